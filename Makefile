@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python 3.11 or later (as python3) and a C compiler, nothing else:
+# they make their own environment in .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+# Without a GPU, torch comes in its CPU build; unconstrained it would bring gigabytes of CUDA.
+CONSTRAINT = $(shell nvidia-smi -L >/dev/null 2>&1 || echo "-c constraints-cpu.txt")
+# A budget in which examples/char_lm.py runs out of memory as it is.
+DEMO_MEMORY ?= 200MiB
+DEMO_STORAGE := sqlite:///.demo/autofit.db
+# More arguments for pytest: make test ARGS=tests/storage
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: demo test test-full check clean help
+
+demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
+	rm -rf .demo && mkdir .demo
+	$(BIN)/autofit search examples/char_lm.py --memory $(DEMO_MEMORY) --storage $(DEMO_STORAGE)
+	$(BIN)/autofit best examples/char_lm.py --storage $(DEMO_STORAGE)
+
+test: $(STAMP)  ## run the quick tests (CI does)
+	$(BIN)/python -m pytest -m quick $(ARGS)
+
+test-full: $(STAMP)  ## run the quick and the full tests
+	$(BIN)/python -m pytest -m "quick or full" $(ARGS)
+
+check: $(STAMP)  ## ruff (lint and format) and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:  ## remove the environment and everything made
+	rm -rf .venv .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@echo "Installing into .venv; this takes some minutes."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -e '.[dev]' $(CONSTRAINT)
+	touch $@

@@ -1,0 +1,39 @@
+"""Finds the fastest way to run the same PyTorch training inside a memory budget.
+
+The public list is ``__all__``. Everything in it is imported when first used, so that
+``import autofit`` costs a training script next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autofit.controller import search
+    from autofit.plan import Plan
+    from autofit.results import best
+    from autofit.running import run
+
+__version__ = "0.1.0"
+
+__all__ = ["Plan", "__version__", "best", "run", "search"]
+
+_HOMES = {
+    "Plan": "autofit.plan",
+    "best": "autofit.results",
+    "run": "autofit.running",
+    "search": "autofit.controller",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Kept in the module, so that importing the file `run` does not hide the function of that name.
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

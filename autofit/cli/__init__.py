@@ -1,0 +1,56 @@
+"""The command line: one thin file per command, and one place that turns errors into exit codes.
+
+Exit codes: 0 found, 1 the script failed (or the store, or a worker), 2 usage, 3 nothing fits,
+130 interrupted; ``autofit run`` passes on the script's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from autofit import __version__
+from autofit.cli.lazy import LazyGroup
+from autofit.exceptions import AutofitError, ScriptError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+
+@click.group(
+    cls=LazyGroup,
+    package=__name__,
+    lazy=("search", "best", "run", "techniques"),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="autofit")
+def cli() -> None:
+    """Find the fastest way to run the same training inside a memory budget."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    arguments = None if argv is None else list(argv)
+    try:
+        code = cli.main(arguments, prog_name="autofit", standalone_mode=False)
+    except click.Abort:
+        _say("interrupted; finished trials are stored, the same command carries on from there")
+        return INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        _say(error.format_message())
+        return error.exit_code
+    except AutofitError as error:
+        if isinstance(error, ScriptError) and error.traceback:
+            sys.stderr.write(error.traceback.rstrip("\n") + "\n")
+        _say(str(error))
+        return error.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _say(line: str) -> None:
+    click.echo(f"autofit: {line}", err=True)

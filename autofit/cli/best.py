@@ -1,0 +1,65 @@
+"""``autofit best``: show or export the best plan found so far."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autofit.cli import types
+from autofit.cli.script import ScriptCommand, script_argument, some_script
+from autofit.exceptions import UsageError
+from autofit.export import FORMATS, SUFFIXES
+
+
+@script_argument
+@click.command("best", cls=ScriptCommand)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(sorted(FORMATS)),
+    help="Export in this form; without it, a summary for people (or by the suffix of -o).",
+)
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write to this file."
+)
+@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
+def command(
+    script: str | None,
+    module: str | None,
+    form: str | None,
+    output: str | None,
+    storage: str | None,
+) -> None:
+    """Show or export the best plan found for SCRIPT (default: the newest study's)."""
+    form = form or _form_of(output)
+    asked = some_script(script, module)
+
+    from autofit.cli.summary import lines
+    from autofit.results import best
+
+    result, said = best(types.url_of(storage), asked)
+    click.echo(said, err=True)
+    text = FORMATS[form](result) if form else "\n".join([*lines(result, storage=storage), ""])
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _write(output, text)
+
+
+def _form_of(output: str | None) -> str | None:
+    if output is None:
+        return None
+    suffix = Path(output).suffix
+    if suffix not in SUFFIXES:
+        raise UsageError(
+            f"no format goes with {output!r}: add --format {'|'.join(sorted(FORMATS))}"
+        )
+    return SUFFIXES[suffix]
+
+
+def _write(output: str, text: str) -> None:
+    try:
+        Path(output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{output!r} cannot be written: {error.strerror}") from error

@@ -1,0 +1,33 @@
+"""A Click group whose commands are imported when they are asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name, and where each of them lives.
+
+    ``name`` is the object ``command`` of ``<package>.<name>``.
+    """
+
+    def __init__(
+        self, *args: object, package: str, lazy: tuple[str, ...], **kwargs: object
+    ) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.package = package
+        self.lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order given: the order in which people use them."""
+        return [*self.lazy, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the command, ``None`` when there is no such name."""
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        command = import_module(f"{self.package}.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command

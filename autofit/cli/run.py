@@ -1,0 +1,49 @@
+"""``autofit run``: the real training, under the best plan or the one given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autofit.cli import types
+from autofit.cli.script import ScriptCommand, script_argument, the_script
+from autofit.export.load import load_plan
+
+
+@script_argument
+@click.command("run", cls=ScriptCommand)
+@click.option(
+    "--plan",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="A plan exported as json or toml, in place of the best found.",
+)
+@click.option(
+    "--memory", metavar="SIZE", callback=types.size, help="Hold the run to so much, such as 24GiB."
+)
+@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
+def command(
+    script: str | None,
+    module: str | None,
+    plan: str | None,
+    memory: int | None,
+    storage: str | None,
+) -> int:
+    """Run SCRIPT to its end under the best plan; exits with the script's own code."""
+    asked = the_script(script, module)
+    given = None if plan is None else load_plan(Path(plan))
+
+    from autofit.running import run
+
+    return run(
+        asked,
+        plan=given,
+        storage=types.url_of(storage),
+        memory=memory,
+        say=_say,
+    )
+
+
+def _say(line: str) -> None:
+    click.echo(f"autofit: {line}", err=True)

@@ -1,0 +1,132 @@
+"""``autofit search``: find the fastest plan that fits."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autofit.cli import types
+from autofit.cli.script import ScriptCommand, script_argument, the_script
+from autofit.exceptions import UsageError
+
+if TYPE_CHECKING:
+    from autofit.asked import SearchOptions
+    from autofit.worker.records import Script
+
+Names = frozenset[str]
+
+FIDELITIES = ("exact", "redraw", "rounding", "recipe")
+"""The names of ``autofit.strategies.Fidelity`` (a test compares them), for ``--help``."""
+
+
+@script_argument
+@click.command("search", cls=ScriptCommand)
+@click.option(
+    "--memory", metavar="SIZE", callback=types.size, help="Budget per device, such as 24GiB."
+)
+@click.option(
+    "--allow",
+    type=click.Choice(FIDELITIES),
+    default="rounding",
+    show_default=True,
+    help="The most a plan may change in the training; each includes those before it.",
+)
+@click.option("--trials", type=click.IntRange(min=1), help="End after so many trials.")
+@click.option("--timeout", metavar="DUR", callback=types.duration, help="End after 10m, 1h30m, ...")
+@click.option(
+    "--only",
+    metavar="STRATEGY",
+    multiple=True,
+    callback=types.strategies,
+    help="Try this strategy alone (repeatable).",
+)
+@click.option(
+    "--without",
+    metavar="STRATEGY",
+    multiple=True,
+    callback=types.strategies,
+    help="Leave this strategy out (repeatable).",
+)
+@click.option(
+    "--horizon",
+    metavar="STEPS",
+    type=click.IntRange(min=1),
+    default=10_000,
+    show_default=True,
+    help="Optimizer steps over which the time to compile is charged.",
+)
+@click.option(
+    "--headroom",
+    metavar="PCT",
+    type=click.FloatRange(min=0, max=100, max_open=True),
+    default=5.0,
+    show_default=True,
+    help="Percent of the device to leave free when no --memory is given.",
+)
+@click.option("--gpus", metavar="N", type=click.IntRange(min=1), help="GPUs that may be used.")
+@click.option(
+    "--gpus-per-trial", metavar="K", type=click.IntRange(min=1), help="GPUs each training spans."
+)
+@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
+@click.option("--address", metavar="RAY", help="A running Ray cluster.")
+@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
+@click.option("--fresh", is_flag=True, help="Open a new study; the old one is kept.")
+@click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
+def command(
+    script: str | None, module: str | None, as_json: bool, dry_run: bool, **asked: Any
+) -> None:
+    """Find the fastest way to run SCRIPT, the same training, inside a memory budget.
+
+    The script stays as it is; its own arguments follow after --.
+    """
+    options = _options(the_script(script, module), **asked)
+    if dry_run:
+        _preview(options, as_json)
+    else:
+        _search(options, as_json, asked["storage"])
+
+
+def _options(
+    script: Script, *, allow: str, storage: str | None, only: Names, without: Names, **asked: Any
+) -> SearchOptions:
+    if both := only & without:
+        raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
+
+    from autofit.asked import SearchOptions
+    from autofit.strategies import Fidelity
+
+    return SearchOptions(
+        script=script,
+        allow=Fidelity[allow.upper()],
+        storage=types.url_of(storage),
+        only=only,
+        without=without,
+        **asked,
+    )
+
+
+def _preview(options: SearchOptions, as_json: bool) -> None:
+    from autofit.asked import dry_run
+    from autofit.cli.preview import as_document, lines
+
+    preview = dry_run(options)
+    if as_json:
+        click.echo(json.dumps(as_document(preview), indent=2))
+    else:
+        click.echo("\n".join(lines(preview)))
+
+
+def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
+    from autofit.cli.render import renderer
+    from autofit.cli.summary import lines
+    from autofit.controller import search
+    from autofit.export import FORMATS
+
+    with renderer(stderr=as_json) as listener:
+        result = search(options, listener)
+    if as_json:
+        click.echo(FORMATS["json"](result), nl=False)
+    else:
+        click.echo("\n".join(["", *lines(result, storage=storage)]))

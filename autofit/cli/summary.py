@@ -1,0 +1,77 @@
+"""What a search, or ``autofit best``, says in the end: the result, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+
+from autofit.cli import words
+from autofit.progress import Result
+from autofit.units import format_duration
+from autofit.worker.records import Script, Verdict
+
+SAME = {
+    "exact": "the same training: equal updates up to the order of floating-point sums",
+    "redraw": "the same training with other random draws",
+    "rounding": "the same training in lower precision",
+    "recipe": "another training recipe",
+}
+"""What each fidelity means for the training."""
+
+
+def lines(result: Result, *, storage: str | None = None) -> list[str]:
+    """Return the closing lines; ``storage`` is repeated in the commands where it was given."""
+    speed = words.rate(result.measurement.samples_per_second)
+    peak = words.of_budget(result.budget, result.measurement.peak_device)
+    return [
+        f"{speed} samples/s in {peak}: {result.plan}",
+        _against_baseline(result),
+        _effort(result),
+        *_next(result.script, storage),
+    ]
+
+
+def _against_baseline(result: Result) -> str:
+    same = SAME[result.fidelity]
+    if result.plan.neutral:
+        return "As it is the script is the fastest of what was tried: nothing to change."
+    if result.baseline is None:
+        return f"As it is {_as_it_is(result.baseline_verdict)}; this is {same}."
+    before = result.baseline.samples_per_second
+    factor = result.measurement.samples_per_second / before
+    peak = words.in_unit_of(result.budget, result.baseline.peak_device)
+    unit = words.unit_of(result.budget)[0]
+    return (
+        f"{factor:.2f} times as fast as the script as it is ({words.rate(before)} samples/s in "
+        f"{peak} {unit}); {same}."
+    )
+
+
+def _as_it_is(verdict: Verdict) -> str:
+    if verdict is Verdict.OUT_OF_MEMORY:
+        return "this script does not fit"
+    return f"this script was not measured ({verdict.value.replace('_', ' ')})"
+
+
+def _effort(result: Result) -> str:
+    return (
+        f"{words.many(result.trials, 'trial')} in {words.many(result.launches, 'launch')}, "
+        f"{result.launches_out_of_memory} out of memory, {format_duration(result.search_seconds)}; "
+        f"study {result.study}."
+    )
+
+
+def _next(script: Script, storage: str | None) -> list[str]:
+    stored = () if storage is None else ("--storage", storage)
+    commands = [
+        (_command(script, "run", *stored), "train with it"),
+        (_command(script, "best", *stored, "--format", "json"), "take it elsewhere"),
+        (_command(script, "best", *stored, "--format", "python"), "do the same by hand"),
+    ]
+    wide = max(len(command) for command, _ in commands)
+    return [f"   {command:<{wide}}   {purpose}" for command, purpose in commands]
+
+
+def _command(script: Script, name: str, *options: str) -> str:
+    target = ("-m", script.target) if script.module else (script.target,)
+    args = ("--", *script.args) if script.args else ()
+    return shlex.join(("autofit", name, *target, *options, *args))

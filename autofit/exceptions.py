@@ -1,0 +1,62 @@
+"""Every error autofit raises on purpose.
+
+::
+
+    AutofitError
+    ├── UsageError      what was asked cannot be done as asked         (exit code 2)
+    ├── ScriptError     the user's script failed by itself             (exit code 1)
+    ├── NothingFits     no plan fits the budget                        (exit code 3)
+    ├── StorageError    the store cannot be read or written            (exit code 1)
+    ├── WorkerError     a worker, not the script, broke                (exit code 1)
+    └── Refused         a strategy cannot keep its promise here        (a verdict, never an exit)
+
+A message says what was given, what is allowed and what to do, in one line.
+"""
+
+
+class AutofitError(Exception):
+    """The root of every error autofit raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(AutofitError):
+    """What was asked cannot be done as asked: a bad size, an unknown strategy, a missing file."""
+
+    exit_code = 2
+
+
+class ScriptError(AutofitError):
+    """The user's script failed under the neutral plan too, so the fault is its own.
+
+    ``traceback`` is what Python itself would have printed (empty when the script raised nothing).
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+class NothingFits(AutofitError):
+    """No plan fits the budget; the message says what came closest."""
+
+    exit_code = 3
+
+
+class StorageError(AutofitError):
+    """The store cannot be read or written."""
+
+
+class WorkerError(AutofitError):
+    """A worker broke, not the script it ran."""
+
+
+class Refused(AutofitError):
+    """A strategy cannot keep its promise on this script; the message is the reason.
+
+    ``strategy`` names it, where it is known.
+    """
+
+    def __init__(self, reason: str, strategy: str | None = None) -> None:
+        super().__init__(reason)
+        self.strategy = strategy

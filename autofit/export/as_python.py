@@ -1,0 +1,90 @@
+"""Python: how to do the same by hand in plain PyTorch, as a module to read and to take from.
+
+Each strategy says how its level is written (``Strategy.by_hand``); this file only puts the
+pieces into one training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import dedent, indent
+
+from autofit.plan import Plan
+from autofit.progress import Result
+from autofit.strategies.base import ByHand
+from autofit.units import format_size
+
+
+def render(result: Result) -> str:
+    """Return a module with ``prepare(model)`` and ``train_step(...)``; it needs torch alone."""
+    hands = [hand for strategy, level in result.plan if (hand := strategy.by_hand(level))]
+    scaler = "scaler = torch.amp.GradScaler()" if any(hand.scaled for hand in hands) else ""
+    top = "\n\n".join(filter(None, [_head(result), "import torch", scaler]))
+    return "\n\n\n".join([top, _prepare(result.plan), _train_step(hands)]) + "\n"
+
+
+def _head(result: Result) -> str:
+    measured = result.measurement
+    environment = "".join(f"\n    {k}={v}" for k, v in result.plan.environment.items())
+    speed, peak = f"{measured.samples_per_second:.4g}", format_size(measured.peak_device)
+    lines = [
+        f'"""By hand, in plain PyTorch: {result.plan}.',
+        "",
+        f"Measured by autofit on {result.hardware.name}: {speed} samples/s, peak {peak}.",
+        "Where the model returns its loss, take that for `loss_of(output, y)`.",
+        *([f"Set before Python starts:{environment}"] if environment else []),
+        '"""',
+    ]
+    return "\n".join(lines)
+
+
+def _prepare(plan: Plan) -> str:
+    body = "\n".join(_statements(plan))
+    head = '''\
+        def prepare(model: torch.nn.Module) -> torch.nn.Module:
+            """Change the model once, before training."""
+        '''
+    return dedent(head) + indent((body + "\n" if body else "") + "return model", "    ")
+
+
+def _statements(plan: Plan) -> Iterator[str]:
+    for strategy, level in plan:
+        hand = strategy.by_hand(level)
+        if hand is None:
+            told = strategy.level(level).summary
+            yield f"# {strategy.describe(level)} ({told}) takes more than a few lines by hand:"
+            yield f"# see {strategy.source}"
+        elif hand.prepare:
+            yield dedent(hand.prepare).strip("\n")
+
+
+def _train_step(hands: list[ByHand]) -> str:
+    around = [hand.around for hand in hands if hand.around]
+    samples = next((hand.samples for hand in hands if hand.samples), None)
+    scaled = any(hand.scaled for hand in hands)
+    pad = "    " if around else ""
+    cut = (
+        "((inputs, targets),)"
+        if samples is None
+        else f"zip(inputs.split({samples}), targets.split({samples}), strict=True)"
+    )
+    output = "output.float()" if around else "output"
+    lines = [
+        "def train_step(model, optimizer, loss_of, inputs, targets):",
+        '    """Take one optimizer step; return the mean loss. `loss_of` averages over samples."""',
+        "    optimizer.zero_grad(set_to_none=True)",
+        "    total = 0.0",
+        f"    for x, y in {cut}:",
+        *([f"        with {', '.join(around)}:"] if around else []),
+        f"        {pad}output = model(x)",
+        f"        loss = loss_of({output}, y) * len(x) / len(inputs)",
+        "        scaler.scale(loss).backward()" if scaled else "        loss.backward()",
+        "        total += loss.item()",
+        *(
+            ["    scaler.step(optimizer)", "    scaler.update()"]
+            if scaled
+            else ["    optimizer.step()"]
+        ),
+        "    return total",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""A result as plain data: the stable contract of ``autofit best --format json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from autofit.export.load import PLAN
+from autofit.progress import Result
+from autofit.strategies import AS_IS
+from autofit.worker.records import Measurement
+
+
+def document(result: Result) -> dict[str, Any]:
+    """Return ``result`` as nested dictionaries of text and numbers; keys are only ever added.
+
+    Bytes and seconds are plain numbers. ``micro_batch`` is the largest chunk in samples;
+    ``baseline`` holds its verdict, and the figures where it was measured.
+    """
+    return {
+        PLAN: result.plan.levels,
+        **_figures(result.measurement),
+        "budget_bytes": result.budget,
+        "fidelity": result.fidelity,
+        "baseline": _baseline(result),
+        "trials": result.trials,
+        "launches": result.launches,
+        "launches_out_of_memory": result.launches_out_of_memory,
+        "search_seconds": result.search_seconds,
+        "study": result.study,
+        "script": {**asdict(result.script), "args": list(result.script.args)},
+        "hardware": _hardware(result),
+        "versions": dict(result.versions),
+    }
+
+
+def _figures(measurement: Measurement) -> dict[str, Any]:
+    return {
+        "samples_per_second": measurement.samples_per_second,
+        "step_seconds": measurement.seconds,
+        "peak_bytes": measurement.peak_device,
+        "effective_batch": measurement.effective_batch,
+        "micro_batch": measurement.micro_batch,
+    }
+
+
+def _baseline(result: Result) -> dict[str, Any]:
+    verdict = {"verdict": str(result.baseline_verdict)}
+    if result.baseline is None:
+        return verdict
+    levels = dict.fromkeys(result.plan.levels, AS_IS)
+    fixed = {PLAN: levels, "budget_bytes": result.budget, "fidelity": "exact"}
+    return {**verdict, **fixed, **_figures(result.baseline)}
+
+
+def _hardware(result: Result) -> dict[str, Any]:
+    capability = result.hardware.capability
+    return {
+        **asdict(result.hardware),
+        "capability": None if capability is None else ".".join(map(str, capability)),
+    }

@@ -1,0 +1,52 @@
+"""The way back: a plan from an exported file, for ``autofit run --plan FILE``."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from autofit.exceptions import UsageError
+from autofit.plan import Plan
+
+PLAN = "plan"
+"""The key an exported document keeps its plan under."""
+
+
+def load_plan(path: Path) -> Plan:
+    """Return the plan in ``path``, a json or toml export.
+
+    Only its ``plan`` is read: strategy to level; what it does not name is as the script has it.
+    Raises ``UsageError`` when the file cannot be read or holds no plan this autofit knows.
+    """
+    levels = _parsed(path).get(PLAN)
+    if not isinstance(levels, dict) or not all(map(_is_level, levels.values())):
+        raise UsageError(f"{str(path)!r} holds no plan: it needs a table {PLAN!r}, as exported")
+    try:
+        return Plan.of({name: str(level) for name, level in levels.items()})
+    except UsageError as error:
+        raise UsageError(f"{str(path)!r}: {error}") from error
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the plan {str(path)!r} cannot be read: {_why(error)}") from error
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{str(path)!r} is neither JSON nor TOML ({error}); "
+            "write one with: autofit best --format json -o plan.json"
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _is_level(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def _why(error: OSError | UnicodeDecodeError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or "it is not text"

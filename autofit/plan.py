@@ -1,0 +1,78 @@
+"""A plan: one level for every strategy. Frozen, hashable, JSON both ways; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from autofit import strategies
+from autofit.strategies import AS_IS, Facts, Fidelity, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One level for every strategy; what is not named is as the script has it.
+
+    Build one with :meth:`of`, which checks names and puts them in the registry's order, so that
+    equal plans compare and hash equal.
+    """
+
+    changes: tuple[tuple[str, str], ...] = ()
+    """``(strategy, level)`` for every strategy that is not ``as_is``."""
+
+    @classmethod
+    def of(cls, levels: Mapping[str, str]) -> Self:
+        """Return the plan with these levels; raise ``UsageError`` on an unknown name."""
+        for name, level in levels.items():
+            strategies.get(name).level(level)
+        return cls(
+            tuple(
+                (name, levels[name])
+                for name in strategies.NAMES
+                if levels.get(name, AS_IS) != AS_IS
+            )
+        )
+
+    @property
+    def levels(self) -> dict[str, str]:
+        """Strategy to level, for every strategy of the catalogue."""
+        return dict.fromkeys(strategies.NAMES, AS_IS) | dict(self.changes)
+
+    @property
+    def neutral(self) -> bool:
+        """Whether this is the script as it is."""
+        return not self.changes
+
+    def __getitem__(self, name: str) -> str:
+        return dict(self.changes).get(name, AS_IS)
+
+    def __iter__(self) -> Iterator[tuple[Strategy, str]]:
+        """Yield each changed strategy and its level, in the order in which they are applied."""
+        return ((strategies.get(name), level) for name, level in self.changes)
+
+    def replace(self, **levels: str) -> Self:
+        """Return this plan with some levels changed."""
+        return self.of(self.levels | levels)
+
+    def fidelity(self, facts: Facts | None = None) -> Fidelity:
+        """Return the most that any level of this plan may change."""
+        return max(
+            (strategy.fidelity(level, facts) for strategy, level in self), default=Fidelity.EXACT
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process needs in its environment before it starts."""
+        return {key: value for s, level in self for key, value in s.environment(level).items()}
+
+    @property
+    def fixed(self) -> Self:
+        """The part that cannot be taken back in a running process.
+
+        Plans that share it can be measured one after another in one launch.
+        """
+        return type(self)(tuple((s.name, level) for s, level in self if not s.level(level).undo))
+
+    def __str__(self) -> str:
+        return ", ".join(s.describe(level) for s, level in self) or "as it is"

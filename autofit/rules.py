@@ -1,0 +1,106 @@
+"""What a finished trial says about the others: which are not worth a launch, and whose fault."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autofit import strategies
+from autofit.ladder import leaner
+from autofit.plan import Plan
+from autofit.storage import TrialRecord
+from autofit.strategies import AS_IS
+from autofit.worker.records import Script, TrialReport, Verdict
+
+OUTCLASSED = 1.2
+"""A level this much faster than another beside the same levels is faster beside others too."""
+
+
+def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) -> str | None:
+    """Return why ``plan`` cannot win, or cannot fit, given what is known; ``None`` if it may.
+
+    ``batch``: samples in a call of the model, as the script has it.
+    """
+    finished = tuple(finished)
+    for trial in finished:
+        if leaner(plan, trial.plan) and _whole(trial, batch):
+            return f"{trial.plan} fits with the whole batch; this would only be slower"
+        if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
+            return f"{trial.plan} needs less and does not fit"
+    return _outclassed(plan, finished)
+
+
+def _outclassed(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
+    """Return which level beats one of the plan's, where two trials differ in that level alone.
+
+    Only between levels that need no more memory for being faster (a lower precision): what trades
+    speed for memory may turn out either way beside other levels.
+    """
+    speeds = {trial.plan: _speed(trial) for trial in finished if _speed(trial) > 0.0}
+    failed = {trial.plan for trial in finished} - speeds.keys()
+    for slow, fast in itertools.permutations(speeds, 2):
+        differing = [name for name in strategies.NAMES if slow[name] != fast[name]]
+        if len(differing) != 1 or speeds[fast] < OUTCLASSED * speeds[slow]:
+            continue
+        (name,) = differing
+        strategy = strategies.get(name)
+        if plan.replace(**{name: fast[name]}) in failed:
+            continue
+        free = strategy.level(fast[name]).slowdown < min(1.0, strategy.level(slow[name]).slowdown)
+        if free and plan != slow and plan[name] == slow[name]:
+            return f"{fast} is {speeds[fast] / speeds[slow]:.1f} times as fast as {slow}"
+    return None
+
+
+def _speed(trial: TrialRecord) -> float:
+    measured = trial.verdict is Verdict.MEASURED and trial.measurement is not None
+    return trial.measurement.samples_per_second if measured and trial.measurement else 0.0
+
+
+def _whole(trial: TrialRecord, batch: int | None) -> bool:
+    """Whether a trial was measured, and its winner runs the batch in one piece."""
+    measurement = trial.measurement
+    if trial.verdict is not Verdict.MEASURED or measurement is None:
+        return False
+    return trial.plan["micro_batch"] == AS_IS or measurement.micro_batch == batch
+
+
+def judged(report: TrialReport, script: Script, baseline: Verdict | None) -> TrialReport:
+    """Return the report with the fault of a failure where it belongs.
+
+    ``baseline``: how the neutral plan ended, if it has. A plan that fails where the neutral one
+    was measured is to blame. Where the neutral one ran out of memory it cannot decide; an error
+    that the script's own line raised, with no strategy on the stack, is then the script's.
+    """
+    if report.verdict is not Verdict.PLAN_FAILED or baseline is Verdict.MEASURED:
+        return report
+    if report.blamed is None and _raised_by_script(report.traceback, script):
+        return replace(report, verdict=Verdict.SCRIPT_FAILED)
+    return report
+
+
+def _raised_by_script(traceback: str, script: Script) -> bool:
+    places = [line for line in traceback.splitlines() if line.startswith('  File "')]
+    name = script.target.replace(".", "/") if script.module else script.target
+    return bool(places) and name.rpartition("/")[2] in places[-1]
+
+
+def culprit(report: TrialReport) -> tuple[str, str] | None:
+    """Return the strategy and level that a failed or refused trial rules out, if it is one."""
+    levels = report.plan.levels
+    if report.blamed is not None:
+        return report.blamed, levels[report.blamed]
+    changed = report.plan.changes
+    return changed[0] if len(changed) == 1 else None
+
+
+def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:
+    """Return the trial that ran out of memory by the least."""
+    short = [trial for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
+    return min(short, key=_missing, default=None)
+
+
+def _missing(trial: TrialRecord) -> float:
+    shortage = trial.report.out_of_memory if trial.report else None
+    return float(shortage.requested) if shortage and shortage.requested else float("inf")

@@ -1,0 +1,98 @@
+"""What can be tried: the levels of each strategy that this script and hardware allow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autofit import strategies
+from autofit.plan import Plan
+from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Strategy
+from autofit.strategies.micro_batch import AUTO
+
+Reason = tuple[str, str, str]
+"""``(strategy, level, why it is left out)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The levels that may be tried, and why the others may not."""
+
+    levels: tuple[tuple[str, tuple[str, ...]], ...]
+    """Strategy to its levels, ``as_is`` first, in the catalogue's order."""
+    left_out: tuple[Reason, ...] = ()
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Return every plan a search may launch besides the neutral one, cheapest first.
+
+        The batch is split in every plan where it can be: the ramp tries the whole batch too, so
+        a plan without a split would be measured twice.
+        """
+        names = [name for name, _ in self.levels]
+        combinations = itertools.product(*(self._tried(name, each) for name, each in self.levels))
+        plans = {Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations}
+        tried = (plan for plan in plans if not plan.neutral and not _conflicting(plan))
+        return tuple(sorted(tried, key=order_of_retreat))
+
+    @staticmethod
+    def _tried(name: str, levels: tuple[str, ...]) -> tuple[str, ...]:
+        return (AUTO,) if name == "micro_batch" and AUTO in levels else levels
+
+
+def space(
+    hardware: Hardware,
+    facts: Facts,
+    *,
+    allow: Fidelity,
+    only: frozenset[str] = frozenset(),
+    without: frozenset[str] = frozenset(),
+    refused: Iterable[Reason] = (),
+) -> Space:
+    """Return what may be tried under an allowance, given what is known so far.
+
+    ``refused``: levels that trials have ruled out, with their reasons.
+    """
+    known = {(name, level): reason for name, level, reason in refused}
+    levels: list[tuple[str, tuple[str, ...]]] = []
+    left_out: list[Reason] = []
+    for strategy in strategies.REGISTRY:
+        chosen = strategy.name not in without and (not only or strategy.name in only)
+        kept = [AS_IS]
+        for level in strategy.levels[1:] if chosen else ():
+            reason = known.get((strategy.name, level.name)) or _reason(
+                strategy, level.name, hardware, facts, allow
+            )
+            if reason is None:
+                kept.append(level.name)
+            else:
+                left_out.append((strategy.name, level.name, reason))
+        levels.append((strategy.name, tuple(kept)))
+    return Space(levels=tuple(levels), left_out=tuple(left_out))
+
+
+def _reason(
+    strategy: Strategy, level: str, hardware: Hardware, facts: Facts, allow: Fidelity
+) -> str | None:
+    fidelity = strategy.fidelity(level, facts)
+    if fidelity > allow:
+        return f"{fidelity}, and only {allow} is allowed"
+    return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
+
+
+def _conflicting(plan: Plan) -> bool:
+    changed = {name for name, _ in plan.changes}
+    return any(strategy.conflicts & changed for strategy, _ in plan)
+
+
+def order_of_retreat(plan: Plan) -> tuple[float, float]:
+    """Return what plans are sorted by: the least loss of speed for memory first.
+
+    The first figure is what the plan trades for memory, its slowdowns alone; the second, which
+    decides between equals, is the step time expected against the script as it is. So every
+    precision is tried once before any of them is tried with more checkpointing, and
+    ``rules.dominated`` can leave the slower one's combinations out.
+    """
+    expected = [strategy.level(level).slowdown for strategy, level in plan]
+    return math.prod(max(1.0, each) for each in expected), math.prod(expected)

@@ -1,0 +1,56 @@
+"""What a study is of: what was asked, of which device, within which budget, with which versions."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import autofit
+from autofit.asked import SearchOptions
+from autofit.exceptions import UsageError
+from autofit.storage import StudyKey
+from autofit.strategies import Hardware
+from autofit.units import format_size
+from autofit.worker import meter
+
+PACKAGES = ("torch", "accelerate", "bitsandbytes", "transformers", "optuna", "ray")
+"""Whose versions a study keeps beside its figures."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that matter to the figures, without importing the packages."""
+    found = {"autofit": autofit.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
+    """Return what makes another search the same study as this one."""
+    return StudyKey.of(
+        options.script,
+        gpu=hardware.name,
+        gpus=options.gpus_per_trial or 1,
+        memory=options.memory,
+        allow=str(options.allow),
+    )
+
+
+def budget(device: str, hardware: Hardware, asked: int | None, headroom: float) -> int:
+    """Return the bytes a trial may occupy on the device.
+
+    ``asked``: taken as it is; raise ``UsageError`` if the device has less. Without it: what the
+    device has free, less ``headroom`` per cent of the whole.
+    """
+    if asked is None:
+        free = meter.free_bytes(device)
+        return max(0, int(free - hardware.total_bytes * headroom / 100))
+    if asked > hardware.total_bytes:
+        raise UsageError(
+            f"--memory {format_size(asked)} is more than {hardware.name} has"
+            f" ({format_size(hardware.total_bytes)}): give less, or leave it out"
+        )
+    return asked

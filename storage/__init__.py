@@ -1,0 +1,46 @@
+"""Keeps what was learned: SQLAlchemy tables and the one class that reads and writes them.
+
+Importing this package imports neither SQLAlchemy nor Optuna; ``Store`` does, on first use.
+"""
+
+if __name__ == "storage":
+    raise ModuleNotFoundError("import it as autofit.storage")
+
+from typing import TYPE_CHECKING, Any
+
+from autofit.storage.owner import Owner
+from autofit.storage.records import (
+    EventRecord,
+    Purpose,
+    State,
+    StudyKey,
+    StudyRecord,
+    TrialRecord,
+    script_path,
+)
+from autofit.storage.url import default_url
+
+if TYPE_CHECKING:
+    from autofit.storage.store import Store
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Store":
+        from autofit.storage.store import Store
+
+        return Store
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "EventRecord",
+    "Owner",
+    "Purpose",
+    "State",
+    "Store",
+    "StudyKey",
+    "StudyRecord",
+    "TrialRecord",
+    "default_url",
+    "script_path",
+]

@@ -1,0 +1,169 @@
+"""Rows to records and back; JSON columns go through cattrs, exactly both ways."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import cattrs
+
+from autofit.exceptions import StorageError, UsageError
+from autofit.plan import Plan
+from autofit.storage import models
+from autofit.storage.owner import Owner
+from autofit.storage.records import EventRecord, Purpose, State, StudyKey, StudyRecord, TrialRecord
+from autofit.strategies.facts import Facts, Hardware
+from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+
+T = TypeVar("T")
+
+_converter = cattrs.Converter()
+# JSON has no NaN and no infinity (a loss may be either); float() reads these words back.
+_converter.register_unstructure_hook(float, lambda x: x if math.isfinite(x) else str(x))
+
+
+def to_json(record: object) -> dict[str, Any]:
+    """Return a frozen record as plain JSON."""
+    plain: dict[str, Any] = _converter.unstructure(record)
+    return plain
+
+
+def from_json(plain: Mapping[str, Any], kind: type[T]) -> T:
+    """Return the record that ``to_json`` was given; raise ``StorageError`` if it is not one."""
+    try:
+        return _converter.structure(plain, kind)
+    except (cattrs.BaseValidationError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"the store holds a {kind.__name__} this version of autofit cannot read;"
+            " search again with --fresh, or use the version that wrote it"
+        ) from error
+
+
+def readable(text: str) -> str:
+    """Return ``text`` as every database can hold it: no stray bytes, no NUL."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
+
+
+def plan_to_json(plan: Plan) -> dict[str, str]:
+    """Return the changed levels of ``plan``."""
+    return dict(plan.changes)
+
+
+def plan_from_json(plain: Mapping[str, str]) -> Plan:
+    """Return the plan with these levels; raise ``StorageError`` if one is no longer known."""
+    try:
+        return Plan.of(plain)
+    except UsageError as error:
+        raise StorageError(
+            f"the store holds a plan of another version of autofit ({error});"
+            " search again with --fresh, or use that version"
+        ) from error
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return the same 64 hexadecimal digits for equal plans."""
+    text = json.dumps(plan_to_json(plan), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def owner_of(row: models.Held) -> Owner | None:
+    """Return who holds ``row``, or held it last."""
+    if row.owner_host is None or row.owner_pid is None or row.owner_started is None:
+        return None
+    return Owner(host=row.owner_host, pid=row.owner_pid, started=row.owner_started)
+
+
+def study_record(row: models.Study) -> StudyRecord:
+    """Return the record of a study's row."""
+    return StudyRecord(
+        id=row.id,
+        key=from_json(row.key, StudyKey),
+        script=from_json(row.script, Script),
+        hardware=from_json(row.hardware, Hardware),
+        budget=row.budget,
+        versions=row.versions,
+        facts=None if row.facts is None else from_json(row.facts, Facts),
+        left_out=tuple((strategy, level, reason) for strategy, level, reason in row.left_out),
+        seconds=row.seconds,
+        launches=row.launches,
+        created=row.created,
+        opened=row.opened,
+    )
+
+
+def trial_record(row: models.Trial) -> TrialRecord:
+    """Return the record of a trial's row, its measurements with it."""
+    owner = owner_of(row)
+    assert owner is not None
+    return TrialRecord(
+        id=row.id,
+        study=row.study_id,
+        number=row.number,
+        purpose=Purpose(row.purpose),
+        state=State(row.state),
+        plan=plan_from_json(row.plan),
+        launch=row.launch,
+        owner=owner,
+        budget=row.budget,
+        versions=row.versions,
+        created=row.created,
+        ended=row.ended,
+        optuna_number=row.optuna_number,
+        report=_report(row),
+    )
+
+
+def _report(row: models.Trial) -> TrialReport | None:
+    if row.verdict is None:
+        return None
+    shortage = row.out_of_memory
+    return TrialReport(
+        index=row.position or 0,
+        plan=plan_from_json(row.plan),
+        verdict=Verdict(row.verdict),
+        reason=row.reason or "",
+        best=None if row.best is None else plan_from_json(row.best),
+        measurements=tuple(_measurement(each) for each in row.measurements),
+        out_of_memory=None if shortage is None else from_json(shortage, OutOfMemory),
+        blamed=row.blamed,
+        traceback=row.traceback or "",
+        startup_seconds=row.startup_seconds or 0.0,
+    )
+
+
+def write_report(row: models.Trial, report: TrialReport) -> None:
+    """Fill a trial's row, and its measurements' rows, from ``report``."""
+    row.position = report.index
+    row.verdict = report.verdict
+    row.reason = readable(report.reason)
+    row.best = None if report.best is None else plan_to_json(report.best)
+    row.out_of_memory = None if report.out_of_memory is None else to_json(report.out_of_memory)
+    row.blamed = report.blamed
+    row.traceback = readable(report.traceback)
+    row.startup_seconds = report.startup_seconds
+    row.measurements = [
+        models.Measurement(position=position, **to_json(each))
+        for position, each in enumerate(report.measurements)
+    ]
+
+
+def _measurement(row: models.Measurement) -> Measurement:
+    names = (field.name for field in fields(Measurement))
+    return from_json({name: getattr(row, name) for name in names}, Measurement)
+
+
+def event_record(row: models.Event) -> EventRecord:
+    """Return the record of an event's row."""
+    return EventRecord(
+        id=row.id,
+        kind=row.kind,
+        payload=row.payload,
+        versions=row.versions,
+        study=row.study_id,
+        trial=row.trial_id,
+        created=row.created,
+    )

@@ -1,0 +1,171 @@
+"""The tables. Nothing outside this folder sees a row; ``migrations`` makes them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Dialect,
+    Double,
+    ForeignKey,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+
+class Moment(TypeDecorator[datetime]):
+    """A point in time, in UTC on both sides; SQLite would forget the zone."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Write in UTC."""
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Read as UTC."""
+        return None if value is None else value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
+
+
+Json = JSON(none_as_null=True)
+Bytes = BigInteger()
+
+
+class Base(DeclarativeBase):
+    """The root of our tables; every constraint is named, so that a migration can drop it."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {
+        datetime: Moment,
+        float: Double,
+        dict[str, Any]: Json,
+        list[Any]: Json,
+    }
+
+
+class Held:
+    """Columns of a row that a live process may hold."""
+
+    owner_host: Mapped[str | None] = mapped_column(String(255))
+    owner_pid: Mapped[int | None]
+    owner_started: Mapped[float | None]
+    lease_until: Mapped[datetime | None]
+    """Another host takes the owner for dead after this."""
+
+
+class Study(Held, Base):
+    """A script, its arguments, the hardware and what was asked."""
+
+    __tablename__ = "study"
+    __table_args__ = (UniqueConstraint("fingerprint", "generation"),)
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    generation: Mapped[int]
+    """1, and one more each time a search was begun afresh."""
+    script_path: Mapped[str] = mapped_column(Text)
+    key: Mapped[dict[str, Any]]
+    script: Mapped[dict[str, Any]]
+    hardware: Mapped[dict[str, Any]]
+    budget: Mapped[int] = mapped_column(Bytes)
+    versions: Mapped[dict[str, Any]]
+    facts: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    left_out: Mapped[list[Any]]
+    seconds: Mapped[float]
+    launches: Mapped[int]
+    created: Mapped[datetime]
+    opened: Mapped[datetime]
+
+
+class Trial(Held, Base):
+    """One plan launched once."""
+
+    __tablename__ = "trial"
+    __table_args__ = (
+        UniqueConstraint("study_id", "number"),
+        UniqueConstraint("study_id", "finished_plan"),
+        CheckConstraint("state IN ('running', 'finished', 'interrupted')", name="state"),
+        CheckConstraint("purpose IN ('search', 'confirm')", name="purpose"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    study_id: Mapped[str] = mapped_column(ForeignKey("study.id"))
+    number: Mapped[int]
+    purpose: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(16))
+    plan: Mapped[dict[str, Any]]
+    finished_plan: Mapped[str | None] = mapped_column(String(64))
+    """Digest of the plan once a search trial is finished, else null: a plan is finished once."""
+    launch: Mapped[int]
+    budget: Mapped[int] = mapped_column(Bytes)
+    versions: Mapped[dict[str, Any]]
+    optuna_number: Mapped[int | None]
+    """A plain number: nothing of ours references Optuna's tables."""
+    created: Mapped[datetime]
+    ended: Mapped[datetime | None]
+
+    position: Mapped[int | None]
+    verdict: Mapped[str | None] = mapped_column(String(32))
+    reason: Mapped[str | None] = mapped_column(Text)
+    best: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    out_of_memory: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    blamed: Mapped[str | None] = mapped_column(String(64))
+    traceback: Mapped[str | None] = mapped_column(Text)
+    startup_seconds: Mapped[float | None]
+
+    measurements: Mapped[list[Measurement]] = relationship(
+        order_by="Measurement.position", lazy="selectin"
+    )
+
+
+class Measurement(Base):
+    """One plan at one micro-batch size."""
+
+    __tablename__ = "measurement"
+    __table_args__ = (UniqueConstraint("trial_id", "position"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id"))
+    position: Mapped[int]
+    """0, 1, 2, ... as measured; the winner last."""
+    micro_batch: Mapped[int]
+    effective_batch: Mapped[int]
+    step_seconds: Mapped[list[Any]]
+    peak_allocated: Mapped[int] = mapped_column(Bytes)
+    peak_reserved: Mapped[int] = mapped_column(Bytes)
+    peak_device: Mapped[int] = mapped_column(Bytes)
+    allocation_retries: Mapped[int]
+    data_wait: Mapped[float]
+    losses: Mapped[list[Any]]
+
+
+class Event(Base):
+    """Something worth keeping that happened outside a trial."""
+
+    __tablename__ = "event"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(64))
+    payload: Mapped[dict[str, Any]]
+    versions: Mapped[dict[str, Any]]
+    study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
+    trial_id: Mapped[int | None] = mapped_column(ForeignKey("trial.id"))
+    created: Mapped[datetime]

@@ -1,0 +1,440 @@
+"""The one class that reads and writes the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import func, select, update
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from autofit.exceptions import StorageError
+from autofit.plan import Plan
+from autofit.storage import convert, engine
+from autofit.storage.models import Event, Held, Study, Trial
+from autofit.storage.owner import TOLERANCE, Owner
+from autofit.storage.records import EventRecord, Purpose, State, StudyKey, StudyRecord, TrialRecord
+from autofit.storage.url import default_url
+from autofit.strategies.facts import Facts, Hardware
+from autofit.worker.records import Script, TrialReport, Verdict
+
+LEASE = timedelta(seconds=60)
+"""How long a process on another host is taken for alive after its last heartbeat."""
+
+
+class Store:
+    """Studies, their trials, and events; every method is one transaction.
+
+    One process at a time searches a study (``holder`` names the other one); any number read. What
+    is given out are frozen records, as they were when read. Every method raises ``StorageError``
+    when the database cannot be used, and for a move that a trial's state does not allow. May be
+    used from several threads.
+    """
+
+    def __init__(self, storage: str | None = None, *, create: bool = True) -> None:
+        """Open the store at ``storage``: a path, an SQLAlchemy URL, or ``default_url()``.
+
+        With ``create=False`` an SQLite file that is not there is a ``StorageError``.
+        """
+        self._location = engine.parse(default_url() if storage is None else storage)
+        path = engine.sqlite_file(self._location)
+        if not create and path is not None and not path.exists():
+            raise StorageError(f"there is no store at {path}: search first, or give its --storage")
+        self._reader = engine.open_engine(self._location)
+        self._writer = engine.writing(self._reader)
+        self._claimed: set[str] = set()
+        self._pid = os.getpid()
+        try:
+            with self._translated():
+                engine.migrate(self._reader)
+        except BaseException:
+            self._reader.dispose()
+            raise
+
+    @property
+    def url(self) -> str:
+        """The SQLAlchemy URL, password included: what Optuna's storage takes."""
+        return self._location.render_as_string(hide_password=False)
+
+    def close(self) -> None:
+        """Let go of the studies this object opened, and of the database."""
+        if self._claimed and self._pid == os.getpid():
+            # What cannot be let go ends with this process, or with its lease.
+            with contextlib.suppress(StorageError), self._write() as session:
+                session.execute(
+                    update(Study)
+                    .where(Study.id.in_(self._claimed), _held_by(Study, Owner.current()))
+                    .values(owner_host=None, owner_pid=None, owner_started=None, lease_until=None)
+                )
+        self._claimed.clear()
+        self._reader.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- studies ------------------------------------------------------------------------------
+
+    def open_study(
+        self,
+        key: StudyKey,
+        *,
+        script: Script,
+        hardware: Hardware,
+        budget: int,
+        versions: Mapping[str, str],
+        fresh: bool = False,
+    ) -> StudyRecord:
+        """Return the newest study with this key, or a new one; ``fresh`` always begins a new one.
+
+        What may differ between two openings (budget in bytes, versions, ...) is that of the last.
+        This process becomes the study's holder unless another live one is.
+        """
+        now, me = _now(), Owner.current()
+        with self._write() as session:
+            newest = session.scalar(
+                select(Study)
+                .where(Study.fingerprint == key.fingerprint)
+                .order_by(Study.generation.desc())
+                .limit(1)
+                .with_for_update()
+            )
+            if newest is None or fresh:
+                study = _new_study(session, key, 1 + (newest.generation if newest else 0))
+                study.created = now
+                session.add(study)
+            else:
+                study = newest
+            study.script = convert.to_json(script)
+            study.hardware = convert.to_json(hardware)
+            study.budget = budget
+            study.versions = dict(versions)
+            study.opened = now
+            if _live_owner(study, now, other_than=me) is None:
+                _give_to(study, me, now)
+                self._claimed.add(study.id)
+            session.flush()
+            return convert.study_record(study)
+
+    def studies(self, script_path: str | None = None) -> tuple[StudyRecord, ...]:
+        """Return the studies, newest first; those of one script (see ``records.script_path``)."""
+        query = select(Study).order_by(Study.created.desc(), Study.generation.desc())
+        if script_path is not None:
+            query = query.where(Study.script_path == convert.readable(script_path))
+        with self._read() as session:
+            return tuple(convert.study_record(row) for row in session.scalars(query))
+
+    def study(self, identifier: str) -> StudyRecord:
+        """Return the study with this identifier as it is now."""
+        with self._read() as session:
+            return convert.study_record(self._study(session, identifier))
+
+    def set_facts(self, study: StudyRecord, facts: Facts) -> StudyRecord:
+        """Keep what was learned of the script; it replaces what was known."""
+        with self._write() as session:
+            row = self._study(session, study.id)
+            row.facts = convert.to_json(facts)
+            return convert.study_record(row)
+
+    def leave_out(self, study: StudyRecord, strategy: str, level: str, reason: str) -> StudyRecord:
+        """Never try this level in this study again; the first reason given stays."""
+        with self._write() as session:
+            row = self._study(session, study.id)
+            if not any([strategy, level] == [one, other] for one, other, _ in row.left_out):
+                row.left_out = [*row.left_out, [strategy, level, reason]]
+            return convert.study_record(row)
+
+    def add_seconds(self, study: StudyRecord, seconds: float) -> StudyRecord:
+        """Add to the time this study was searched."""
+        with self._write() as session:
+            row = self._study(session, study.id)
+            row.seconds += seconds
+            return convert.study_record(row)
+
+    def next_launch(self, study: StudyRecord) -> int:
+        """Return 0, 1, 2, ...: the number of the process about to be started, given out once."""
+        with self._write() as session:
+            row = self._study(session, study.id)
+            row.launches += 1
+            return row.launches - 1
+
+    # --- who holds what -----------------------------------------------------------------------
+
+    def holder(self, study: StudyRecord) -> Owner | None:
+        """Return the live process other than this one that searches the study, if there is one."""
+        now, me = _now(), Owner.current()
+        with self._read() as session:
+            rows: list[Held] = [self._study(session, study.id)]
+            rows += session.scalars(_running(study))
+            live = (_live_owner(row, now, other_than=me) for row in rows)
+            return next((owner for owner in live if owner is not None), None)
+
+    def heartbeat(self, owner: Owner) -> None:
+        """Renew the lease of all that ``owner`` holds; call it well within ``LEASE``."""
+        lease = _now() + LEASE
+        with self._write() as session:
+            session.execute(
+                update(Trial)
+                .where(Trial.state == State.RUNNING, _held_by(Trial, owner))
+                .values(lease_until=lease)
+            )
+            session.execute(update(Study).where(_held_by(Study, owner)).values(lease_until=lease))
+
+    def reclaim(self, study: StudyRecord) -> int:
+        """Interrupt the running trials whose owner is gone; return how many.
+
+        A process on this host is gone when it no longer runs, one on another when its lease ended.
+        """
+        now = _now()
+        with self._write() as session:
+            rows = [row for row in session.scalars(_running(study)) if not _live_owner(row, now)]
+            for row in rows:
+                _end(row, State.INTERRUPTED, now)
+            return len(rows)
+
+    # --- trials -------------------------------------------------------------------------------
+
+    def add_trials(
+        self,
+        study: StudyRecord,
+        plans: Sequence[Plan],
+        *,
+        launch: int,
+        owner: Owner,
+        purpose: Purpose = Purpose.SEARCH,
+    ) -> tuple[TrialRecord, ...]:
+        """Add one running trial a plan, held by ``owner``, in this order."""
+        now = _now()
+        with self._write() as session:
+            parent = self._study(session, study.id)
+            last = session.scalar(select(func.max(Trial.number)).filter_by(study_id=study.id))
+            rows = [
+                Trial(
+                    study_id=study.id,
+                    number=number,
+                    purpose=purpose,
+                    state=State.RUNNING,
+                    plan=convert.plan_to_json(plan),
+                    launch=launch,
+                    budget=parent.budget,
+                    versions=parent.versions,
+                    created=now,
+                )
+                for number, plan in enumerate(plans, start=0 if last is None else last + 1)
+            ]
+            for row in rows:
+                _give_to(row, owner, now)
+            session.add_all(rows)
+            session.flush()
+            return tuple(convert.trial_record(row) for row in rows)
+
+    def finish(
+        self, trial: TrialRecord, report: TrialReport, *, optuna_number: int | None = None
+    ) -> TrialRecord:
+        """Store what became of a running trial, whole or not at all; it never changes again."""
+        if report.plan != trial.plan:
+            raise StorageError(
+                f"{_name(trial)} runs {trial.plan}; a report on {report.plan} cannot finish it"
+            )
+        if report.verdict is Verdict.INTERRUPTED:
+            raise StorageError(f"{_name(trial)} was interrupted: release it, do not finish it")
+        with self._write() as session:
+            row = self._running_trial(session, trial, State.FINISHED)
+            convert.write_report(row, report)
+            if optuna_number is not None:
+                row.optuna_number = optuna_number
+            if row.purpose == Purpose.SEARCH:
+                row.finished_plan = convert.plan_digest(trial.plan)
+            _end(row, State.FINISHED, _now())
+            try:
+                session.flush()
+            except IntegrityError as error:
+                if "finished_plan" not in str(error.orig):
+                    raise
+                raise StorageError(
+                    f"{_name(trial)} cannot be finished: another trial of this study has"
+                    f" finished the same plan ({trial.plan}); release it"
+                ) from error
+            return convert.trial_record(row)
+
+    def release(self, trial: TrialRecord) -> TrialRecord:
+        """Interrupt a running trial that was not reached; its plan may get a new one."""
+        with self._write() as session:
+            row = self._running_trial(session, trial, State.INTERRUPTED)
+            _end(row, State.INTERRUPTED, _now())
+            return convert.trial_record(row)
+
+    def trials(
+        self,
+        study: StudyRecord,
+        *,
+        state: State | None = None,
+        purpose: Purpose | None = None,
+    ) -> tuple[TrialRecord, ...]:
+        """Return the study's trials by number, with their measurements."""
+        query = select(Trial).filter_by(study_id=study.id).order_by(Trial.number)
+        if state is not None:
+            query = query.filter_by(state=state)
+        if purpose is not None:
+            query = query.filter_by(purpose=purpose)
+        with self._read() as session:
+            return tuple(convert.trial_record(row) for row in session.scalars(query))
+
+    def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
+        """Note which trial of Optuna's mirrors this one; allowed in any state."""
+        with self._write() as session:
+            row = self._trial(session, trial)
+            row.optuna_number = number
+            return convert.trial_record(row)
+
+    # --- events -------------------------------------------------------------------------------
+
+    def record_event(
+        self,
+        kind: str,
+        payload: Mapping[str, Any],
+        *,
+        study: StudyRecord | None = None,
+        trial: TrialRecord | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> EventRecord:
+        """Keep something that happened outside a trial; ``payload`` is plain JSON."""
+        with self._write() as session:
+            row = Event(
+                kind=kind,
+                payload=dict(payload),
+                versions=dict(versions or (study.versions if study else {})),
+                study_id=study.id if study else None,
+                trial_id=trial.id if trial else None,
+                created=_now(),
+            )
+            session.add(row)
+            session.flush()
+            return convert.event_record(row)
+
+    def events(
+        self, kind: str | None = None, *, study: StudyRecord | None = None
+    ) -> tuple[EventRecord, ...]:
+        """Return the events, oldest first: of one kind, of one study."""
+        query = select(Event).order_by(Event.id)
+        if kind is not None:
+            query = query.filter_by(kind=kind)
+        if study is not None:
+            query = query.filter_by(study_id=study.id)
+        with self._read() as session:
+            return tuple(convert.event_record(row) for row in session.scalars(query))
+
+    # --- sessions and rows --------------------------------------------------------------------
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn the database's errors into one clear line."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            raise StorageError(engine.explain(self._location, error)) from error
+
+    @contextmanager
+    def _session(self, *, write: bool) -> Iterator[Session]:
+        """One transaction: committed at the end, rolled back on any exception."""
+        bind = self._writer if write else self._reader
+        with self._translated(), Session(bind, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def _read(self) -> contextlib.AbstractContextManager[Session]:
+        return self._session(write=False)
+
+    def _write(self) -> contextlib.AbstractContextManager[Session]:
+        return self._session(write=True)
+
+    def _study(self, session: Session, identifier: str) -> Study:
+        row = session.get(Study, identifier, with_for_update=session.bind is self._writer)
+        if row is None:
+            raise StorageError(f"the store {engine.show(self._location)} has no study {identifier}")
+        return row
+
+    def _trial(self, session: Session, trial: TrialRecord) -> Trial:
+        row = session.get(Trial, trial.id, with_for_update=True)
+        if row is None:
+            raise StorageError(f"the store {engine.show(self._location)} has no {_name(trial)}")
+        return row
+
+    def _running_trial(self, session: Session, trial: TrialRecord, to: State) -> Trial:
+        row = self._trial(session, trial)
+        if row.state != State.RUNNING:
+            raise StorageError(
+                f"{_name(trial)} is {row.state} and stays so; only a running trial becomes {to}"
+            )
+        return row
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _name(trial: TrialRecord) -> str:
+    return f"trial {trial.number} of study {trial.study}"
+
+
+def _running(study: StudyRecord) -> Any:
+    return select(Trial).filter_by(study_id=study.id, state=State.RUNNING)
+
+
+def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
+    """Return an empty study with an identifier nobody has."""
+    stem = key.fingerprint[:8]
+    taken = set(session.scalars(select(Study.id).where(Study.id.startswith(stem))))
+    number = len(taken) + 1
+    return Study(
+        id=stem if number == 1 else f"{stem}-{number}",
+        fingerprint=key.fingerprint,
+        generation=generation,
+        script_path=convert.readable(key.script),
+        key=convert.to_json(key),
+        left_out=[],
+        seconds=0.0,
+        launches=0,
+    )
+
+
+def _held_by(table: type[Study] | type[Trial], owner: Owner) -> Any:
+    return (
+        (table.owner_host == owner.host)
+        & (table.owner_pid == owner.pid)
+        & (func.abs(table.owner_started - owner.started) < TOLERANCE)
+    )
+
+
+def _give_to(row: Held, owner: Owner, now: datetime) -> None:
+    row.owner_host, row.owner_pid, row.owner_started = owner.host, owner.pid, owner.started
+    row.lease_until = now + LEASE
+
+
+def _end(row: Trial, state: State, now: datetime) -> None:
+    row.state = state
+    row.ended = now
+    row.lease_until = None
+
+
+def _live_owner(row: Held, now: datetime, other_than: Owner | None = None) -> Owner | None:
+    """Return who holds ``row``, if that process lives and is not ``other_than``."""
+    owner = convert.owner_of(row)
+    if owner is None or (other_than is not None and owner.same(other_than)):
+        return None
+    alive = owner.alive()
+    if alive is None:
+        alive = row.lease_until is not None and row.lease_until > now
+    return owner if alive else None

@@ -1,0 +1,34 @@
+"""Where the store is. Imports no SQLAlchemy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autofit.exceptions import StorageError
+
+VARIABLE = "AUTOFIT_STORAGE"
+"""Environment variable that names the store, as ``--storage`` does."""
+
+DEFAULT = "sqlite:///autofit.db"
+"""A file in the working directory."""
+
+
+def default_url() -> str:
+    """Return the URL of the store where none is given: ``$AUTOFIT_STORAGE``, else ``DEFAULT``."""
+    return to_url(os.environ.get(VARIABLE) or DEFAULT)
+
+
+def to_url(storage: str) -> str:
+    """Return ``storage`` as an SQLAlchemy URL; what has no ``://`` is the path of an SQLite file.
+
+    Raises ``StorageError`` for a path that a URL cannot hold.
+    """
+    if "://" in storage:
+        return storage
+    if "?" in storage or not storage:
+        raise StorageError(
+            f"the store cannot be at {storage!r}: give a path without '?', such as autofit.db,"
+            f" or an SQLAlchemy URL, such as {DEFAULT}"
+        )
+    return f"sqlite:///{Path(storage).expanduser().absolute()}"

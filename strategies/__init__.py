@@ -1,0 +1,43 @@
+"""The techniques autofit knows: one file each, and one line below."""
+
+if __name__ == "strategies":
+    raise ModuleNotFoundError("import it as autofit.strategies")
+
+from autofit.exceptions import UsageError
+from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
+from autofit.strategies.checkpointing import Checkpointing
+from autofit.strategies.facts import Facts, Hardware, RootFacts
+from autofit.strategies.micro_batch import MicroBatch
+from autofit.strategies.precision import Precision
+
+REGISTRY: tuple[Strategy, ...] = (
+    Precision(),
+    Checkpointing(),
+    MicroBatch(),
+)
+"""Every strategy, in the order in which a plan names and applies them."""
+
+NAMES: tuple[str, ...] = tuple(strategy.name for strategy in REGISTRY)
+
+
+def get(name: str) -> Strategy:
+    """Return the strategy called ``name``; raise ``UsageError`` naming those there are."""
+    for strategy in REGISTRY:
+        if strategy.name == name:
+            return strategy
+    raise UsageError(f"there is no strategy {name!r}; there are {', '.join(NAMES)}")
+
+
+__all__ = [
+    "AS_IS",
+    "NAMES",
+    "REGISTRY",
+    "Facts",
+    "Fidelity",
+    "Hardware",
+    "Level",
+    "Memory",
+    "RootFacts",
+    "Strategy",
+    "get",
+]

@@ -1,0 +1,181 @@
+"""The contract every strategy keeps. Imports no torch: the search reads it in the parent.
+
+A strategy is one technique that trades memory, time or rounding. It lives in one file, is
+registered by one line in ``strategies/__init__.py``, and keeps these promises, which
+``tests/strategies/contract.py`` puts to the test for every registered strategy:
+
+1. Importing its file imports no torch; what needs torch is imported inside the hooks, which run
+   in the child process that becomes the user's script.
+2. ``levels[0]`` is ``as_is``: nothing is changed. Level names are lower case and unique.
+3. ``unavailable`` and ``inapplicable`` answer with a reason a user can read, or ``None``. They look
+   at facts only; whether the promise *holds* on this model and batch is what the probe measures.
+4. ``on_root`` changes the root (through the seams it is given) and returns how to take that back.
+   A level that says ``undo`` leaves no trace once taken back: no attribute, hook or wrapper.
+5. Below ``Fidelity.RECIPE`` the outputs and parameter gradients of a step stay what they were:
+   equal up to the order of floating-point sums (``EXACT``, and ``REDRAW`` without random draws),
+   or within the lower precision's rounding (``ROUNDING``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any, ClassVar, Protocol
+
+from autofit.exceptions import UsageError
+from autofit.strategies.facts import Facts, Hardware
+
+AS_IS = "as_is"
+"""The name of every strategy's first level: as the script has it."""
+
+Undo = Callable[[], None]
+"""Takes back what a hook did."""
+
+Forward = Callable[..., Any]
+"""A call of a module, ``(*args, **kwargs) -> output``, with the module bound."""
+
+Wrapper = Callable[[Forward], Forward]
+"""Puts something around a forward."""
+
+
+class Fidelity(IntEnum):
+    """What a level may change in the training. Ordered: an allowance includes all below it."""
+
+    EXACT = 0
+    """The same update, up to the order of floating-point sums."""
+    REDRAW = 1
+    """The same distribution, other random draws (a split batch under dropout)."""
+    ROUNDING = 2
+    """The same algorithm in lower precision (TF32, bf16 autocast, 8-bit optimizer state)."""
+    RECIPE = 3
+    """Other training (another optimizer, LoRA, a smaller effective batch)."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Memory(StrEnum):
+    """The kinds of memory a training step holds."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATIONS = "activations"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One setting of a strategy."""
+
+    name: str
+    summary: str
+    """One line, shown by ``autofit techniques``."""
+    fidelity: Fidelity = Fidelity.EXACT
+    slowdown: float = 1.0
+    """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict."""
+    undo: bool = True
+    """Can be taken back at a step boundary, so that several plans are measured in one launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByHand:
+    """A level as one writes it by hand in plain PyTorch: ``autofit best --format python``."""
+
+    prepare: str = ""
+    """Statements on ``model``, once, before training; ``torch`` is imported."""
+    around: str = ""
+    """A context manager around ``model(x)``, as an expression."""
+    scaled: bool = False
+    """Gradients need a ``torch.amp.GradScaler``."""
+    samples: int | None = None
+    """The largest chunk in which the model sees the batch."""
+
+
+class Root(Protocol):
+    """The root as a strategy's hooks see it: the seams, and nothing else.
+
+    Implemented by ``worker/harness/roots.py``.
+    """
+
+    @property
+    def module(self) -> Any:
+        """The root ``torch.nn.Module`` itself, unwrapped from ``DistributedDataParallel``."""
+
+    def around_forward(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
+
+    def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of ``module``, a submodule of the root.
+
+        Done on its class, so that pickling or copying the module carries nothing of ours.
+        """
+
+    def split(self, micro_batch: int) -> Undo:
+        """Run each call of the root in chunks of at most ``micro_batch`` samples.
+
+        Raises ``Refused`` when the probe finds no way to join the chunks' outputs.
+        """
+
+    def before_step(self, hook: Callable[[Any], None]) -> Undo:
+        """Call ``hook(optimizer)`` before every optimizer step."""
+
+
+class Strategy(ABC):
+    """One technique; see the module for what an implementation promises."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line, shown by ``autofit techniques``."""
+    source: ClassVar[str]
+    """The paper or document that describes the technique."""
+    levels: ClassVar[tuple[Level, ...]]
+    lowers: ClassVar[frozenset[Memory]] = frozenset()
+    """The kinds of memory its levels lower: the cost model's prior."""
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+    """Strategies whose changed levels cannot stand beside a changed level of this one."""
+
+    def level(self, name: str) -> Level:
+        """Return the level called ``name``; raise ``UsageError`` naming those there are."""
+        for level in self.levels:
+            if level.name == name:
+                return level
+        allowed = ", ".join(level.name for level in self.levels)
+        raise UsageError(f"{self.name} has no level {name!r}; it has {allowed}")
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Return what ``level`` may change, given what is known of the script."""
+        return self.level(level).fidelity
+
+    def describe(self, level: str) -> str:
+        """Return how a plan's line names ``level``: short, as people say it."""
+        return f"{self.name} {level}"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """Return why ``level`` cannot run on ``hardware``, or ``None``."""
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """Return why ``level`` would do nothing, or harm, on such a script, or ``None``."""
+        return None
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Return how ``level`` is written by hand; ``None`` where that takes more than lines."""
+        return None
+
+    def environment(self, level: str) -> dict[str, str]:
+        """Return what must be in the environment before the process starts."""
+        return {}
+
+    def on_process(self, level: str) -> Undo | None:
+        """Change process-wide settings of torch, once it is imported and before any root runs."""
+        return None
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Change ``root`` before its forward runs; raise ``Refused`` with the reason if it cannot.
+
+        Returns how to take the change back; ``None`` when there is nothing to take back.
+        """
+        return None

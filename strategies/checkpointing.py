@@ -1,0 +1,149 @@
+"""Activation checkpointing: keep the inputs of a block, recompute the rest in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autofit.exceptions import Refused
+from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.facts import Facts
+
+EVERY = {"half": 2, "all": 1}
+"""Level to stride: which blocks are checkpointed."""
+
+INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
+"""Where a Hugging Face model keeps the handles of hooks on its embeddings."""
+
+
+class Checkpointing(Strategy):
+    """Non-reentrant checkpointing of the repeated blocks (Chen et al., 2016).
+
+    Hugging Face models are asked to do it themselves, because theirs also keeps the key-value
+    cache from being written twice. Everywhere else each block's call goes through
+    ``torch.utils.checkpoint``, which replays the random draws, so the gradients are the same.
+    """
+
+    name = "checkpointing"
+    summary = "keeps a block's input and recomputes its activations in backward"
+    source = "https://arxiv.org/abs/1604.06174"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(name="half", summary="every second block", slowdown=1.15),
+        Level(name="all", summary="every block", slowdown=1.3),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"checkpointing"``, or ``"checkpointing half"``."""
+        return self.name if level == "all" else f"{self.name} {level}"
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It needs blocks without BatchNorm, and a script that does not checkpoint by itself."""
+        if level == AS_IS or not facts.roots:
+            return None
+        if any(root.checkpointing for root in facts.roots):
+            return "the script checkpoints already"
+        if not any(root.blocks for root in facts.roots):
+            return "the model has no repeated blocks"
+        if any(root.batch_norm for root in facts.roots):
+            return "BatchNorm would update its statistics twice"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Checkpoint the longest list of blocks; a Hugging Face model has its own switch."""
+        step = "" if level == "all" else f"[::{EVERY[level]}]"
+        return ByHand(
+            prepare=f"""
+            from functools import partial
+
+            from torch.utils.checkpoint import checkpoint
+
+            # A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
+            lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+            for block in max(lists, key=len){step}:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            """
+        )
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Checkpoint every block, or every second one."""
+        if level == AS_IS:
+            return None
+        module = root.module
+        stride = EVERY[level]
+        if has_own_switch(module):
+            return _switch_on(module, stride)
+        blocks = repeated_blocks(module)[::stride]
+        if not blocks:
+            return None  # another root of this script has the blocks
+        undos = [root.around_call(block, _checkpointed) for block in blocks]
+
+        def undo() -> None:
+            for take_back in undos:
+                take_back()
+
+        return undo
+
+
+def has_own_switch(module: Any) -> bool:
+    """Return whether ``module`` is a Hugging Face model that checkpoints by its own method."""
+    return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
+        module, "gradient_checkpointing_enable"
+    )
+
+
+def _switch_on(module: Any, stride: int) -> Undo:
+    """Use the model's own switch, then switch it off again in the blocks that are left out."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    flags = [vars(each).get("gradient_checkpointing") for each in module.modules()]
+    handles = {name: vars(module).get(name) for name in INPUT_HOOKS}
+    settings = {"use_reentrant": False}
+    if hasattr(module, "activation_checkpointing_enable"):  # transformers 5.20 renamed it
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    _drop_input_hooks(module, handles)
+    layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % stride == 0
+
+    def undo() -> None:
+        for each, flag in zip(module.modules(), flags, strict=True):
+            vars(each).pop("_gradient_checkpointing_func", None)
+            if flag is None:
+                vars(each).pop("gradient_checkpointing", None)
+            else:
+                each.gradient_checkpointing = flag
+
+    if stride > 1 and len(layers) < stride:
+        undo()
+        raise Refused("this model's own checkpointing has no switch for each block")
+    return undo
+
+
+def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:
+    """Take the model's new hooks off its embeddings: a local function that cannot be pickled.
+
+    They make the inputs of the first block require gradients, which only reentrant checkpointing
+    needs. ``before``: the handles that the script had there, if any.
+    """
+    if any(vars(module).get(name) is not handle for name, handle in before.items()):
+        module.disable_input_require_grads()
+    for name, handle in before.items():
+        vars(module).pop(name, None)
+        if handle is not None:
+            setattr(module, name, handle)
+
+
+def _checkpointed(forward: Forward) -> Forward:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return call

@@ -1,0 +1,86 @@
+"""What is known of the script and of the hardware before a strategy is tried. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device a trial may occupy."""
+
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+    name: str
+    """The model, as the driver names it: ``"NVIDIA H200"``, ``"CPU"``."""
+    total_bytes: int
+    """Bytes the device has."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; ``None`` on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootFacts:
+    """One root: the outermost module called with gradients enabled and trainable parameters."""
+
+    name: str
+    """Its class, unwrapped (``"GPT"`` for a ``DistributedDataParallel`` around a ``GPT``)."""
+    parameters: int
+    """Elements in all parameters, shared ones once."""
+    parameter_bytes: int
+    """Bytes in all parameters and buffers, shared ones once."""
+    trainable: int
+    """Elements in the parameters that require gradients."""
+    dtype: str
+    """Of the first trainable parameter, ``"float32"``."""
+    batch: int | None = None
+    """Samples in its first call with gradients; ``None`` when no tensor argument shows one."""
+    block_class: str | None = None
+    """Class of the repeated blocks, the longest run of same-class children of a container."""
+    blocks: int = 0
+    """How many such blocks."""
+    transformers: bool = False
+    """A Hugging Face model that has its own checkpointing switch."""
+    batch_norm: bool = False
+    """Holds a BatchNorm in training mode, whose statistics depend on the batch."""
+    dropout: bool = False
+    """Draws random numbers in training mode (a dropout layer or rate above zero)."""
+    checkpointing: bool = False
+    """The script has switched activation checkpointing on by itself."""
+    compiled: bool = False
+    """The script has compiled it by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the first launch learned of the script."""
+
+    roots: tuple[RootFacts, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    """Class of each optimizer that took a step, in that order."""
+    framework: str = "torch"
+    """``"torch"``, ``"transformers"`` (its Trainer), ``"accelerate"``, ``"lightning"``."""
+    calls_per_step: int = 1
+    """Root calls with gradients in one optimizer step: the script's own accumulation."""
+    autocast: bool = False
+    """The script enters autocast by itself."""
+    scaler: bool = False
+    """The script scales its loss by itself."""
+    autograd_grad: bool = False
+    """The script calls ``torch.autograd.grad`` on parameters of a root."""
+    world_size: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Elements in the parameters of all roots."""
+        return sum(root.parameters for root in self.roots)
+
+    @property
+    def batch(self) -> int | None:
+        """Samples in one call of the first root; ``None`` while unknown."""
+        return self.roots[0].batch if self.roots else None
+
+    @property
+    def effective_batch(self) -> int | None:
+        """Samples in one optimizer step over all ranks; ``None`` while unknown."""
+        return None if self.batch is None else self.batch * self.calls_per_step * self.world_size

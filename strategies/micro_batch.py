@@ -1,0 +1,73 @@
+"""Fewer samples at a time: the root's call is split, the loop around it stays untouched."""
+
+from __future__ import annotations
+
+from autofit.exceptions import UsageError
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.facts import Facts
+
+AUTO = "auto"
+"""The level a search asks for: the harness finds the size by itself."""
+
+
+class MicroBatch(Strategy):
+    """Each call of the root runs in chunks of at most so many samples.
+
+    Besides the levels listed, every positive integer is one: the largest chunk in samples. A
+    search asks for ``auto``; what it finds is stored as a number. The gradients are those of the
+    whole batch (Huang et al., 2019), one optimizer step sees the same samples as before.
+    """
+
+    name = "micro_batch"
+    summary = "the model sees the batch in chunks; the optimizer sees the same batch as before"
+    source = "https://arxiv.org/abs/1811.06965"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="the script's own batch in one piece"),
+        Level(
+            name=AUTO,
+            summary="the fastest size that fits, found inside one launch",
+            slowdown=1.02,
+        ),
+    )
+
+    def level(self, name: str) -> Level:
+        """Return the level called ``name``, which may be a number of samples."""
+        if name.isascii() and name.isdigit() and int(name) > 0:
+            return Level(name=name, summary=f"chunks of at most {int(name)} samples")
+        try:
+            return super().level(name)
+        except UsageError as error:
+            raise UsageError(f"{error} or a number of samples") from None
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Exact, but for other random draws where the model has dropout."""
+        if level == AS_IS or facts is None or not any(root.dropout for root in facts.roots):
+            return self.level(level).fidelity
+        return Fidelity.REDRAW
+
+    def describe(self, level: str) -> str:
+        """Return ``"micro 8"``."""
+        return f"micro {level}"
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """BatchNorm sees the whole batch or other statistics; a batch of one cannot be split."""
+        if level == AS_IS:
+            return None
+        if any(root.batch_norm for root in facts.roots):
+            return "BatchNorm in training mode: a split batch has other statistics"
+        if facts.autograd_grad:
+            return "the script calls torch.autograd.grad on the model's parameters"
+        if facts.roots and all(root.batch is None for root in facts.roots):
+            return "no tensor argument of the model shows a batch"
+        if facts.roots and all((root.batch or 1) < 2 for root in facts.roots):
+            return "the model sees one sample at a time already"
+        return None
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Cut the batch in the training step; ``auto`` is not a size yet."""
+        return None if level == AUTO else ByHand(samples=int(level))
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Split the root's calls; ``auto`` has been replaced by a number before this runs."""
+        return None if level == AS_IS else root.split(int(level))

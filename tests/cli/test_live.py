@@ -1,0 +1,78 @@
+"""The table in a terminal: a console of fixed width, and a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from autofit.cli.live import LiveTable, Running, running_line
+from autofit.plan import Plan
+from autofit.progress import FactsKnown, LaunchStarted, SizeMeasured, StudyOpened, TrialEnded
+from autofit.strategies import Facts
+from autofit.worker.records import Measurement, TrialReport
+
+pytestmark = pytest.mark.quick
+SPLIT = Plan.of({"checkpointing": "all", "micro_batch": "8"})
+
+
+def test_rows_stay_and_what_runs_goes(
+    opened: StudyOpened,
+    facts: Facts,
+    measured: Callable[[Plan, float, float], TrialReport],
+) -> None:
+    screen = io.StringIO()
+    table = LiveTable(screen, Console(file=screen, width=100, force_terminal=True))
+    with table:
+        table(opened)
+        table(FactsKnown(facts=facts))
+        table(LaunchStarted(slot=0, plans=(Plan(), SPLIT)))
+        assert table.status().plain.startswith("  .. as it is and 1 more, ")
+        report = measured(SPLIT, 18.0, 23.5)
+        table(SizeMeasured(slot=0, plan=SPLIT, measurement=report.measurements[0]))
+        assert "18.0 samples/s at micro 8, 23.5 of 24.0 GiB" in table.status().plain
+        table(TrialEnded(number=1, slot=0, report=report, best=True))
+        assert table.status().plain.startswith("  .. checkpointing, micro 8, ")
+        table(TrialEnded(number=2, slot=0, report=report, best=False))
+        assert table.status().plain == ""
+    assert "checkpointing, micro 8" in screen.getvalue()
+    assert "\x1b[32m" in screen.getvalue()
+
+
+def test_what_runs(measure: Callable[[float, float], Measurement]) -> None:
+    running = Running(plans=(SPLIT,), since=10.0)
+    assert running_line(running, 22.0, 1 << 30) == "  .. checkpointing, micro 8, 12 s"
+
+
+def test_a_real_terminal_gets_the_live_table() -> None:
+    code = (
+        "from autofit.cli.render import renderer\n"
+        "from autofit.progress import Line\n"
+        "with renderer(stderr=False) as show:\n"
+        "    show(Line(text='hello'))\n"
+        "    print(type(show).__name__)\n"
+    )
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, env=env, check=True, timeout=60)
+    os.close(theirs)
+    said = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "LiveTable" in said
+    assert "hello" in said
+
+
+def test_a_pipe_gets_plain_lines() -> None:
+    code = (
+        "import sys\n"
+        "from autofit.cli.render import renderer\n"
+        "print(type(renderer(stderr=False)).__name__, 'rich' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "PlainLines False\n"

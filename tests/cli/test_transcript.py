@@ -1,0 +1,160 @@
+"""What a search says, at fixed widths."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+
+from autofit.cli.render import PlainLines
+from autofit.cli.transcript import Transcript
+from autofit.plan import Plan
+from autofit.progress import (
+    FactsKnown,
+    LaunchStarted,
+    LevelsLeftOut,
+    Line,
+    Notice,
+    Remeasuring,
+    SizeMeasured,
+    StudyOpened,
+    TrialEnded,
+)
+from autofit.strategies import Facts
+from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+Measured = Callable[[Plan, float, float], TrialReport]
+BF16 = Plan.of({"precision": "bf16", "checkpointing": "all", "micro_batch": "8"})
+SPLIT = Plan.of({"checkpointing": "all", "micro_batch": "8"})
+
+OUT = TrialReport(
+    index=0,
+    plan=Plan(),
+    verdict=Verdict.OUT_OF_MEMORY,
+    out_of_memory=OutOfMemory(phase="backward", message="CUDA out of memory", requested=2 << 30),
+)
+
+
+def ended(number: int, report: TrialReport, *, best: bool = False) -> TrialEnded:
+    return TrialEnded(number=number, slot=0, report=report, best=best)
+
+
+@pytest.fixture
+def search(opened: StudyOpened, facts: Facts, measured: Measured) -> list[Notice]:
+    """Return the notices of a small search whose script does not fit as it is."""
+    return [
+        opened,
+        LaunchStarted(slot=0, plans=(Plan(),)),
+        FactsKnown(facts=facts),
+        ended(0, OUT),
+        LevelsLeftOut(
+            reasons=(("precision", "tf32", "no use here"), ("precision", "fp16", "no use here"))
+        ),
+        ended(1, measured(SPLIT, 18.0, 23.5), best=True),
+        SizeMeasured(slot=0, plan=BF16, measurement=measured(BF16, 1.0, 1.0).measurements[0]),
+        ended(2, measured(BF16, 20.34, 12.0), best=True),
+        Remeasuring(plan=BF16),
+        Line(text="measured again: 20.3 samples/s"),
+    ]
+
+
+def test_plain_lines(search: list[Notice]) -> None:
+    stream = io.StringIO()
+    with PlainLines(stream) as listener:
+        for notice in search:
+            listener(notice)
+    assert stream.getvalue() == PLAIN
+
+
+PLAIN = """\
+1 x NVIDIA H200, 139.8 GiB, budget 24.0 GiB as asked; allowed: exact, redraw, rounding; \
+study 3f9c0000 (new)
+train.py: Hugging Face model LlamaForCausalLM, 1.10 B parameters, 22 blocks, AdamW, \
+16 samples a step (from the script)
+
+  #  plan                                      samples/s   vs now  peak of 24.0 GiB         verdict
+  0  as it is                                          -        -   > 24.0 ##############>  \
+out of memory in backward (2.0 GiB asked)
+not tried: tf32, fp16: no use here
+  1  checkpointing, micro 8                         18.0      new     23.5 ##############   \
+fits  <- best
+  2  bf16, checkpointing, micro 8                   20.3    +13 %     12.0 #######          \
+fits  <- best
+measuring again, in a fresh process: bf16, checkpointing, micro 8
+measured again: 20.3 samples/s
+"""
+
+
+@pytest.mark.parametrize("width", [60, 80, 99, 100, 120, 200])
+def test_rows_fit_the_terminal(search: list[Notice], width: int) -> None:
+    transcript = Transcript()
+    said = {
+        type(notice): [line.text for line in transcript.lines(notice, width)] for notice in search
+    }
+    assert all(len(text) <= width for text in said[TrialEnded])
+    words = " ".join(said[TrialEnded]).split()
+    assert {"bf16,", "micro", "20.3", "fits", "best"} <= set(words)
+
+
+def test_a_change_is_told_against_the_script_as_it_is(
+    opened: StudyOpened, measured: Measured
+) -> None:
+    transcript = Transcript()
+    transcript.lines(opened)
+    first = transcript.lines(ended(0, measured(Plan(), 10.0, 20.0), best=True))
+    slower = transcript.lines(ended(1, measured(SPLIT, 8.4, 9.0)))
+    assert " now " in first[-1].text
+    assert " -16 % " in slower[-1].text
+    assert (first[-1].style, slower[-1].style) == ("best", "")
+
+
+def test_facts_are_told_once(opened: StudyOpened, facts: Facts) -> None:
+    transcript = Transcript()
+    transcript.lines(opened)
+    assert len(transcript.lines(FactsKnown(facts=facts))) == 1
+    assert transcript.lines(FactsKnown(facts=facts)) == []
+    assert transcript.lines(FactsKnown(facts=Facts())) == []
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (
+            TrialReport(index=0, plan=SPLIT, verdict=Verdict.REFUSED, reason="BatchNorm"),
+            "refused: BatchNorm",
+        ),
+        (
+            TrialReport(
+                index=0,
+                plan=SPLIT,
+                verdict=Verdict.PLAN_FAILED,
+                reason="KeyError: 1\nmore",
+                blamed="checkpointing",
+            ),
+            "failed (checkpointing): KeyError: 1",
+        ),
+        (TrialReport(index=0, plan=SPLIT, verdict=Verdict.TIMED_OUT), "timed out"),
+        (TrialReport(index=0, plan=SPLIT, verdict=Verdict.INTERRUPTED), "interrupted"),
+        (TrialReport(index=0, plan=SPLIT, verdict=Verdict.DRIFTED), "the training drifted"),
+        (TrialReport(index=0, plan=Plan(), verdict=Verdict.SCRIPT_FAILED), "the script failed"),
+        (TrialReport(index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY), "out of memory"),
+    ],
+)
+def test_every_other_verdict(opened: StudyOpened, report: TrialReport, said: str) -> None:
+    transcript = Transcript()
+    transcript.lines(opened)
+    row = transcript.lines(ended(3, report))[-1]
+    assert row.text.endswith(f"  {said}")
+    assert row.style == "bad"
+
+
+def test_every_verdict_has_words(opened: StudyOpened, measure: Callable[..., Measurement]) -> None:
+    transcript = Transcript()
+    transcript.lines(opened)
+    for verdict in Verdict:
+        report = TrialReport(
+            index=0, plan=SPLIT, verdict=verdict, measurements=(measure(1.0, 1.0),)
+        )
+        assert transcript.lines(ended(0, report))

@@ -1,0 +1,75 @@
+"""Figures in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autofit.cli import words
+from autofit.progress import StudyOpened
+from autofit.strategies import Facts, RootFacts
+from autofit.worker.records import Script
+
+pytestmark = pytest.mark.quick
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"),
+    [(0.0123, "0.012"), (9.99, "9.990"), (9.996, "10.0"), (99.94, "99.9"), (12345.6, "12346")],
+)
+def test_rate(speed: float, said: str) -> None:
+    assert words.rate(speed) == said
+
+
+def test_change() -> None:
+    assert [words.change(factor) for factor in (1.131, 0.84, 2.5)] == ["+13 %", "-16 %", "+150 %"]
+
+
+def test_count() -> None:
+    found = [words.count(n) for n in (999, 12_345, 110_000_000, 1_100_000_000)]
+    assert found == ["999", "12 K", "110.0 M", "1.10 B"]
+
+
+def test_a_peak_is_told_in_the_budgets_unit() -> None:
+    assert words.of_budget(24 << 30, 512 * MIB) == "0.5 of 24.0 GiB"
+    assert words.of_budget(300 * MIB, 2 * MIB) == "2.0 of 300.0 MiB"
+    assert words.of_budget(1000, 500) == "0.5 of 1.0 KiB"
+
+
+def test_many() -> None:
+    assert [words.many(1, "launch"), words.many(2, "launch"), words.many(2, "trial")] == [
+        "1 launch",
+        "2 launches",
+        "2 trials",
+    ]
+
+
+def test_a_resumed_study_says_so(opened: StudyOpened) -> None:
+    line = words.device_line(replace(opened, resumed=4, asked=False, allow="exact"))
+    assert "budget 24.0 GiB free; allowed: exact; study 3f9c0000 (4 trials stored)" in line
+
+
+def test_two_roots_and_what_is_unknown() -> None:
+    script = Script(target="gan.py", cwd="/project")
+    roots = tuple(
+        RootFacts(name=name, parameters=1000, parameter_bytes=4000, trainable=1000, dtype="float32")
+        for name in ("Generator", "Discriminator")
+    )
+    assert words.script_line(script, Facts(roots=roots, optimizers=("Adam", "Adam"))) == (
+        "gan.py: Generator, 1 K parameters, Discriminator, 1 K parameters, Adam"
+    )
+    assert "2 x Generator" in words.script_line(script, Facts(roots=(roots[0], roots[0])))
+
+
+def test_levels_left_out_for_one_reason_share_a_line() -> None:
+    reasons = (
+        ("precision", "tf32", "no tensor cores"),
+        ("precision", "fp16", "no tensor cores"),
+        ("micro_batch", "auto", "BatchNorm"),
+    )
+    assert words.left_out(reasons) == [
+        "not tried: tf32, fp16: no tensor cores",
+        "not tried: micro auto: BatchNorm",
+    ]

@@ -1,0 +1,80 @@
+"""Shared by all tests: the tiers, and a copy of the repository to work on."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TIERS = ("quick", "full", "gpu")
+NOT_SOURCE = (
+    ".git",
+    ".venv",
+    ".demo",
+    ".*_cache",
+    "__pycache__",
+    "build",
+    "dist",
+    "*.egg-info",
+    "autofit.db*",
+)
+
+
+@cache
+def _gpu_seen() -> bool:
+    """Whether the driver lists a GPU; asks without importing torch."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test in no tier; skip what needs a GPU where there is none."""
+    homeless = [i.nodeid for i in items if not any(i.get_closest_marker(tier) for tier in TIERS)]
+    if homeless:
+        raise pytest.UsageError(
+            f"mark each test as one of {', '.join(TIERS)}; not marked: {', '.join(homeless)}"
+        )
+    for item in items:
+        if item.get_closest_marker("gpu") and not _gpu_seen():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; nvidia-smi lists none"))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def repository_copy(root: Path, tmp_path: Path) -> Path:
+    """A copy of the repository's sources, links kept, for a test to change."""
+    ignore = shutil.ignore_patterns(*NOT_SOURCE)
+    return shutil.copytree(root, tmp_path / "repository", symlinks=True, ignore=ignore)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keep the result for ``pytest_unconfigure``."""
+    session.config.stash[_RESULT] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End with the result of the tests, whatever the interpreter's own shutdown would make of it.
+
+    After a whole run (tests raise KeyboardInterrupt on purpose, Ray has been in this process) it
+    was seen to end itself by SIGINT at the very end, and make called a green run interrupted.
+    """
+    if _RESULT in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_RESULT])
+
+
+_RESULT = pytest.StashKey[int]()

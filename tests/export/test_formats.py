@@ -1,0 +1,108 @@
+"""The formats, read back by what will read them: json, tomllib, a shell."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofit.export import FORMATS, SUFFIXES, load_plan
+from autofit.plan import Plan
+from autofit.progress import Result
+from autofit.strategies import NAMES
+from autofit.worker.records import Verdict
+
+pytestmark = pytest.mark.quick
+MakeResult = Callable[..., Result]
+PLAN = Plan.of({"precision": "bf16", "checkpointing": "all", "micro_batch": "8"})
+
+KEYS = {
+    "plan",
+    "samples_per_second",
+    "step_seconds",
+    "peak_bytes",
+    "budget_bytes",
+    "effective_batch",
+    "micro_batch",
+    "fidelity",
+    "baseline",
+    "trials",
+    "launches",
+    "launches_out_of_memory",
+    "search_seconds",
+    "study",
+    "script",
+    "hardware",
+    "versions",
+}
+
+
+def test_the_json_contract(make_result: MakeResult) -> None:
+    found = json.loads(FORMATS["json"](make_result(PLAN)))
+    assert set(found) == KEYS
+    assert set(found["plan"]) == set(NAMES)
+    assert found["plan"]["micro_batch"] == "8"
+    assert found["step_seconds"] == 0.75
+    assert found["samples_per_second"] == pytest.approx(16 / 0.75)
+    assert found["peak_bytes"] == 2 << 30
+    assert found["fidelity"] == "rounding"
+    assert found["baseline"] == {"verdict": "out_of_memory"}
+
+
+def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> None:
+    now = make_result(PLAN).measurement
+    result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
+    found = json.loads(FORMATS["json"](result))["baseline"]
+    same = {"plan", "samples_per_second", "step_seconds", "peak_bytes", "budget_bytes"}
+    assert set(found) == same | {"effective_batch", "micro_batch", "fidelity", "verdict"}
+    assert set(found["plan"].values()) == {"as_is"}
+
+
+def test_toml_says_what_json_says(make_result: MakeResult) -> None:
+    baseline = make_result(PLAN).measurement
+    result = make_result(PLAN, baseline=baseline, baseline_verdict=Verdict.MEASURED)
+    as_json = json.loads(FORMATS["json"](result))
+    assert tomllib.loads(FORMATS["toml"](result)) == _without_null(as_json)
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def test_a_shell_reads_env(make_result: MakeResult, tmp_path: Path) -> None:
+    file = tmp_path / "plan.env"
+    file.write_text(FORMATS["env"](make_result(PLAN)))
+    done = subprocess.run(
+        ["sh", "-c", f'set -a; . {file}; set +a; printf %s "$AUTOFIT_PLAN"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "precision=bf16,checkpointing=all,micro_batch=8"
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("plan", [PLAN, Plan()], ids=["changed", "neutral"])
+def test_every_format_ends_in_one_newline(form: str, plan: Plan, make_result: MakeResult) -> None:
+    text = FORMATS[form](make_result(plan))
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n")
+
+
+def test_every_format_has_a_suffix() -> None:
+    assert set(SUFFIXES.values()) == set(FORMATS)
+
+
+@pytest.mark.parametrize("form", ["json", "toml"])
+@pytest.mark.parametrize("plan", [PLAN, Plan()], ids=["changed", "neutral"])
+def test_a_plan_comes_back(form: str, plan: Plan, make_result: MakeResult, tmp_path: Path) -> None:
+    file = tmp_path / "plan"
+    file.write_text(FORMATS[form](make_result(plan)), encoding="utf-8")
+    assert load_plan(file) == plan

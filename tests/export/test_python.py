@@ -1,0 +1,109 @@
+"""The Python export is a program: it is run, and trains as the plain loop does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.export import FORMATS
+from autofit.plan import Plan
+from autofit.progress import Result
+from autofit.strategies import AS_IS, REGISTRY, Fidelity
+
+pytestmark = pytest.mark.quick
+MakeResult = Callable[..., Result]
+
+LEVELS = [
+    (strategy.name, "3" if level.name == "auto" else level.name)
+    for strategy in REGISTRY
+    for level in strategy.levels
+    if level.name != AS_IS
+]
+
+
+class Toy(nn.Module):
+    """A few residual blocks in a list, as most models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def program(result: Result) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(FORMATS["python"](result), "plan.py", "exec"), names)
+    return names
+
+
+def trained(names: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    torch.manual_seed(0)
+    model: nn.Module = Toy()
+    inputs, targets = torch.randn(10, 8), torch.randint(4, (10,))
+    names["prepare"](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = names["train_step"]
+    losses = [step(model, optimizer, nn.CrossEntropyLoss(), inputs, targets) for _ in range(3)]
+    return copy.deepcopy(model.state_dict()), losses
+
+
+@pytest.fixture
+def plain(make_result: MakeResult) -> tuple[dict[str, torch.Tensor], list[float]]:
+    return trained(program(make_result(Plan())))
+
+
+def test_as_it_is_is_a_plain_loop(plain: tuple[dict[str, torch.Tensor], list[float]]) -> None:
+    torch.manual_seed(0)
+    model = Toy()
+    inputs, targets = torch.randn(10, 8), torch.randint(4, (10,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(plain[0], dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("strategy", "level"), LEVELS)
+def test_every_level_by_hand_trains_the_same(
+    strategy: str,
+    level: str,
+    make_result: MakeResult,
+    plain: tuple[dict[str, torch.Tensor], list[float]],
+) -> None:
+    plan = Plan.of({strategy: level})
+    if plan.fidelity() is Fidelity.RECIPE or level == "tf32":
+        compile(FORMATS["python"](make_result(plan)), "plan.py", "exec")
+        return
+    before = torch.get_float32_matmul_precision()
+    try:
+        weights, losses = trained(program(make_result(plan)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    tolerance = 0.05 if plan.fidelity() is Fidelity.ROUNDING else 1e-6
+    torch.testing.assert_close(weights, plain[0], rtol=tolerance, atol=tolerance)
+    assert losses == pytest.approx(plain[1], rel=tolerance)
+
+
+def test_all_of_a_plan_at_once(
+    make_result: MakeResult, plain: tuple[dict[str, torch.Tensor], list[float]]
+) -> None:
+    plan = Plan.of({"precision": "bf16", "checkpointing": "half", "micro_batch": "3"})
+    text = FORMATS["python"](make_result(plan))
+    assert "inputs.split(3)" in text
+    assert "torch.bfloat16" in text
+    assert "checkpoint(" in text or "checkpoint," in text
+    weights, losses = trained(program(make_result(plan)))
+    torch.testing.assert_close(weights, plain[0], rtol=0.05, atol=0.05)
+    assert losses[-1] < losses[0]

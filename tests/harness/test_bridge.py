@@ -1,0 +1,506 @@
+"""What a script may do around a split call: its gradients stay the plain run's, or it is told.
+
+Each scenario is a piece of a training script. It runs twice, by itself and inside a real run whose
+plan splits every root, and returns what a training leaves behind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.worker import meter
+from autofit.worker.harness.real import RealRun
+
+pytestmark = pytest.mark.quick
+
+Scenario = Callable[[], Any]
+
+
+class Silent:
+    """Takes the reports of a run."""
+
+    def send(self, event: Any) -> None:
+        """Drop it."""
+
+
+@contextmanager
+def running(micro_batch: int) -> Iterator[RealRun]:
+    """Split every root's batch, as ``autofit run`` does."""
+    plan = Plan.of({"micro_batch": str(micro_batch)})
+    run = RealRun(plan, Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
+    run.start()
+    try:
+        yield run
+    finally:
+        run.stop()
+
+
+class Scorer(nn.Module):
+    """Returns scores, (samples, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(torch.tanh(self.first(x)))
+        return scores
+
+
+class Losing(Scorer):
+    """Returns its mean loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), y)
+
+
+def batch(samples: int = 12) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 5).double(), torch.randint(3, (samples,))
+
+
+def left(*modules: nn.Module) -> list[Tensor | None]:
+    """Return the gradients."""
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def both(scenario: Scenario, micro_batch: int) -> tuple[Any, Any]:
+    """Return what the scenario gives by itself, and split."""
+    torch.manual_seed(0)
+    plain = scenario()
+    torch.manual_seed(0)
+    with running(micro_batch):
+        return scenario(), plain
+
+
+def in_place_on_scores() -> Any:
+    model = Scorer().double()
+    x, y = batch()
+    scores = model(x)
+    scores /= 2.0
+    scores[:, 0] += 1.0
+    scores.relu_()
+    F.cross_entropy(scores, y).backward()
+    return left(model), scores.detach()
+
+
+def in_place_on_the_loss() -> Any:
+    model = Losing().double()
+    loss = model(*batch())
+    loss /= 4
+    loss.add_(1)
+    loss.backward()
+    return left(model), loss.detach()
+
+
+def views_of_scores() -> Any:
+    model = Scorer().double()
+    one, two, three = model(batch()[0]).unbind(1)
+    one = one.mul(2)
+    (one * two - three.square()).mean().backward()
+    return left(model)
+
+
+def twice_through_the_graph(losing: bool) -> Any:
+    model = Losing().double() if losing else Scorer().double()
+    x, y = batch()
+    loss = model(x, y) if losing else model(x).square().mean()
+    loss.backward(retain_graph=True)
+    (loss * 3).backward()
+    return left(model)
+
+
+def discriminator() -> Any:
+    """Real and fake are judged in two calls, then one backward; then the generator's turn."""
+    judge, maker = Scorer().double(), nn.Linear(4, 5).double()
+    real, noise = batch()[0], torch.randn(12, 4).double()
+    judging = torch.optim.SGD(judge.parameters(), lr=0.1)
+    making = torch.optim.SGD(maker.parameters(), lr=0.1)
+    for _ in range(3):
+        fake = maker(noise)
+        judging.zero_grad()
+        (judge(real).mean() - judge(fake.detach()).square().mean()).backward()
+        judging.step()
+        for parameter in judge.parameters():
+            parameter.requires_grad_(False)
+        making.zero_grad()
+        judge(fake).square().mean().backward()
+        making.step()
+        for parameter in judge.parameters():
+            parameter.requires_grad_(True)
+    return left(judge, maker), list(judge.parameters()), list(maker.parameters())
+
+
+def losses_added_up() -> Any:
+    model = Losing().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(*batch()) + 0.5 * model(*batch(7)) - 0.1 * model(*batch(9))).backward()
+        optimizer.step()
+    return left(model), list(model.parameters())
+
+
+def losses_one_after_another() -> Any:
+    model = Losing().double()
+    first, second = model(*batch()), model(*batch())
+    first.backward()
+    (second * 2).backward()
+    return left(model)
+
+
+def frozen_between_steps(losing: bool) -> Any:
+    model = Losing().double() if losing else Scorer().double()
+    kept = []
+    for frozen in (False, True, False):
+        model.first.requires_grad_(not frozen)
+        model.zero_grad()
+        x, y = batch()
+        loss = model(x, y) if losing else F.cross_entropy(model(x), y)
+        (0.3 * loss).backward()
+        kept += [None if g is None else g.clone() for g in left(model)]
+    return kept
+
+
+def thawed_later(losing: bool) -> Any:
+    model = Losing().double() if losing else Scorer().double()
+    model.first.requires_grad_(False)
+    kept = []
+    for _ in range(2):
+        model.zero_grad()
+        x, y = batch()
+        loss = model(x, y) if losing else F.cross_entropy(model(x), y)
+        (0.3 * loss).backward()
+        kept += [None if g is None else g.clone() for g in left(model)]
+        model.first.requires_grad_(True)
+    return kept
+
+
+def frozen_between_forward_and_backward() -> Any:
+    model = Scorer().double()
+    loss = model(batch()[0]).square().mean()
+    model.first.requires_grad_(False)
+    loss.backward()
+    model.first.requires_grad_(True)
+    return left(model)
+
+
+def thawed_between_forward_and_backward() -> Any:
+    model = Scorer().double()
+    model(batch()[0]).square().mean().backward()  # so that it is a root
+    model.zero_grad()
+    model.first.requires_grad_(False)
+    loss = model(batch()[0]).square().mean()
+    model.first.requires_grad_(True)
+    loss.backward()
+    return left(model)
+
+
+def shared_by_two_roots() -> Any:
+    one, two = Losing().double(), Losing().double()
+    two.first = one.first
+    for _ in range(2):
+        one.zero_grad()
+        two.zero_grad()
+        one(*batch()).backward()
+        (two(*batch()) * 2).backward()
+    first, second = one(*batch()), two(*batch())
+    (first + 3 * second).backward()
+    return left(one, two)
+
+
+def outputs_of_all_kinds() -> Any:
+    class Talkative(Scorer):
+        def forward(self, x: Tensor) -> Any:
+            scores = super().forward(x)
+            return {
+                "scores": scores,
+                "best": scores.argmax(1),
+                "frozen": scores.detach(),
+                "name": "talkative",
+                "none": None,
+                "pair": (scores.sum(1), 3),
+            }
+
+    model = Talkative().double()
+    said = model(batch()[0])
+    assert not said["best"].requires_grad
+    assert not said["frozen"].requires_grad
+    assert said["name"] == "talkative"
+    assert said["none"] is None
+    assert said["pair"][1] == 3
+    (said["scores"].square().mean() + said["pair"][0].sum() * said["frozen"].mean()).backward()
+    return left(model), said["best"]
+
+
+def nothing_needs_gradients() -> Any:
+    class Tagger(Scorer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    model = Tagger().double()
+    tags = model(batch()[0])
+    assert not tags.requires_grad
+    return tags
+
+
+def of_the_input_alone() -> Any:
+    """An adversarial example: the parameters' gradients stay as they are."""
+    model = Scorer().double()
+    x, y = batch()
+    x.requires_grad_()
+    F.cross_entropy(model(x), y).backward(inputs=[x])
+    (asked,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+    assert all(gradient is None for gradient in left(model))
+    F.cross_entropy(model(x.detach() + asked.sign()), y).backward()
+    return left(model), x.grad, asked
+
+
+def through_one_root_into_another_alone() -> Any:
+    judge, z = Scorer().double(), torch.randn(12, 5).double().requires_grad_()
+    moved = z * 2
+    judge(moved).square().mean().backward(inputs=[z])
+    assert all(gradient is None for gradient in left(judge))
+    return z.grad
+
+
+def checkpointed_by_the_script() -> Any:
+    class Frugal(Scorer):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            for _ in range(2):
+                hidden = checkpoint(self.middle, hidden, use_reentrant=False)
+            scores: Tensor = self.last(hidden)
+            return scores
+
+    model = Frugal()
+    model.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model.double()
+    for _ in range(2):
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
+    return left(model)
+
+
+def an_error_in_forward() -> Any:
+    class Fragile(Losing):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            if x.isnan().any():
+                raise ValueError("not a number")
+            return super().forward(x, y)
+
+    model = Fragile().double()
+    model(*batch()).backward()
+    model.zero_grad()
+    x, y = batch()
+    x[-1] = float("nan")
+    with pytest.raises(ValueError, match="not a number") as caught:
+        model(x, y)
+    frames = [frame.frame.f_locals for frame in caught.traceback]
+    assert any("x" in names and "y" in names for names in frames)
+    assert all(gradient is None for gradient in left(model))
+    model(*batch()).backward()
+    return left(model)
+
+
+SCENARIOS = {
+    "in place on scores": in_place_on_scores,
+    "in place on the loss": in_place_on_the_loss,
+    "views of scores": views_of_scores,
+    "twice through the graph, loss outside": lambda: twice_through_the_graph(False),
+    "twice through the graph, loss inside": lambda: twice_through_the_graph(True),
+    "discriminator": discriminator,
+    "losses added up": losses_added_up,
+    "losses one after another": losses_one_after_another,
+    "frozen between steps, loss outside": lambda: frozen_between_steps(False),
+    "frozen between steps, loss inside": lambda: frozen_between_steps(True),
+    "thawed later, loss outside": lambda: thawed_later(False),
+    "thawed later, loss inside": lambda: thawed_later(True),
+    "frozen between forward and backward": frozen_between_forward_and_backward,
+    "thawed between forward and backward": thawed_between_forward_and_backward,
+    "shared by two roots": shared_by_two_roots,
+    "outputs of all kinds": outputs_of_all_kinds,
+    "nothing needs gradients": nothing_needs_gradients,
+    "of the input alone": of_the_input_alone,
+    "through one root alone": through_one_root_into_another_alone,
+    "checkpointed by the script": checkpointed_by_the_script,
+    "an error in forward": an_error_in_forward,
+}
+
+
+@pytest.mark.parametrize("micro_batch", [5, 12])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_same_as_the_plain_run(name: str, micro_batch: int) -> None:
+    found, plain = both(SCENARIOS[name], micro_batch)
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+class Spy(torch.autograd.Function):
+    """Identity that notes the precision of a product in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, x: Tensor, seen: list[torch.dtype]) -> Tensor:
+        ctx.x, ctx.seen = x, seen
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.seen.append((ctx.x.T @ ctx.x).dtype)
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("micro_batch", [5, 12])
+@pytest.mark.parametrize("losing", [False, True])
+def test_the_scripts_own_autocast(losing: bool, micro_batch: int) -> None:
+    """The parts run in its precision; backward runs outside autocast, as in the plain run."""
+
+    seen: list[torch.dtype] = []
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            hidden = self.low(x)
+            hidden = Spy.apply(hidden, x, seen)  # type: ignore[no-untyped-call]
+            with torch.autocast("cpu", enabled=False):
+                scores: Tensor = self.high(hidden.float())
+            return scores if y is None else F.cross_entropy(scores, y)
+
+    def scenario() -> Any:
+        model = Mixed()
+        x, y = torch.randn(12, 5), torch.randint(3, (12,))
+        for _ in range(2):
+            seen.clear()  # of the probe, which comes with the first call
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x, y) if losing else F.cross_entropy(model(x), y)
+            loss.backward()
+        return left(model)
+
+    found, plain = both(scenario, micro_batch)
+    assert set(seen) == {torch.float32}
+    torch.testing.assert_close(found, plain, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(found[2:], plain[2:], rtol=1e-5, atol=1e-6)  # all in float32
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model = Scorer().double()
+    x = batch()[0].requires_grad_()
+    with running(5), pytest.raises(Refused, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_a_hook_on_a_parameter_is_refused() -> None:
+    model = Losing().double()
+    model.last.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    with running(5), pytest.raises(Refused, match="hook"):
+        model(*batch())
+
+
+def test_an_optimizer_inside_backward_is_refused() -> None:
+    model = Scorer().double()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+    with running(5), pytest.raises(Refused, match="hook"):
+        model(batch()[0])
+
+
+def test_a_change_between_forward_and_backward_is_noticed() -> None:
+    model = Scorer().double()
+    x, _ = batch()
+    with running(5):
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            model.last.bias.add_(1)
+        with pytest.raises(Refused, match="changed between"):
+            loss.backward()
+        loss = model(x).square().mean()
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+        loss = model(x).square().mean()
+        model.eval()
+        with pytest.raises(Refused, match="changed between"):
+            loss.backward()
+
+
+def test_what_outlives_the_forward_is_refused() -> None:
+    class Balanced(Scorer):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x)
+            self.auxiliary = scores.square().mean()
+            return scores
+
+    hooked, features = Scorer().double(), []
+    hooked.first.register_forward_hook(lambda module, args, output: features.append(output))
+    for model in (Balanced().double(), hooked):
+        with running(5), pytest.raises(Refused, match="for later"):
+            model(batch()[0])
+
+
+def test_a_weight_from_elsewhere_is_refused() -> None:
+    elsewhere = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    class Borrowing(Scorer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * elsewhere
+
+    with running(5), pytest.raises(Refused, match="not its parameters"):
+        Borrowing().double()(batch()[0])
+
+
+@pytest.mark.parametrize("losing", [False, True])
+def test_the_batch_is_let_go_after_backward(losing: bool) -> None:
+    model = Losing().double() if losing else Scorer().double()
+    with running(5):
+        x, y = batch()
+        seen = weakref.ref(x)
+        loss = model(x, y) if losing else F.cross_entropy(model(x), y)
+        del x, y
+        assert seen() is not None
+        loss.backward()
+        assert seen() is None
+
+
+def test_calls_that_wait_for_one_backward_keep_one_graph() -> None:
+    """Three calls, then one backward: only the last call's last part still has its graph."""
+
+    class Held(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            graphs.add(ctx)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            most.append(len(graphs))
+            return gradient
+
+    class Model(Scorer):
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = Held.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return scores
+
+    graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+    most: list[int] = []
+    model = Model().double()
+    with running(5):
+        losses = [model(batch()[0]).square().mean() for _ in range(3)]
+        graphs_before_backward = len(graphs)
+        most.clear()
+        torch.stack(losses).sum().backward()
+    assert graphs_before_backward == 1
+    assert max(most) == 1
+    assert len(most) == 9

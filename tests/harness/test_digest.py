@@ -1,0 +1,40 @@
+"""Gradients are summed up without a trace, and under the same fixed draws as the forward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autofit.worker.harness.digest import difference, digest
+from autofit.worker.harness.fixed_draws import fixed_draws
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 1))
+
+
+def test_what_checkpointing_recomputes_draws_nothing_either(model: nn.Sequential) -> None:
+    batch, parameters = torch.randn(4, 8), list(model.parameters())
+    with fixed_draws(model):
+        plain = model(batch).sum()
+        again = checkpoint(model, batch, use_reentrant=False).sum()
+        one = torch.ones_like(plain)
+        expected = digest([plain], [one], parameters)
+        found = digest([again], [one], parameters)
+    assert difference(found, expected) < 1e-6
+
+
+def test_nothing_arrives_in_grad(model: nn.Sequential) -> None:
+    heard: list[torch.Tensor] = []
+    parameters = [*model.parameters(), nn.Parameter(torch.zeros(3))]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(heard.append)
+    loss = model(torch.randn(4, 8)).sum()
+    found = digest([loss], [torch.ones_like(loss)], parameters)
+    assert not heard
+    assert all(parameter.grad is None for parameter in parameters)
+    assert not found[-1].any(), "an unused parameter has no gradient"

@@ -1,0 +1,98 @@
+"""A trial leaves the user's folders byte for byte as they were, also when it is killed half-way."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+
+from autofit.plan import Plan
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchEnded, LaunchRequest, Script, Uncontained
+
+pytestmark = pytest.mark.quick
+
+WRITER = """
+import os, pathlib, shutil, sqlite3, subprocess, sys, tempfile, time
+here, elsewhere = pathlib.Path.cwd(), pathlib.Path(sys.argv[1])
+(here / "kept.txt").write_text("changed")
+(here / "gone.txt").unlink()
+shutil.rmtree(here / "folder")
+(here / "runs").mkdir()
+(here / "runs" / "log.txt").write_text("new")
+os.rename(here / "named.txt", here / "renamed.txt")
+(elsewhere / "absolute.txt").write_text("new")
+(pathlib.Path.home() / ".cache" / "autofit-test").mkdir(parents=True, exist_ok=True)
+sqlite3.connect(here / "tracker.db").execute("create table runs (loss real)")
+subprocess.run(["sh", "-c", "echo child > from_child.txt"], check=True)
+assert (here / "kept.txt").read_text() == "changed"  # the script sees what it wrote
+assert sorted(os.listdir(here / "runs")) == ["log.txt"]
+print("written", flush=True)
+if len(sys.argv) > 2:
+    time.sleep(60)
+"""
+
+
+def checksums(*folders: Path) -> dict[str, str]:
+    """Return a digest of every file and the name of every folder."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here / "folder", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("kept.txt", "gone.txt", "named.txt", "folder/inside.txt"):
+        (here / name).write_text(name)
+    (here / "train.py").write_text(WRITER)
+    return here, elsewhere
+
+
+def request(here: Path, *args: str, timeout: float = 60.0) -> LaunchRequest:
+    return LaunchRequest(
+        script=Script(target="train.py", args=args, cwd=str(here)),
+        plans=(Plan(),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=timeout,
+    )
+
+
+def test_nothing_is_left(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    here, elsewhere = folders
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    before = checksums(here, elsewhere)
+    events = list(launch(request(here, str(elsewhere)), scratch=str(scratch)))
+    if any(isinstance(event, Uncontained) for event in events):
+        pytest.skip("this system lets no user make a mount namespace")
+    ended = events[-1]
+    assert isinstance(ended, LaunchEnded)
+    assert "written" in ended.output
+    assert checksums(here, elsewhere) == before
+    assert not (Path.home() / ".cache" / "autofit-test").exists()
+    assert list(scratch.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_trial_that_is_killed(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    here, elsewhere = folders
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    before = checksums(here, elsewhere)
+    begun = time.monotonic()
+    asked = request(here, str(elsewhere), "linger", timeout=5.0)
+    events = list(launch(asked, scratch=str(scratch)))
+    if any(isinstance(event, Uncontained) for event in events):
+        pytest.skip("this system lets no user make a mount namespace")
+    assert time.monotonic() - begun < 30
+    assert checksums(here, elsewhere) == before
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,49 @@
+"""A split step needs at most 1.05 times the memory of an accumulation loop cut by hand.
+
+Measured by ``benchmarks/split_memory.py``, one process a figure, on its small models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ALLOWED = 1.05
+FEW = [("char_lm", 1, 4), ("vit", 2, 4)]
+REST = [
+    (model, accumulation, parts)
+    for model in ("char_lm", "vit")
+    for accumulation in (1, 2)
+    for parts in (2, 4, 8)
+    if (model, accumulation, parts) not in FEW
+]
+
+
+@pytest.fixture(scope="module")
+def benchmark(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "split_memory", root / "benchmarks" / "split_memory.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their names up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulation", "parts"),
+    [pytest.param(*case, marks=pytest.mark.quick) for case in FEW]
+    + [pytest.param(*case, marks=pytest.mark.full) for case in REST],
+)
+def test_a_split_step_needs_no_more_than_a_loop(
+    benchmark: ModuleType, tmp_path: Path, model: str, accumulation: int, parts: int
+) -> None:
+    row = benchmark.measure(benchmark.Case(model, accumulation, parts), "small", tmp_path)
+    assert row.ratio <= ALLOWED
+    assert row.split.loss == pytest.approx(row.loop.loss, rel=1e-4)

@@ -1,0 +1,162 @@
+"""Searches of a tiny script: steps of a few milliseconds, a peak of some twenty megabytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofit.storage import State, Store, TrialRecord
+from autofit.worker.records import Measurement
+
+TINY = """\
+import argparse
+
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+options = parser.parse_args()
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 256)
+        self.down = nn.Linear(256, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1).mean(-1)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(options.steps):
+    x = torch.randn(64, 32, 16)
+    loss = nn.functional.mse_loss(model(x), x.mean((1, 2)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"loss {loss.item():.9f}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, and nothing of the user's own settings."""
+    monkeypatch.delenv("AUTOFIT_STORAGE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> str:
+    """The tiny script."""
+    return TINY
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Write the tiny script, some text of it replaced, to the working directory: an empty one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(old: str = "", new: str = "", name: str = "train.py") -> Path:
+        assert old in TINY
+        path = tmp_path / name
+        path.write_text(TINY.replace(old, new, 1) if old else TINY)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``autofit`` as a person does, in a process of its own."""
+
+    def run(*arguments: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "autofit", *arguments]
+        return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=240, **more)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def budget(
+    command: Callable[..., subprocess.CompletedProcess[str]],
+    tiny: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> int:
+    """Half of what the script needs as it is."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "train.py").write_text(tiny)
+    done = command("search", "train.py", "--trials", "1", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return int(json.loads(done.stdout)["baseline"]["peak_bytes"]) // 2
+
+
+@pytest.fixture(scope="module")
+def ray_host() -> Iterator[None]:
+    """A Ray in which several searches of this process are guests: each is seconds shorter."""
+    import ray
+
+    from autofit.worker.ray_session import RaySession
+
+    init: Callable[..., object] = ray.init
+
+    def with_room(**options: Any) -> object:
+        return init(**{**options, "num_cpus": 2})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", with_room)
+        with RaySession():
+            yield
+
+
+@pytest.fixture
+def trials() -> Callable[..., tuple[TrialRecord, ...]]:
+    """Return the finished trials of the newest study in a folder's store."""
+
+    def read(folder: Path, state: State | None = State.FINISHED) -> tuple[TrialRecord, ...]:
+        with Store(str(folder / "autofit.db"), create=False) as store:
+            return store.trials(store.studies()[0], state=state)
+
+    return read
+
+
+@pytest.fixture
+def measurement() -> Callable[..., Measurement]:
+    """Return what makes a measurement of some micro-batch size, step time and peak."""
+
+    def make(
+        micro_batch: int = 8, seconds: float = 1.0, peak: int = 100, steps: int = 5
+    ) -> Measurement:
+        return Measurement(
+            micro_batch=micro_batch,
+            effective_batch=8,
+            step_seconds=(seconds,) * steps,
+            peak_allocated=peak,
+            peak_reserved=peak,
+            peak_device=peak,
+        )
+
+    return make

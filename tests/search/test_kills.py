@@ -1,0 +1,224 @@
+"""kill -9 and Ctrl-C of a search, at any moment: nothing is lost, repeated, or left running."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autofit.storage import Purpose, State, Store, TrialRecord
+from autofit.worker.reaper import SESSION
+
+Trials = Callable[..., tuple[TrialRecord, ...]]
+
+GONE_WITHIN = 10.0
+"""Seconds after a kill in which every process of ours has to be gone."""
+SLOW = "    optimizer.step()\n    __import__('time').sleep(0.05)\n"
+MARK = re.compile(rb"(?:^|\0)" + SESSION.encode() + rb"=([0-9a-f]+)")
+
+
+def session_of(process: psutil.Process) -> str | None:
+    """The session a process was started in, by its environment."""
+    try:
+        found = MARK.search(Path(f"/proc/{process.pid}/environ").read_bytes())
+    except OSError:
+        return None
+    return found[1].decode() if found else None
+
+
+class Watch(threading.Thread):
+    """Samples what a search starts, and where it listens, until stopped."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._root = psutil.Process(pid)
+        self._done = threading.Event()
+        self.sessions: set[str] = set()
+        self.seen: set[psutil.Process] = set()
+        self.listening: set[tuple[str, str]] = set()
+        """``(process, address)`` of every socket seen listening."""
+
+    def run(self) -> None:
+        while not self._done.wait(0.4):
+            try:
+                self.seen |= {*self._root.children(recursive=True)}
+            except psutil.NoSuchProcess:
+                return
+            for process in [self._root, *self.seen]:
+                self.sessions |= {session_of(process) or ""} - {""}
+                self._look(process)
+
+    def _look(self, process: psutil.Process) -> None:
+        try:
+            for connection in process.net_connections():
+                if connection.status == psutil.CONN_LISTEN:
+                    self.listening.add((process.name(), connection.laddr.ip))
+        except psutil.Error:
+            return
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+    def left(self) -> list[psutil.Process]:
+        """What still runs of all that was seen or carries the mark of a session seen."""
+        marked = {p for p in psutil.process_iter() if session_of(p) in self.sessions}
+        return [p for p in self.seen | marked if _alive(p)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def beyond_loopback(listening: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    found = []
+    for name, ip in listening:
+        address = ipaddress.ip_address(ip)
+        plain = getattr(address, "ipv4_mapped", None) or address
+        if not plain.is_loopback:
+            found.append((name, ip))
+    return found
+
+
+@contextmanager
+def searching(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Watch]]:
+    """A search that is being watched; afterwards nothing of it may be left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autofit", "search", "train.py"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    watch = Watch(process.pid)
+    watch.start()
+    try:
+        yield process, watch
+    finally:
+        process.kill()
+        ended = time.monotonic()
+        process.wait()
+        watch.stop()
+        while left := watch.left():
+            told = [" ".join(each.cmdline())[:80] for each in left if _alive(each)]
+            assert time.monotonic() - ended < GONE_WITHIN, told
+            time.sleep(0.1)
+        assert beyond_loopback(watch.listening) == []
+
+
+def check_nothing_lost(before: tuple[TrialRecord, ...], after: tuple[TrialRecord, ...]) -> None:
+    """Every trial finished before is there as it was, and no plan was finished twice."""
+    unchanged = {trial.id: (trial.report, trial.launch) for trial in after}
+    assert all(unchanged[t.id] == (t.report, t.launch) for t in before)
+    searched = Counter(trial.plan for trial in after if trial.purpose is Purpose.SEARCH)
+    assert all(times == 1 for times in searched.values()), searched
+
+
+def finished(folder: Path, trials: Trials) -> tuple[TrialRecord, ...]:
+    """The finished trials; none while there is no store yet."""
+    if not (folder / "autofit.db").exists():
+        return ()
+    with Store(str(folder / "autofit.db")) as store:
+        if not store.studies():
+            return ()
+    return trials(folder)
+
+
+def kill_again_and_again(folder: Path, trials: Trials, kills: int) -> None:
+    """Kill searches of one study at random moments, then let one come to its end."""
+    chance = random.Random(kills)
+    known: tuple[TrialRecord, ...] = ()
+    listening: set[tuple[str, str]] = set()
+    for _ in range(kills):
+        with searching(folder) as (process, watch):
+            try:
+                process.wait(timeout=chance.uniform(1, 14))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        listening |= watch.listening
+        found = finished(folder, trials)
+        check_nothing_lost(known, found)
+        known = found
+    with searching(folder) as (process, watch):
+        printed, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, printed
+    assert {"raylet", "gcs_server"} <= {name for name, _ in listening | watch.listening}
+    found = finished(folder, trials)
+    check_nothing_lost(known, found)
+    with searching(folder) as (process, watch):
+        process.communicate(timeout=200)
+        assert process.returncode == 0
+    assert finished(folder, trials) == found, "nothing was left to try"
+    assert found[-1].purpose is Purpose.CONFIRM
+    assert trials(folder, State.RUNNING) == ()
+    with Store(str(folder / "autofit.db")) as store:
+        assert len(store.studies()) == 1
+    check_optuna_knows(folder, found)
+
+
+def check_optuna_knows(folder: Path, found: tuple[TrialRecord, ...]) -> None:
+    """Optuna holds each finished trial once, under the number we have for it."""
+    import optuna
+
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'autofit.db'}")
+    (name,) = optuna.get_all_study_names(storage)
+    told = optuna.load_study(study_name=name, storage=storage).get_trials()
+    complete = {t.number for t in told if t.state is optuna.trial.TrialState.COMPLETE}
+    assert complete == {t.optuna_number for t in found if t.purpose is Purpose.SEARCH}
+
+
+@pytest.mark.quick
+def test_killed_twice_a_search_carries_on(script: Callable[..., Path], trials: Trials) -> None:
+    kill_again_and_again(script().parent, trials, 2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_killed_ten_times_a_search_carries_on(script: Callable[..., Path], trials: Trials) -> None:
+    kill_again_and_again(script("    optimizer.step()\n", SLOW).parent, trials, 10)
+
+
+@pytest.mark.quick
+def test_ctrl_c_is_130_and_the_search_can_go_on(
+    script: Callable[..., Path], trials: Trials
+) -> None:
+    folder = script("    optimizer.step()\n", SLOW.replace("0.05", "0.3")).parent
+    with searching(folder) as (process, watch):
+        deadline = time.monotonic() + 60
+        while not watch.sessions or not any("harness" in " ".join(_line(p)) for p in [*watch.seen]):
+            assert time.monotonic() < deadline, "no launch was seen"
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the whole group
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    last = printed.splitlines()[-1]
+    assert last == (
+        "autofit: interrupted; finished trials are stored, the same command carries on from there"
+    )
+    assert "Traceback" not in printed
+    assert trials(folder, State.RUNNING) == ()
+    assert len(trials(folder, State.INTERRUPTED)) >= 1
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []

@@ -1,0 +1,168 @@
+"""The ramp, driven with models of memory and time in place of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from autofit.worker.harness.ramp import Ask, ramp
+from autofit.worker.records import Measurement
+
+pytestmark = pytest.mark.quick
+
+BATCH, STEPS = 64, 5
+Model = Callable[[int], float]
+Drive = Callable[..., tuple[Measurement | None, list[Ask]]]
+
+
+def line(base: float, slope: float) -> Model:
+    """Bytes that grow with the chunk."""
+    return lambda size: base + slope * size
+
+
+@pytest.fixture
+def drive(measurement: Callable[..., Measurement]) -> Drive:
+    """Answer every ask of a ramp as a device of ``budget`` bytes would."""
+
+    def drive(
+        budget: int,
+        memory: Model,
+        seconds: Model = lambda size: 1.0,
+        *,
+        batch: int = BATCH,
+        whole_fits: bool = False,
+    ) -> tuple[Measurement | None, list[Ask]]:
+        sizes = ramp(batch, budget, STEPS, whole_fits=whole_fits)
+        asked: list[Ask] = []
+        answer = None
+        while len(asked) < 30:
+            try:
+                ask = sizes.send(answer)
+            except StopIteration as end:
+                winner: Measurement | None = end.value
+                return winner, asked
+            asked.append(ask)
+            peak = int(memory(ask.micro_batch))
+            time = seconds(ask.micro_batch)
+            fits = peak <= budget
+            answer = measurement(ask.micro_batch, time, peak, ask.steps) if fits else None
+        raise AssertionError(f"no end: {asked}")
+
+    return drive
+
+
+def launches_cost(size: int) -> float:
+    """Seconds of a step where every chunk costs something by itself."""
+    return 1 + 0.1 * -(-BATCH // size)
+
+
+def sizes(asked: list[Ask]) -> list[int]:
+    return [ask.micro_batch for ask in asked]
+
+
+def test_a_line_leads_to_the_largest_size_that_fits(drive: Drive) -> None:
+    winner, asked = drive(400, line(100, 10), launches_cost)
+    assert sizes(asked) == [8, 16, 22]  # three chunks of 22; 32 would need 420
+    assert winner is not None
+    assert (winner.micro_batch, len(winner.step_seconds)) == (22, STEPS)
+
+
+def test_sizes_are_even(drive: Drive) -> None:
+    """Forty fit: two chunks of 32 are no slower than 40 and 24, and need less."""
+    winner, _ = drive(500, line(100, 10), launches_cost)
+    assert winner is not None
+    assert winner.micro_batch == 32
+
+
+def test_only_the_size_that_decides_gets_a_full_window(drive: Drive) -> None:
+    _, asked = drive(400, line(100, 10), launches_cost)
+    assert [ask.steps for ask in asked] == [2, 2, STEPS]
+
+
+def test_a_knee_above_the_line_is_found_out(drive: Drive) -> None:
+    """The prediction runs out: the next even size is tried, not given up."""
+
+    def memory(size: int) -> float:
+        return 100 + 10 * size + (200 if size > 16 else 0)
+
+    winner, asked = drive(400, memory, launches_cost)
+    assert sizes(asked)[:3] == [8, 16, 22]
+    assert winner is not None
+    assert winner.micro_batch == 16
+    assert len(winner.step_seconds) == STEPS
+
+
+def test_a_flat_line_leads_to_the_whole_batch(drive: Drive) -> None:
+    winner, asked = drive(400, line(100, 0), launches_cost)
+    assert BATCH in sizes(asked)
+    assert winner is not None
+    assert winner.micro_batch == BATCH
+
+
+def test_one_chunk_is_a_case_apart(drive: Drive) -> None:
+    """Two chunks hold gradients during a forward; one does not, and may need less than the line."""
+
+    def memory(size: int) -> float:
+        return 10 * size + (0 if size == BATCH else 200)
+
+    assert memory(BATCH) < 10 * BATCH + 200
+    winner, asked = drive(800, memory, launches_cost)
+    assert sizes(asked)[-1] == BATCH
+    assert winner is not None
+    assert winner.micro_batch == BATCH
+
+
+def test_the_whole_comes_first_where_it_is_known_to_fit(drive: Drive) -> None:
+    winner, asked = drive(1000, line(100, 10), launches_cost, whole_fits=True)
+    assert sizes(asked) == [BATCH, 32]  # one look below: slower, so no further
+    assert winner is not None
+    assert winner.micro_batch == BATCH
+
+
+def test_smaller_chunks_win_where_they_are_faster(drive: Drive) -> None:
+    winner, asked = drive(1000, line(100, 10), lambda size: 1 + size / 100, whole_fits=True)
+    assert sizes(asked)[:6] == [64, 32, 16, 8, 4, 2]  # the last gains less than 2 %
+    assert winner is not None
+    assert winner.micro_batch == 2
+
+
+def test_times_that_tie_keep_the_leaner(drive: Drive) -> None:
+    winner, _ = drive(1000, line(100, 10), lambda size: 1.0, whole_fits=True)
+    assert winner is not None
+    assert winner.micro_batch == 32
+
+
+@pytest.mark.parametrize("whole_fits", [False, True])
+def test_nothing_fits(drive: Drive, whole_fits: bool) -> None:
+    """Halved to single samples before it is given up."""
+    winner, asked = drive(50, line(100, 10), whole_fits=whole_fits)
+    assert winner is None
+    assert sizes(asked) == [*([BATCH] if whole_fits else []), 8, 4, 2, 1]
+
+
+def test_only_single_samples_fit(drive: Drive) -> None:
+    winner, _ = drive(115, line(100, 10))
+    assert winner is not None
+    assert (winner.micro_batch, len(winner.step_seconds)) == (1, STEPS)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("fitting", [1, 2, 3, 7])
+@pytest.mark.parametrize("whole_fits", [False, True])
+def test_small_batches(drive: Drive, batch: int, fitting: int, whole_fits: bool) -> None:
+    """Whatever the batch, the largest even size that fits is found, and nothing asked twice."""
+    even = sorted({-(-batch // chunks) for chunks in range(1, batch + 1)})
+    best = max(size for size in even if size <= fitting)
+    winner, asked = drive(
+        100 + 10 * fitting,
+        line(100, 10),
+        lambda size: 1 + 0.1 * -(-batch // size),
+        batch=batch,
+        whole_fits=whole_fits,
+    )
+    assert winner is not None
+    assert winner.micro_batch == best
+    assert len(winner.step_seconds) == STEPS
+    assert all(1 <= size <= batch for size in sizes(asked))
+    assert len({(ask.micro_batch, ask.steps) for ask in asked}) == len(asked)

@@ -1,0 +1,263 @@
+"""What is tried, in which order, and what a finished trial says about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from autofit import strategies
+from autofit.exceptions import UsageError
+from autofit.ladder import leaner, rungs
+from autofit.plan import Plan
+from autofit.rules import closest, culprit, dominated, judged
+from autofit.space import Space, order_of_retreat, space
+from autofit.storage import Owner, Purpose, State, TrialRecord
+from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+
+CPU = Hardware(device="cpu", name="a CPU", total_bytes=1 << 34)
+GPU = Hardware(device="cuda", name="a GPU", total_bytes=1 << 34, capability=(9, 0))
+ROOT = RootFacts(
+    name="Net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", batch=8, blocks=4
+)
+FACTS = Facts(roots=(ROOT,), optimizers=("SGD",))
+SCRIPT = Script(target="train.py", cwd="/project")
+HALF = Plan.of({"checkpointing": "half"})
+ALL = Plan.of({"checkpointing": "all"})
+SPLIT = Plan.of({"micro_batch": "auto"})
+BF16 = Plan.of({"precision": "bf16"})
+
+Ended = Callable[..., TrialRecord]
+
+
+@pytest.fixture
+def ended(measurement: Callable[..., Measurement]) -> Ended:
+    """A finished trial of a plan: measured with these chunks, or short of so many bytes."""
+
+    def make(
+        plan: Plan, *sizes: int, verdict: Verdict, requested: int | None = None
+    ) -> TrialRecord:
+        short = OutOfMemory(phase="forward", message="no memory", requested=requested)
+        report = TrialReport(
+            index=0,
+            plan=plan,
+            verdict=verdict,
+            measurements=tuple(measurement(size) for size in sizes),
+            out_of_memory=short if verdict is Verdict.OUT_OF_MEMORY else None,
+        )
+        return TrialRecord(
+            id=1,
+            study="study",
+            number=0,
+            purpose=Purpose.SEARCH,
+            state=State.FINISHED,
+            plan=plan,
+            launch=0,
+            owner=Owner.current(),
+            budget=1,
+            versions={},
+            created=datetime.now(UTC),
+            report=report,
+        )
+
+    return make
+
+
+def tried(facts: Facts = FACTS, hardware: Hardware = CPU, **more: object) -> Space:
+    options: dict[str, object] = {"allow": Fidelity.ROUNDING} | more
+    return space(hardware, facts, **options)  # type: ignore[arg-type]
+
+
+# --- the space ------------------------------------------------------------------------------
+
+
+def test_the_batch_is_split_in_every_plan_where_it_can_be() -> None:
+    plans = tried().plans()
+    assert len(plans) == len({*plans}) == 6  # 2 precisions x 3 ways to checkpoint
+    assert {plan["micro_batch"] for plan in plans} == {"auto"}
+
+
+def test_the_neutral_plan_is_never_among_them() -> None:
+    plans = tried(without=frozenset({"micro_batch"})).plans()
+    assert len(plans) == 5
+    assert Plan() not in plans
+
+
+def test_plans_come_cheapest_first() -> None:
+    plans = tried(hardware=GPU).plans()
+    costs = [order_of_retreat(plan) for plan in plans]
+    assert costs == sorted(costs)
+    assert plans[0] == Plan.of({"precision": "bf16", "micro_batch": "auto"})
+
+
+@pytest.mark.parametrize("allow", list(Fidelity))
+def test_nothing_goes_beyond_what_is_allowed(allow: Fidelity) -> None:
+    found = tried(hardware=GPU, allow=allow)
+    assert all(plan.fidelity(FACTS) <= allow for plan in found.plans())
+    assert all(reason for _, _, reason in found.left_out)
+
+
+def test_a_split_under_dropout_draws_anew() -> None:
+    facts = Facts(roots=(RootFacts(**{**_fields(ROOT), "dropout": True}),))  # type: ignore[arg-type]
+    exact = tried(facts, allow=Fidelity.EXACT)
+    assert ("micro_batch", "auto", "redraw, and only exact is allowed") in exact.left_out
+    assert "micro_batch" not in {reason[0] for reason in tried(facts).left_out}
+
+
+def test_what_trials_ruled_out_is_left_out_with_their_reason() -> None:
+    found = tried(refused=[("checkpointing", "half", "it broke")])
+    assert ("checkpointing", "half", "it broke") in found.left_out
+    assert "half" not in dict(found.levels)["checkpointing"]
+
+
+def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
+    found = tried(hardware=GPU, facts=Facts())
+    kept = {(name, level) for name, levels in found.levels for level in levels}
+    out = {(name, level) for name, level, _ in found.left_out}
+    every = {(s.name, level.name) for s in strategies.REGISTRY for level in s.levels}
+    assert kept | out == every
+    assert not kept & out
+    only = tried(only=frozenset({"precision"}))
+    assert {name for name, _, _ in only.left_out} == {"precision"}
+    assert {name for plan in only.plans() for name, _ in plan.changes} == {"precision"}
+
+
+def test_an_unknown_name_says_which_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no strategy 'magic'; there are precision"):
+        Plan.of({"magic": "on"})
+
+
+# --- the ladder -----------------------------------------------------------------------------
+
+
+def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
+    assert leaner(HALF, Plan())
+    assert leaner(ALL, HALF)
+    assert not leaner(HALF, ALL)
+    assert not leaner(HALF, HALF)
+    assert not leaner(ALL, BF16)
+    assert leaner(BF16.replace(checkpointing="all"), BF16)
+
+
+def test_rungs_never_lead_back_up() -> None:
+    plans = tried(without=frozenset({"micro_batch"})).plans()
+    down = rungs(HALF, plans)
+    assert Plan() not in down
+    assert HALF not in down
+    assert down == sorted(down, key=order_of_retreat)
+    assert ALL in down
+
+
+# --- rules ----------------------------------------------------------------------------------
+
+
+def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> None:
+    whole = ended(SPLIT, 4, 8, verdict=Verdict.MEASURED)
+    leaner_plan = SPLIT.replace(checkpointing="half")
+    assert dominated(leaner_plan, [whole], 8) is not None
+    assert dominated(SPLIT.replace(precision="bf16"), [whole], 8) is None
+    cut = ended(SPLIT, 8, 4, verdict=Verdict.MEASURED)  # the winner, last, is not the whole
+    assert dominated(leaner_plan, [cut], 8) is None
+
+
+def timed(trial: TrialRecord, factor: float) -> TrialRecord:
+    """Return a measured trial whose steps took ``factor`` times as long."""
+    assert trial.report is not None
+    slower = tuple(
+        replace(each, step_seconds=tuple(factor * seconds for seconds in each.step_seconds))
+        for each in trial.report.measurements
+    )
+    return replace(trial, report=replace(trial.report, measurements=slower))
+
+
+def test_the_slower_precision_is_not_tried_beside_other_levels(ended: Ended) -> None:
+    fast = SPLIT.replace(precision="bf16")
+    slow_half = SPLIT.replace(checkpointing="half")
+    known = [
+        timed(ended(SPLIT, 2, verdict=Verdict.MEASURED), 1.3),
+        ended(fast, 2, verdict=Verdict.MEASURED),
+    ]
+    near = [timed(ended(SPLIT, 2, verdict=Verdict.MEASURED), 1.1), known[1]]
+    assert dominated(slow_half, near, 8) is None, "too near to say"
+    assert "times as fast" in (dominated(slow_half, known, 8) or "")
+    assert dominated(slow_half.replace(precision="bf16"), known, 8) is None
+    # what trades time for memory is another matter: beside other levels it may not be needed
+    assert (
+        dominated(
+            fast,
+            [
+                ended(SPLIT, 2, verdict=Verdict.MEASURED),
+                ended(slow_half, 4, verdict=Verdict.MEASURED),
+            ],
+            8,
+        )
+        is None
+    )
+    # and the faster one must not have failed there
+    refused = ended(slow_half.replace(precision="bf16"), verdict=Verdict.REFUSED)
+    assert dominated(slow_half, [*known, refused], 8) is None
+
+
+def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> None:
+    short = ended(ALL, verdict=Verdict.OUT_OF_MEMORY)
+    assert dominated(HALF, [short], 8) is not None
+    assert dominated(ALL.replace(precision="bf16"), [short], 8) is None
+    assert dominated(ALL, [ended(HALF, verdict=Verdict.OUT_OF_MEMORY)], 8) is None
+    for verdict in (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.TIMED_OUT):
+        assert dominated(HALF, [ended(ALL, verdict=verdict)], 8) is None
+
+
+OWN = 'Traceback ...\n  File "/project/train.py", line 3, in <module>\nNameError: los'
+DEEP = OWN.replace("NameError", '  File "/lib/torch/x.py", line 9, in f\nRuntimeError')
+
+
+@pytest.mark.parametrize(
+    ("baseline", "traceback", "blamed", "verdict"),
+    [
+        (Verdict.OUT_OF_MEMORY, OWN, None, Verdict.SCRIPT_FAILED),
+        (None, OWN, None, Verdict.SCRIPT_FAILED),
+        (Verdict.OUT_OF_MEMORY, OWN, "precision", Verdict.PLAN_FAILED),
+        (Verdict.OUT_OF_MEMORY, DEEP, None, Verdict.PLAN_FAILED),
+        (Verdict.OUT_OF_MEMORY, "", None, Verdict.PLAN_FAILED),
+        (Verdict.MEASURED, OWN, None, Verdict.PLAN_FAILED),
+    ],
+)
+def test_whose_fault_it_is(
+    baseline: Verdict | None, traceback: str, blamed: str | None, verdict: Verdict
+) -> None:
+    report = TrialReport(
+        index=0, plan=BF16, verdict=Verdict.PLAN_FAILED, traceback=traceback, blamed=blamed
+    )
+    assert judged(report, SCRIPT, baseline).verdict is verdict
+
+
+def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:
+    both = BF16.replace(checkpointing="half")
+
+    def report(plan: Plan, blamed: str | None = None) -> TrialReport:
+        return TrialReport(index=0, plan=plan, verdict=Verdict.PLAN_FAILED, blamed=blamed)
+
+    assert culprit(report(BF16)) == ("precision", "bf16")
+    assert culprit(report(both)) is None
+    assert culprit(report(both, "checkpointing")) == ("checkpointing", "half")
+
+
+def test_closest_asked_for_the_least(ended: Ended) -> None:
+    far, near = (
+        ended(plan, verdict=Verdict.OUT_OF_MEMORY, requested=size)
+        for plan, size in ((HALF, 900), (ALL, 100))
+    )
+    silent = ended(BF16, verdict=Verdict.OUT_OF_MEMORY)
+    fitting = ended(SPLIT, 8, verdict=Verdict.MEASURED)
+    assert closest([far, silent, near, fitting]) is near
+    assert closest([silent]) is silent
+    assert closest([fitting]) is None
+
+
+def _fields(root: RootFacts) -> dict[str, object]:
+    return {name: getattr(root, name) for name in root.__dataclass_fields__}

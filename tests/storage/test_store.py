@@ -1,0 +1,315 @@
+"""What the store takes is what it gives, and a trial makes legal moves only."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from datetime import UTC
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofit.exceptions import StorageError, UsageError
+from autofit.plan import Plan
+from autofit.storage import Owner, Purpose, State, Store, StudyKey, StudyRecord, script_path
+from autofit.strategies import Facts, Hardware
+from autofit.worker.records import Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+
+Open = Callable[..., StudyRecord]
+Report = Callable[..., TrialReport]
+
+
+# --- studies ----------------------------------------------------------------------------------
+
+
+def test_a_study_comes_back_as_it_was_opened(
+    store: Store, study: StudyRecord, key: StudyKey, script: Script, hardware: Hardware
+) -> None:
+    again = store.study(study.id)
+    assert again == study
+    assert (again.key, again.script, again.hardware) == (key, script, hardware)
+    assert again.id == key.fingerprint[:8]
+    assert again.created.tzinfo is UTC
+
+
+def test_the_same_key_resumes_and_another_opens_another(
+    store: Store, study: StudyRecord, opening: Open, key: StudyKey
+) -> None:
+    other = opening(store, key=dataclasses.replace(key, memory=None))
+    assert opening(store).id == study.id
+    assert other.id != study.id
+    assert [each.id for each in store.studies()] == [other.id, study.id]
+    assert store.studies(key.script) == store.studies()
+    assert store.studies("elsewhere.py") == ()
+
+
+def test_fresh_begins_a_new_study_and_keeps_the_old(
+    store: Store, study: StudyRecord, opening: Open
+) -> None:
+    store.add_seconds(study, 5)
+    fresh = opening(store, fresh=True)
+    assert fresh.id == f"{study.id}-2"
+    assert fresh.seconds == 0
+    assert opening(store).id == fresh.id
+    assert opening(store, fresh=True).id == f"{study.id}-3"
+    assert store.study(study.id).seconds == 5
+
+
+def test_studies_whose_fingerprints_begin_alike_get_their_own_names(
+    store: Store, opening: Open, key: StudyKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seventy thousand studies make such a pair likely; here it is arranged."""
+    first = opening(store)
+    other = dataclasses.replace(key, memory=1)
+    monkeypatch.setattr(
+        StudyKey, "fingerprint", property(lambda key: first.id + "0" * 56 if key == other else "")
+    )
+    assert opening(store, key=other).id == f"{first.id}-2"
+
+
+def test_facts_left_out_seconds_and_launches_are_kept(
+    store: Store, study: StudyRecord, facts: Facts
+) -> None:
+    assert study.facts is None
+    assert [store.next_launch(study) for _ in range(3)] == [0, 1, 2]
+    store.set_facts(study, facts)
+    store.leave_out(study, "precision", "bf16", "it drifted")
+    store.leave_out(study, "precision", "bf16", "again")
+    store.leave_out(study, "checkpointing", "all", "no blocks")
+    store.add_seconds(study, 1.5)
+    after = store.add_seconds(study, 2.0)
+    assert after == store.study(study.id)
+    assert after.facts == facts
+    assert after.left_out == (
+        ("precision", "bf16", "it drifted"),
+        ("checkpointing", "all", "no blocks"),
+    )
+    assert (after.seconds, after.launches) == (3.5, 3)
+
+
+def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:
+    changes: dict[str, Any] = {
+        "script": "x.py",
+        "digest": "0",
+        "args": (),
+        "gpu": "B200",
+        "gpus": 2,
+        "memory": None,
+        "allow": "exact",
+    }
+    assert set(changes) == {field.name for field in dataclasses.fields(key)}
+    others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
+    assert len({each.fingerprint for each in [key, *others]}) == 1 + len(others)
+
+
+def test_a_key_follows_links_and_contents(tmp_path: Path, script: Script, key: StudyKey) -> None:
+    (tmp_path / "link.py").symlink_to("train.py")
+    linked = dataclasses.replace(script, target=str(tmp_path / "link.py"))
+    assert script_path(linked) == key.script == str(tmp_path.resolve() / "train.py")
+    (tmp_path / "train.py").write_text("pass  # edited\n")
+    edited = StudyKey.of(linked, gpu=key.gpu, gpus=1, memory=key.memory, allow=key.allow)
+    assert dataclasses.replace(edited, digest=key.digest) == key
+    assert edited != key
+
+
+def test_a_module_is_known_by_its_file_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "__main__.py").touch()
+    here = Script(target="project", module=True, cwd=str(tmp_path))
+    assert script_path(here) == str(tmp_path.resolve() / "project" / "__main__.py")
+    elsewhere = dataclasses.replace(here, target="json.tool")
+    assert script_path(elsewhere) == "json.tool"
+    assert StudyKey.of(elsewhere, gpu="CPU", gpus=1, memory=None, allow="exact").digest == ""
+
+
+def test_a_script_that_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
+    gone = Script(target="gone.py", cwd=str(tmp_path))
+    with pytest.raises(UsageError, match=r"gone\.py cannot be read: No such file"):
+        StudyKey.of(gone, gpu="CPU", gpus=1, memory=None, allow="exact")
+
+
+# --- trials -----------------------------------------------------------------------------------
+
+
+def test_trials_are_numbered_within_their_study(
+    store: Store, study: StudyRecord, opening: Open, plan: Plan
+) -> None:
+    me = Owner.current()
+    first = store.add_trials(study, [Plan(), plan], launch=0, owner=me)
+    second = store.add_trials(study, [plan], launch=1, owner=me)
+    other = store.add_trials(opening(store, fresh=True), [plan], launch=0, owner=me)
+    assert [(t.number, t.launch, t.plan) for t in (*first, *second)] == [
+        (0, 0, Plan()),
+        (1, 0, plan),
+        (2, 1, plan),
+    ]
+    assert other[0].number == 0
+    assert store.trials(study) == (*first, *second)
+    assert first[0].owner.same(me)
+    assert (first[0].budget, first[0].versions) == (study.budget, study.versions)
+
+
+def test_a_report_comes_back_exactly(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    done = store.finish(trial, report(plan), optuna_number=7)
+    (again,) = store.trials(study)
+    assert again == done
+    assert again.report == report(plan)
+    assert again.state is State.FINISHED
+    assert again.verdict is Verdict.MEASURED
+    assert again.optuna_number == 7
+    assert again.measurement is not None
+    assert isinstance(again.measurement.losses, tuple)
+    assert again.ended is not None
+    assert again.ended >= again.created
+
+
+@pytest.mark.parametrize("verdict", [v for v in Verdict if v is not Verdict.INTERRUPTED])
+def test_a_bare_report_with_any_verdict_comes_back(
+    store: Store, study: StudyRecord, verdict: Verdict
+) -> None:
+    (trial,) = store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+    bare = TrialReport(index=0, plan=Plan(), verdict=verdict)
+    store.finish(trial, bare)
+    assert store.trials(study)[0].report == bare
+
+
+def test_losses_that_are_no_numbers_come_back(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    given = report(plan, Verdict.DRIFTED)
+    odd = dataclasses.replace(given.measurements[0], losses=(math.inf, -math.inf, math.nan))
+    store.finish(trial, dataclasses.replace(given, measurements=(odd,)))
+    measurement = store.trials(study)[0].measurement
+    assert measurement is not None
+    assert measurement.losses[:2] == (math.inf, -math.inf)
+    assert math.isnan(measurement.losses[2])
+
+
+def test_stray_bytes_in_a_traceback_do_not_lose_the_trial(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    store.finish(trial, dataclasses.replace(report(plan), traceback="caf\udce9\0"))
+    kept = store.trials(study)[0].report
+    assert kept is not None
+    assert kept.traceback == "caf\\udce9\\0"
+
+
+def test_only_a_running_trial_moves(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    done, left = store.add_trials(study, [Plan(), plan], launch=0, owner=Owner.current())
+    store.finish(done, report(Plan()))
+    assert store.release(left).state is State.INTERRUPTED
+    before = store.trials(study)
+    message = "trial 0 of study .* is finished and stays so; only a running trial becomes"
+    with pytest.raises(StorageError, match=message):
+        store.finish(done, report(Plan()))
+    with pytest.raises(StorageError, match=message):
+        store.release(done)
+    with pytest.raises(StorageError, match="is interrupted and stays so"):
+        store.finish(left, report(plan))
+    with pytest.raises(StorageError, match="is interrupted and stays so"):
+        store.release(left)
+    assert store.trials(study) == before
+
+
+def test_a_report_on_another_plan_or_an_interruption_finishes_nothing(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    with pytest.raises(StorageError, match="cannot finish it"):
+        store.finish(trial, report(Plan()))
+    with pytest.raises(StorageError, match="release it"):
+        store.finish(trial, report(plan, Verdict.INTERRUPTED))
+    assert store.trials(study)[0].state is State.RUNNING
+
+
+def test_a_plan_is_finished_once_in_a_search_and_confirmed_at_will(
+    store: Store, study: StudyRecord, opening: Open, plan: Plan, report: Report
+) -> None:
+    me = Owner.current()
+    left, first, second = store.add_trials(study, [plan] * 3, launch=0, owner=me)
+    store.release(left)
+    store.finish(first, report(plan))
+    with pytest.raises(StorageError, match="another trial of this study has finished the same"):
+        store.finish(second, report(plan))
+    assert store.trials(study)[2].state is State.RUNNING
+    assert store.trials(study)[2].report is None
+    for _ in range(2):
+        (again,) = store.add_trials(study, [plan], launch=1, owner=me, purpose=Purpose.CONFIRM)
+        store.finish(again, report(plan))
+    (elsewhere,) = store.add_trials(opening(store, fresh=True), [plan], launch=0, owner=me)
+    store.finish(elsewhere, report(plan))
+    confirmed = store.trials(study, purpose=Purpose.CONFIRM)
+    assert [trial.number for trial in confirmed] == [3, 4]
+    assert [t.number for t in store.trials(study, state=State.FINISHED)] == [1, 3, 4]
+
+
+def test_the_mirrors_number_may_come_late(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    store.finish(trial, report(plan))
+    assert store.set_optuna_number(trial, 3).optuna_number == 3
+    assert store.trials(study)[0].report == report(plan)
+
+
+def test_a_failure_inside_a_transaction_leaves_nothing(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    """The second measurement breaks the table's rules after the first was written."""
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    given = report(plan)
+    bad = dataclasses.replace(given.measurements[1], data_wait=math.nan)  # SQLite makes it null
+    with pytest.raises(StorageError, match="cannot be used: NOT NULL constraint failed"):
+        store.finish(trial, dataclasses.replace(given, measurements=(given.measurements[0], bad)))
+    assert store.trials(study) == (trial,)
+    assert store.finish(trial, given).report == given
+
+
+def test_a_plan_of_another_version_is_a_clear_error(store: Store, study: StudyRecord) -> None:
+    unknown = Plan((("telepathy", "on"),))
+    with pytest.raises(StorageError, match=r"no strategy 'telepathy'.*--fresh"):
+        store.add_trials(study, [unknown], launch=0, owner=Owner.current())
+    assert store.trials(study) == ()
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+def test_events_are_kept_in_order(store: Store, study: StudyRecord) -> None:
+    (trial,) = store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+    rescue = store.record_event("rescue", {"step": 3, "to": ["a"]}, study=study, trial=trial)
+    other = store.record_event("fitted", {"batch": None}, versions={"torch": "2"})
+    assert store.events() == (rescue, other)
+    assert store.events("rescue") == store.events(study=study) == (rescue,)
+    assert (rescue.study, rescue.trial, rescue.versions) == (study.id, trial.id, study.versions)
+    assert (other.study, other.trial, other.payload) == (None, None, {"batch": None})
+
+
+def test_an_event_of_a_study_that_is_not_there_is_refused(store: Store, study: StudyRecord) -> None:
+    with pytest.raises(StorageError, match="FOREIGN KEY constraint failed"):
+        store.record_event("rescue", {}, study=dataclasses.replace(study, id="0"))
+
+
+def test_the_documented_code_runs(
+    store: Store,
+    study: StudyRecord,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "storage.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert capsys.readouterr().out == f"{study.id} 0 as it is None\n"

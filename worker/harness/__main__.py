@@ -1,0 +1,72 @@
+"""The child process: receives what to do, then becomes the script.
+
+Started by its path, so that ``sys.path[0]`` is this folder until the script's own takes its place.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+STARTED = time.monotonic()
+
+
+def main() -> None:
+    """Run the script as Python would, with the session attached."""
+    from autofit.exceptions import Refused
+    from autofit.worker import lifeline, meter
+    from autofit.worker.harness import overlay, program
+    from autofit.worker.harness.conduct import Conduct
+    from autofit.worker.harness.reporter import connect
+    from autofit.worker.records import Uncontained
+
+    spec, reporter, lifeline_fd = connect()
+    if spec.scratch is not None and not overlay.isolate(Path(spec.scratch)):
+        reporter.send(Uncontained())
+    if spec.mode == "run":
+        lifeline.die_with_parent()
+    else:
+        lifeline.watch(lifeline_fd)
+    gauge = meter.for_device(spec.request.device)
+    meter.forget()
+    conduct = Conduct(spec, reporter, gauge, STARTED)
+    try:
+        loaded = program.load(spec.request.script)
+        program.become(loaded, spec.request.script)
+        conduct.wait_for_torch()
+        program.run(loaded)
+    except SystemExit as leave:
+        if leave.code in (None, 0):
+            conduct.ended()
+        raise
+    except BaseException as error:  # noqa: BLE001 - reported, then printed as Python would
+        if conduct.stopped(error):
+            sys.exit(0)
+        conduct.raised(error)
+        if isinstance(error, Refused):
+            sys.exit(f"autofit: refused: {error}")
+        _die_of(program.strip_our_frames(error))
+    conduct.ended()
+
+
+def _die_of(error: BaseException) -> NoReturn:
+    """Raise ``error`` to the end, our frames left out of what the script's own hook is given."""
+    from autofit.worker.harness import program
+
+    hook = sys.excepthook
+
+    def without_ours(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        error.__traceback__ = program.without_our_frames(traceback)
+        hook(kind, error, error.__traceback__)
+
+    sys.excepthook = without_ours
+    raise error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""One call of a root in chunks: an autograd function whose backward runs real backward passes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.joining import Batch, Cut, Layout, Rule, Weights, cuts
+from autofit.worker.harness.random_state import Ambient, RandomState
+from autofit.worker.harness.seams import Seams, plain_backward
+
+Gradients = list[torch.Tensor | None]
+
+
+class Owner(Protocol):
+    """What a call needs of the root it belongs to (``elastic.Elastic``)."""
+
+    seams: Seams
+    own: list[nn.Parameter]
+    """All the parameters of the root."""
+    parameters: list[nn.Parameter]
+    """Those that needed gradients when it was last called."""
+    micro_batch: int
+    accumulated: set[int]
+    pending: WeakSet[Call]
+    """Calls whose backward has not come yet."""
+    one_at_a_time: bool
+    """Each call's backward comes before the next call, as far as has been seen."""
+
+    def shrink(self, error: BaseException, phase: str, size: int) -> bool:
+        """Memory ran out with chunks of ``size``: make ``micro_batch`` smaller, or say no.
+
+        Re-raises an error that is no shortage.
+        """
+
+    def mark(self) -> object:
+        """What must be the same in forward and backward: the root's mode, its weights."""
+
+
+class Bridge(torch.autograd.Function):
+    """Stands in the script's graph for a root that runs in chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tracked: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the chunks. ``tracked``: an anchor, then the arguments that need gradients."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        # Autograd frees them after backward, and notices when the script changes them in between.
+        ctx.save_for_backward(*call.tensors())
+        return call.run()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """Accumulate into the parameters' ``.grad``; return the arguments' gradients."""
+        if torch.is_grad_enabled():
+            reason = "the script differentiates gradients (create_graph) through the model"
+            raise Refused(reason, "micro_batch")
+        return (None, None, *ctx.call.back(cotangents, lambda: ctx.saved_tensors))
+
+
+@dataclass
+class Kept:
+    """A chunk whose graph still stands."""
+
+    cut: Cut
+    leaves: list[Any]
+    outputs: list[Any]
+
+
+class Call:
+    """One call of the root, from its forward to its backward."""
+
+    def __init__(self, owner: Owner, forward: Forward, batch: Batch, layout: Layout) -> None:
+        self.owner = owner
+        self.forward = forward
+        self.batch = batch
+        """Its tensors are there while forward or backward runs."""
+        self.layout = layout
+        self.parameters = owner.parameters
+        """Those that needed gradients in forward."""
+        self._size = layout.size(batch)
+        self.inputs = [
+            index
+            for index, leaf in enumerate(batch.leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        """Arguments that themselves need gradients (another root's output, say)."""
+        self._ambient = Ambient.now()
+        self._mark = owner.mark()
+        # Not a leaf: autograd says of other nodes only whether a backward pass comes through.
+        self._anchor = torch.empty(0, requires_grad=True).view(0)
+        self._weights: dict[Rule, Weights] = {}
+        self._cuts: list[Cut] = []
+        self._states: list[RandomState] = []
+        self._kept: Kept | None = None
+        self._gradients: Gradients | None = None
+        """Of the parameters, from eager backward."""
+        self._robbed = False
+        """A later call came first, and took them away."""
+        self._outputs: list[Any] = []
+        self._spec: TreeSpec | None = None
+        self._tracked: list[int] = []
+        """Outputs that autograd follows."""
+
+    def __call__(self) -> Any:
+        """Run it and return the root's output as the script expects it."""
+        tracked = Bridge.apply(  # type: ignore[no-untyped-call]
+            self, self._anchor, *(self.batch.leaves[i] for i in self.inputs)
+        )
+        outputs, self._outputs = self._outputs, []
+        self._put_away()
+        for index, tensor in zip(self._tracked, tracked, strict=True):
+            outputs[index] = tensor
+        assert self._spec is not None
+        return tree_unflatten(outputs, self._spec)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among the arguments."""
+        return [leaf for leaf in self.batch.leaves if isinstance(leaf, torch.Tensor)]
+
+    def _put_away(self) -> None:
+        """Hold the arguments no longer; autograd does, until it has no more use for them."""
+        leaves = [_ABSENT if isinstance(leaf, torch.Tensor) else leaf for leaf in self.batch.leaves]
+        self.batch = Batch(leaves, self.batch.spec)
+
+    def _take_out(self, saved: Callable[[], Sequence[torch.Tensor]]) -> None:
+        if any(leaf is _ABSENT for leaf in self.batch.leaves):
+            tensors = iter(saved())
+            leaves = [next(tensors) if leaf is _ABSENT else leaf for leaf in self.batch.leaves]
+            self.batch = Batch(leaves, self.batch.spec)
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """Run the chunks, smaller ones while memory runs out; return what autograd follows."""
+        for other in list(self.owner.pending):
+            other.spare()
+        self.owner.pending.add(self)
+        start = RandomState.now() if self.layout.draws else None
+        eager = self._can_be_eager()
+        while (error := self._attempt(eager)) is not None:
+            size = max(stop - start for start, stop in self._cuts)
+            if eager:
+                self._empty_gradients()
+            smaller = self.owner.shrink(error, "forward", size)
+            self._let_go(error)
+            if not smaller:
+                raise error
+            if start is not None:
+                start.restore()
+        return tuple(self._outputs[index] for index in self._tracked)
+
+    def _attempt(self, eager: bool) -> Exception | None:
+        self._cuts = cuts(0, self._size, self.owner.micro_batch)
+        self._states = []
+        try:
+            with inside(self.owner.seams):
+                parts = [self._chunk(cut, eager) for cut in self._cuts]
+                if eager:
+                    self._gradients = [p.grad for p in self.parameters]
+                    self._empty_gradients()
+                self._outputs = self._join(parts)
+        except Exception as error:  # noqa: BLE001 - the owner raises it again unless it is an OOM
+            return error
+        return None
+
+    def _chunk(self, cut: Cut, eager: bool) -> list[Any]:
+        if self.layout.draws:
+            self._states.append(RandomState.now())
+        keep = eager or cut == self._cuts[-1]
+        with torch.set_grad_enabled(keep):
+            leaves, outputs = self._forward(cut)
+        if keep:
+            self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
+        if eager:
+            (loss,) = self._means()
+            weight = self._weight(loss, cut)
+            if weight:
+                with self._ambient.off().again():
+                    plain_backward(outputs[loss], torch.full_like(outputs[loss], weight))
+        elif keep:
+            self._kept = Kept(cut, leaves, list(outputs))
+        return [out.detach() if isinstance(out, torch.Tensor) else out for out in outputs]
+
+    def _forward(self, cut: Cut) -> tuple[list[Any], list[Any]]:
+        """Run the root on some samples; return its flattened arguments and outputs."""
+        if torch.is_grad_enabled():
+            torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
+        leaves = self.layout.take(self.batch, cut)
+        for index in self.inputs:
+            leaves[index] = leaves[index].detach().requires_grad_()
+        args, kwargs = self.batch.call(leaves)
+        outputs, self._spec = tree_flatten(self.forward(*args, **kwargs))
+        return leaves, outputs
+
+    def _means(self) -> list[int]:
+        return [i for i, join in enumerate(self.layout.joins) if join.scalar]
+
+    def _can_be_eager(self) -> bool:
+        """Whether each chunk's backward can run at once, in forward.
+
+        Not while ``.grad`` holds something, or another call will: kept aside, the gradients would
+        then exist twice. Not where the loss is scaled, which would come too late here.
+        """
+        return (
+            len(self._means()) == 1
+            and not self.inputs
+            and self.owner.one_at_a_time
+            and all(parameter.grad is None for parameter in self.parameters)
+            and not self._ambient.half
+        )
+
+    def spare(self) -> None:
+        """Give up what only saves time: another call of the root begins before our backward."""
+        self._kept = None
+        self._robbed = self._robbed or self._gradients is not None
+        self._gradients = None
+
+    def _join(self, parts: list[list[Any]]) -> list[Any]:
+        if len(parts) == 1:
+            return parts[0]
+        joined: list[Any] = []
+        for index, join in enumerate(self.layout.joins):
+            column = [part[index] for part in parts]
+            for part in parts:
+                part[index] = None  # a joined output and its parts need not exist together
+            if join.rule is Rule.CONCATENATE:
+                joined.append(torch.cat(column, dim=join.dim))
+            elif join.scalar:
+                weights = [self._weight(index, cut) for cut in self._cuts]
+                pairs = zip(column, weights, strict=True)
+                joined.append(
+                    torch.stack([part * weight for part, weight in pairs if weight]).sum(0)
+                )
+            else:
+                joined.append(column[0])
+        return joined
+
+    def _weight(self, output: int, cut: Cut) -> float:
+        rule = self.layout.joins[output].rule
+        if rule not in self._weights:
+            self._weights[rule] = self.layout.weights(rule, self.batch)
+        return self._weights[rule].of(cut)
+
+    # --- backward --------------------------------------------------------------------------
+
+    def back(
+        self,
+        cotangents: Sequence[torch.Tensor | None],
+        saved: Callable[[], Sequence[torch.Tensor]],
+    ) -> Gradients:
+        """Bring the gradients into ``.grad``; return those of the arguments that need them.
+
+        ``saved`` gives the tensors among the arguments; raises where the script has changed them.
+        """
+        self.owner.pending.discard(self)
+        if self._robbed:
+            self.owner.one_at_a_time = False
+        incoming = dict(zip(self._tracked, cotangents, strict=True))
+        present = [index for index, cotangent in incoming.items() if cotangent is not None]
+        if self._gradients is not None and present == self._means():
+            self._hand_over(incoming[present[0]])
+            return []
+        self._gradients = None  # the script differentiates another output as well: run again
+        self._take_out(saved)
+        try:
+            found = self._run_again(incoming)
+            return self._join_inputs(sorted(found, key=lambda pair: pair[0]))
+        finally:
+            self._kept = None
+            self._put_away()
+
+    def _run_again(self, incoming: dict[int, torch.Tensor | None]) -> list[tuple[Cut, Gradients]]:
+        found: list[tuple[Cut, Gradients]] = []
+        parameters = self._receivers()
+        before = RandomState.now() if self.layout.draws else None
+        with inside(self.owner.seams), torch.enable_grad():
+            for cut, state in self._chunks_backwards():
+                found += self._accumulate(cut, incoming, parameters, state)
+        if before is not None:
+            before.restore()
+        return found
+
+    def _receivers(self) -> list[nn.Parameter] | None:
+        """Return the parameters that this backward pass is for; ``None`` for all it leads to."""
+        if not torch._C._will_engine_execute_node(self._anchor.grad_fn):  # type: ignore[arg-type]
+            return []  # the script asks for the gradients of something else alone
+        then = {id(parameter) for parameter in self.parameters}
+        if all(id(p) in then for p in self.owner.own if p.requires_grad):
+            return None
+        return [p for p in self.parameters if p.requires_grad]
+
+    def _chunks_backwards(self) -> Iterator[tuple[Cut, RandomState | None]]:
+        """Yield the chunks, the kept one first; smaller ones once memory has run out."""
+        states: list[RandomState | None] = [*self._states] or [None] * len(self._cuts)
+        for (start, stop), state in zip(self._cuts[::-1], states[::-1], strict=True):
+            pieces = cuts(start, stop, max(self.owner.micro_batch, 1))
+            if len(pieces) == 1 or (self._kept and self._kept.cut == (start, stop)):
+                yield (start, stop), state
+            else:
+                yield from ((piece, None) for piece in pieces)
+
+    def _hand_over(self, factor: torch.Tensor | None) -> None:
+        assert self._gradients is not None
+        assert factor is not None
+        gradients, self._gradients = self._gradients, None
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is None or not parameter.requires_grad:
+                continue
+            gradient.mul_(factor)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    def _accumulate(
+        self,
+        cut: Cut,
+        incoming: dict[int, torch.Tensor | None],
+        parameters: Sequence[nn.Parameter] | None,
+        state: RandomState | None,
+    ) -> list[tuple[Cut, Gradients]]:
+        """Add the gradient of some samples to ``parameters`` (``None``: to every leaf).
+
+        In smaller pieces, for those that have not received it, if memory runs out.
+        """
+        self.owner.accumulated.clear()
+        found, error = self._try_accumulate(cut, incoming, parameters, state)
+        if error is None:
+            return [(cut, found)]
+        candidates = self.parameters if parameters is None else parameters
+        missing = [p for p in candidates if p.requires_grad and id(p) not in self.owner.accumulated]
+        smaller = self.owner.shrink(error, "backward", cut[1] - cut[0])
+        self._kept = None
+        _forget(error)
+        if not smaller:
+            raise error
+        pieces = cuts(*cut, self.owner.micro_batch)
+        return [
+            pair
+            for piece in pieces[::-1]
+            for pair in self._accumulate(piece, incoming, missing, None)
+        ]
+
+    def _try_accumulate(
+        self,
+        cut: Cut,
+        incoming: dict[int, torch.Tensor | None],
+        parameters: Sequence[nn.Parameter] | None,
+        state: RandomState | None,
+    ) -> tuple[Gradients, Exception | None]:
+        try:
+            leaves, outputs = self._graph(cut, state)
+            shares = {i: self._share(i, cotangent, cut) for i, cotangent in incoming.items()}
+            wanted = [i for i, share in shares.items() if share is not None]
+            arguments = [leaves[index] for index in self.inputs]
+            leaf = None if parameters is None else [*parameters, *arguments]
+            if wanted and leaf != []:
+                plain_backward(
+                    [outputs[i] for i in wanted], [shares[i] for i in wanted], inputs=leaf
+                )
+            return [argument.grad for argument in arguments], None
+        except Exception as error:  # noqa: BLE001 - the owner raises it again unless it is an OOM
+            return [], error
+
+    def _graph(self, cut: Cut, state: RandomState | None) -> tuple[list[Any], list[Any]]:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.cut == cut:
+            return kept.leaves, kept.outputs
+        if self.owner.mark() != self._mark:
+            reason = "the weights or the model's mode changed between its forward and its backward"
+            raise Refused(reason, "micro_batch")
+        if state is not None:
+            state.restore()
+        with self._ambient.again():
+            return self._forward(cut)
+
+    def _share(self, index: int, cotangent: torch.Tensor | None, cut: Cut) -> torch.Tensor | None:
+        """Return the part of an output's incoming gradient that belongs to some samples."""
+        if cotangent is None:
+            return None
+        join = self.layout.joins[index]
+        if join.rule is Rule.CONCATENATE:
+            rows = cotangent.shape[join.dim] // self._size
+            return cotangent.narrow(join.dim, cut[0] * rows, (cut[1] - cut[0]) * rows)
+        weight = self._weight(index, cut)
+        return cotangent * weight if weight else None
+
+    def _join_inputs(self, found: Sequence[tuple[Cut, Gradients]]) -> Gradients:
+        joined: Gradients = []
+        for position, index in enumerate(self.inputs):
+            whole = torch.zeros_like(self.batch.leaves[index])
+            for (start, stop), gradients in found:
+                gradient = gradients[position]
+                if gradient is None:
+                    continue
+                if index in self.layout.batched:
+                    whole.narrow(self.layout.dim, start, stop - start).add_(gradient)
+                else:
+                    whole.add_(gradient)
+            joined.append(whole)
+        return joined
+
+    def _let_go(self, error: BaseException) -> None:
+        """Free what the failed attempt holds: its graphs, and the frames that hold them."""
+        self._kept = None
+        self._outputs = []
+        self._gradients = None
+        _forget(error)
+
+    def _empty_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+_ABSENT = object()
+"""In the place of a tensor that autograd holds for us."""
+
+
+@contextmanager
+def inside(seams: Seams) -> Iterator[None]:
+    """Count as inside a root: what is called or differentiated now is the root's own."""
+    seams.inside += 1
+    try:
+        yield
+    finally:
+        seams.inside -= 1
+
+
+def _needs_gradient(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and output.requires_grad
+
+
+def _forget(error: BaseException) -> None:
+    """Clear the local variables of the frames in an error's traceback."""
+    traceback.clear_frames(error.__traceback__)

@@ -1,0 +1,136 @@
+"""Leads a session through the life of the script: from its import of torch to its end.
+
+The session itself needs torch, which only the script may import first; until then, and for a
+script that never does, this stands in its place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.worker import oom
+from autofit.worker.harness import imports, program
+from autofit.worker.harness.reporter import Reporter
+from autofit.worker.meter import Meter
+from autofit.worker.records import (
+    ChildSpec,
+    Finished,
+    PlanEnded,
+    Raised,
+    TrialReport,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.real import RealRun
+    from autofit.worker.harness.trial import Trial
+
+
+class Conduct:
+    """Leads a trial or a real run, and says how the script ended."""
+
+    def __init__(self, spec: ChildSpec, reporter: Reporter, meter: Meter, started: float) -> None:
+        self._spec = spec
+        self._reporter = reporter
+        self._meter = meter
+        self._started = started
+        self._session: Trial | RealRun | None = None
+
+    def wait_for_torch(self) -> None:
+        """Start the session as soon as the script has imported torch."""
+        imports.after_import("torch", self._start)
+
+    def ended(self) -> None:
+        """The script came to its own end without an error."""
+        if self._session is not None:
+            self._session.script_ended()
+        else:
+            self._reporter.send(Finished(steps=0, stopped=False))
+
+    def stopped(self, error: BaseException) -> bool:
+        """Return whether the script has been told to end, so that any error is its answer."""
+        return self._session is not None and self._session.over
+
+    def raised(self, error: BaseException) -> None:
+        """Report what left the script; its traceback shows none of our frames."""
+        culprit = None
+        if self._session is not None:
+            from autofit.worker.harness.session import blamed
+
+            culprit = blamed(error.__traceback__)
+        program.strip_our_frames(error)
+        text = _printed(error)
+        index = self._session.index if self._session is not None else 0
+        if isinstance(error, Refused):
+            report = TrialReport(
+                index=index,
+                plan=self._plan(index),
+                verdict=Verdict.REFUSED,
+                reason=str(error),
+                blamed=error.strategy,
+            )
+            self._reporter.send(PlanEnded(report=report))
+            return
+        short = self._meter.short()
+        found = oom.classify(error)
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        self._reporter.send(
+            Raised(
+                index=index,
+                kind=found.kind.value,
+                message=found.message or summary,
+                traceback=text,
+                phase=self._session.phase if self._session is not None else "outside the model",
+                requested=found.requested,
+                blamed=culprit,
+                corroborated=short,
+                steps=self._session.steps if self._session is not None else 0,
+            )
+        )
+
+    def _plan(self, index: int) -> Plan:
+        return self._spec.request.plans[index]
+
+    def _start(self) -> None:
+        if self._spec.mode == "run":
+            from autofit.worker.harness.real import RealRun
+
+            plan = self._plan(0)
+            if plan.neutral:
+                return  # nothing to attach: the script runs as it is
+            self._session = RealRun(plan, self._reporter, self._meter)
+        else:
+            from autofit.worker.harness.trial import Trial
+
+            seed_everything()
+            request = self._spec.request
+            self._session = Trial(request, self._reporter, self._meter, self._started)
+        self._session.start()
+
+
+def seed_everything(seed: int = 0) -> None:
+    """Seed the generators, so that trials of a script that sets no seed can be compared."""
+    import random
+
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    imports.after_import("numpy", lambda: sys.modules["numpy"].random.seed(seed))
+
+
+def _printed(error: BaseException) -> str:
+    """Return what Python prints of an error that nobody catches.
+
+    By its own printer: that of the ``traceback`` module offers no names before Python 3.12.
+    """
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return text.getvalue()

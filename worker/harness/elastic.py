@@ -1,0 +1,124 @@
+"""Chunked forward: a root's call in pieces, while the loop around it stays untouched.
+
+``bridge.Call`` runs the root chunk by chunk; only one chunk's graph exists at a time, so a step
+needs no more memory than a hand-written accumulation loop:
+
+* *recompute*: every chunk but the last runs without a graph and is run again in backward; the
+  last one's graph is kept, because backward consumes it first. Always right.
+* *eager*: where the root returns the loss itself, each chunk's backward runs at once in forward
+  and nothing is recomputed; the gradients are kept aside and multiplied by what comes in. Used
+  while ``.grad`` is empty and nothing listens to it; else it would hold the gradients twice.
+
+When memory runs out inside, the work is done again in smaller pieces from the inputs that were
+kept, and the step ends with the same gradients. In forward nothing is lost by starting over. In
+backward some parameters have received the failed chunk's gradient and others have not, so its
+samples run again for the others alone (``backward(inputs=...)``); no copy of ``.grad`` is needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.bridge import Call
+from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.seams import Seams
+
+OnShortage = Callable[[BaseException, str, int], bool]
+"""Told ``(error, phase, micro_batch)`` when memory ran out; says whether to go on smaller.
+
+Re-raises an error that is no shortage.
+"""
+
+
+class Elastic:
+    """A root that runs in chunks of at most ``micro_batch`` samples."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        seams: Seams,
+        micro_batch: int,
+        *,
+        find_layout: Callable[[Batch], Layout],
+        on_shortage: OnShortage,
+    ) -> None:
+        self.seams = seams
+        self.micro_batch = micro_batch
+        self.own: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
+        """Those that need gradients now; the script may freeze and thaw some."""
+        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.one_at_a_time = True
+        self.accumulated: set[int] = set()
+        """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
+        self._module = weakref.ref(module)
+        self._find_layout = find_layout
+        self._on_shortage = on_shortage
+        self._hooks: list[RemovableHandle] = []
+        self._look_again()
+
+    def remove(self) -> None:
+        """Take our hooks off the parameters."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _look_again(self) -> None:
+        """Find the parameters that need gradients; put our hook on each."""
+        module = self._module()
+        self.own = list(module.parameters()) if module is not None else []
+        found = [parameter for parameter in self.own if parameter.requires_grad]
+        if [id(p) for p in found] != [id(p) for p in self.parameters]:
+            self.remove()
+            self.parameters = found
+            self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in found]
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        self.accumulated.add(id(parameter))
+
+    def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run the root's call in chunks; outputs and gradients are those of the whole."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        self._look_again()
+        if self._listened():
+            reason = "a hook of the script on the parameters would see the gradient of each part"
+            raise Refused(reason, "micro_batch")
+        batch = Batch.of(args, kwargs)
+        return Call(self, forward, batch, self._layout(batch))()
+
+    def _layout(self, batch: Batch) -> Layout:
+        layout = self._find_layout(batch)
+        if not layout.fits(batch):
+            reason = "the model's arguments do not all have the same number of samples"
+            raise Refused(reason, "micro_batch")
+        return layout
+
+    def shrink(self, error: BaseException, phase: str, size: int) -> bool:
+        """Halve the chunks after memory ran out with ``size`` samples, if that is possible."""
+        if not self._on_shortage(error, phase, size) or size <= 1:
+            return False
+        self.micro_batch = min(self.micro_batch, -(-size // 2))
+        return True
+
+    def mark(self) -> tuple[bool, int]:
+        """Return what must be the same in forward and backward: the mode, the weights' version."""
+        module = self._module()
+        versions = sum(parameter._version for parameter in self.parameters)
+        return (module.training if module is not None else False), versions
+
+    def _listened(self) -> bool:
+        """Return whether a hook of the script sees the parameters' gradients as they arrive."""
+        return any(
+            not str(getattr(hook, "__module__", "")).startswith("autofit.")
+            for parameter in self.parameters
+            for hooks in (parameter._post_accumulate_grad_hooks, parameter._backward_hooks)
+            for hook in (hooks or {}).values()
+        )

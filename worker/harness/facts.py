@@ -1,0 +1,99 @@
+"""Learns what a script is from its live objects."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies.checkpointing import has_own_switch
+from autofit.strategies.facts import RootFacts
+
+FRAMEWORKS = {
+    "transformers.trainer": "transformers",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "accelerate": "accelerate",
+}
+"""Module prefix of a calling frame to the framework that drives the loop, outermost wins."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside ``DistributedDataParallel``, ``DataParallel`` and ``compile``."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
+    """Return the facts of a root, from the module and its first call."""
+    from autofit.worker.harness.joining import Batch
+    from autofit.worker.harness.probe import batched_leaves
+
+    module = unwrapped(root)
+    parameters = list(module.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    held = [*parameters, *module.buffers()]
+    blocks = repeated_blocks(module)
+    classes = Counter(type(block).__name__ for block in blocks)
+    batch = Batch.of(args, kwargs)
+    batched = batched_leaves(batch, 0)
+    return RootFacts(
+        name=type(module).__name__,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in held),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        dtype=str(trainable[0].dtype).removeprefix("torch."),
+        batch=int(batch.leaves[batched[0]].shape[0]) if batched else None,
+        block_class=classes.most_common(1)[0][0] if classes else None,
+        blocks=len(blocks),
+        transformers=has_own_switch(module),
+        batch_norm=any(_is_batch_norm(each) for each in module.modules()),
+        dropout=any(_drops(each) for each in module.modules()),
+        checkpointing=any(
+            bool(getattr(each, "gradient_checkpointing", False)) for each in module.modules()
+        ),
+        compiled=module is not root and hasattr(root, "_orig_mod"),
+    )
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module's own rate of dropping is above zero, whatever the attribute is called."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    rates = (value for name, value in vars(module).items() if "drop" in name)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def framework() -> str:
+    """Return which framework drives the loop that is running, by its frames on the stack."""
+    found = "torch"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        for prefix, label in FRAMEWORKS.items():
+            if name == prefix or name.startswith(prefix + "."):
+                found = label
+        frame = frame.f_back
+    return found
+
+
+def autocast_on() -> bool:
+    """Return whether an autocast context is active for any device."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -1,0 +1,66 @@
+"""Does something as soon as the script has imported torch, and not before.
+
+A script may set ``OMP_NUM_THREADS`` and the like in its first lines; importing torch for it would
+come too early. So the harness waits in ``sys.meta_path`` for the script's own import.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def after_import(name: str, action: Callable[[], None]) -> None:
+    """Call ``action`` once the top-level module ``name`` is imported; at once if it is already."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, with a loader that acts after it.
+
+    It stays until the module has been imported: libraries look whether torch is there
+    (``importlib.util.find_spec``) long before they import it.
+    """
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+        self._looking = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            _act_after(spec.loader, self._imported)
+        return spec
+
+    def _imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action()
+
+
+def _act_after(loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
+    """Make this one loader run ``action`` after the module's own code; leaves it as it was."""
+    plain = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        plain(module)
+        action()
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]

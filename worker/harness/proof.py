@@ -1,0 +1,81 @@
+"""Does a plan keep its promise on this model and batch? Measured on a few samples of it.
+
+The root's outputs' gradients under the plan are compared with the plain root's: equal within the
+order of sums for what claims to be exact, within the lower precision's rounding for the rest. How
+a split batch is joined is proven apart (``probe``), whenever a new structure of arguments comes.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import AS_IS, Fidelity, Forward
+from autofit.strategies.facts import Facts
+from autofit.worker.harness.digest import Digest, digest, mean_difference
+from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.probe import SAMPLES, batched_leaves, pattern, preserved, tolerance
+from autofit.worker.harness.probe import detached as without_graph
+from autofit.worker.harness.roots import HarnessRoot
+
+ROUNDING = 0.25
+"""Relative difference of all gradients together that bf16 may make at random initialisation.
+
+bf16 keeps 8 bits; through tens of layers a few per cent are usual, a strategy that loses a
+gradient is off by far more.
+"""
+
+
+def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -> None:
+    """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold."""
+    fidelity = plan.replace(micro_batch=AS_IS).fidelity(facts)
+    if plan.replace(micro_batch=AS_IS).neutral or fidelity is Fidelity.RECIPE:
+        root.apply(plan)
+        return
+    few = _few(Batch.of(args, kwargs))
+    root.take_back()
+    expected = _gradients(root, root.plain, few)
+    root.apply(plan)
+    found = _gradients(root, root.forward, few)
+    exact = tolerance(list(root.module.parameters()))
+    allowed = max(ROUNDING, exact) if fidelity is Fidelity.ROUNDING else exact
+    if (error := mean_difference(found, expected)) > allowed:
+        names = [name for name, _ in plan.replace(micro_batch=AS_IS).changes]
+        raise Refused(
+            f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
+            names[0] if len(names) == 1 else None,
+        )
+
+
+def _few(batch: Batch) -> Batch:
+    batched = batched_leaves(batch, 0)
+    if not batched:
+        return Batch(without_graph(batch.leaves), batch.spec)
+    layout = Layout(0, batched, ())
+    samples = min(SAMPLES, layout.size(batch))
+    return Batch(without_graph(layout.take(batch, (0, samples))), batch.spec)
+
+
+def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Digest:
+    """Return the gradients of all that the root returns; the random draws are the same each time.
+
+    Under ``DistributedDataParallel`` inside ``no_sync``: nothing is reduced, no hook is armed.
+    """
+    parameters = [p for p in root.module.parameters() if p.requires_grad]
+    args, kwargs = batch.call(batch.leaves)
+    quiet = getattr(root.outer, "no_sync", nullcontext)
+    with preserved(root.module), torch.enable_grad(), quiet():
+        outputs = [
+            leaf
+            for leaf in torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        cotangents = [
+            torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0) / leaf.numel()
+            for leaf in outputs
+        ]
+        return digest(outputs, cotangents, parameters) if outputs else []

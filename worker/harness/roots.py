@@ -1,0 +1,151 @@
+"""A root: the outermost module that is called with gradients, and what a plan has done to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import TreeSpec
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.strategies.facts import RootFacts
+from autofit.worker.harness.elastic import Elastic, OnShortage
+from autofit.worker.harness.facts import unwrapped
+from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.probe import find_layout
+from autofit.worker.harness.seams import Calls, Seams
+
+
+class HarnessRoot:
+    """One root of the script; implements ``strategies.base.Root``."""
+
+    def __init__(
+        self, module: nn.Module, seams: Seams, calls: Calls, on_shortage: OnShortage
+    ) -> None:
+        self._outer = weakref.ref(module)
+        self._seams = seams
+        self._calls = calls
+        self._on_shortage = on_shortage
+        self._wrappers: list[Wrapper] = []
+        self._undos: list[Undo] = []
+        self.facts: RootFacts | None = None
+        self.plan = Plan()
+        self.elastic: Elastic | None = None
+        self._layouts: dict[tuple[TreeSpec, bool], Layout | Refused] = {}
+        self.plain: Forward = calls.plain(module)
+        """The root's own call, inside nothing of ours."""
+        self.forward: Forward = self.plain
+        """The same inside the forward wrappers of the plan; still the whole batch."""
+
+    @property
+    def outer(self) -> nn.Module:
+        """The module that the script calls."""
+        module = self._outer()
+        assert module is not None, "a root outlives its calls"
+        return module
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, out of ``DistributedDataParallel`` and ``torch.compile``."""
+        return unwrapped(self.outer)
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Run the root as the plan has it."""
+        if self.elastic is None:
+            return self.forward(*args, **kwargs)
+        return self.elastic(self.forward, args, kwargs)
+
+    def apply(self, plan: Plan) -> None:
+        """Take the present plan back and apply another; raise ``Refused`` with the reason.
+
+        After a refusal the root is as the script has it.
+        """
+        self.take_back()
+        try:
+            for strategy, level in plan:
+                try:
+                    undo = strategy.on_root(level, self)
+                except Refused as refusal:
+                    raise Refused(str(refusal), strategy.name) from None
+                if undo is not None:
+                    self._undos.append(undo)
+        except BaseException:
+            self.take_back()
+            raise
+        self.plan = plan
+
+    def take_back(self) -> None:
+        """Leave the root as the script has it."""
+        while self._undos:
+            self._undos.pop()()
+        self.plan = Plan()
+
+    # --- seams for strategies --------------------------------------------------------------
+
+    def around_forward(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
+        self._wrappers.append(wrapper)
+        self._compose()
+
+        def undo() -> None:
+            self._wrappers.remove(wrapper)
+            self._compose()
+
+        return undo
+
+    def around_call(self, module: nn.Module, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of a submodule."""
+        return self._calls.wrap(module, wrapper)
+
+    def split(self, micro_batch: int) -> Undo:
+        """Run each call in chunks of at most ``micro_batch`` samples."""
+        if isinstance(self.outer, nn.parallel.DistributedDataParallel):
+            raise Refused("a batch under DistributedDataParallel is not split yet")
+        self.elastic = Elastic(
+            self.outer,
+            self._seams,
+            micro_batch,
+            find_layout=self.layout,
+            on_shortage=self._on_shortage,
+        )
+
+        def undo() -> None:
+            if self.elastic is not None:
+                self.elastic.remove()
+            self.elastic = None
+
+        return undo
+
+    def before_step(self, hook: Callable[[Any], None]) -> Undo:
+        """Call ``hook(optimizer)`` before every optimizer step."""
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
+        return handle.remove
+
+    def layout(self, batch: Batch) -> Layout:
+        """Return how such a call is split, proven when its structure is seen for the first time.
+
+        Raises ``Refused`` when it cannot be, each time for the same reason. Proven on the plain
+        root, in its own precision: what a plan's precision does is proven apart, and within
+        rounding only.
+        """
+        key = (batch.spec, self.module.training)
+        if key not in self._layouts:
+            try:
+                self._layouts[key] = find_layout(self.module, self.plain, batch)
+            except Refused as refusal:
+                self._layouts[key] = refusal
+        found = self._layouts[key]
+        if isinstance(found, Refused):
+            raise Refused(str(found), "micro_batch")
+        return found
+
+    def _compose(self) -> None:
+        forward = self.plain
+        for wrapper in self._wrappers:
+            forward = wrapper(forward)
+        self.forward = forward

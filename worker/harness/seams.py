@@ -1,0 +1,220 @@
+"""The few places in torch where the harness attaches. Imported once the script has torch.
+
+Four seams, none of which the script can see in its own objects: the call of a module (on the
+class), the start of a backward pass, the optimizer step (torch's own global hooks), the loader's
+``next``. ``Handler`` says what happens there; ``Seams`` attaches and takes away.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from autofit.strategies.base import Forward, Undo, Wrapper
+
+plain_backward = torch.autograd.backward
+"""The backward pass itself, for work inside a root that the handler must not see again."""
+
+
+class Handler(Protocol):
+    """What a session does at the seams."""
+
+    def new_root(self, module: nn.Module) -> None:
+        """Meet an outermost module, with trainable parameters, called with gradients enabled."""
+
+    def inner_call(self) -> None:
+        """Notice that a submodule of a root is called (while roots are still looked for)."""
+
+    def backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run a backward pass from ``tensors`` that the script started."""
+
+    def grad(self, inputs: Any) -> None:
+        """Notice a ``torch.autograd.grad`` with respect to ``inputs``."""
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` is about to step."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` has stepped; may raise to end the script."""
+
+
+class Seams:
+    """Attached to torch from ``attach`` to ``detach``."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.inside = 0
+        """Above zero while a root's own forward or backward runs.
+
+        A plain counter and not a thread's: CUDA runs backward in a thread of its own.
+        """
+        self.data_seconds = 0.0
+        """Spent in the loader's ``next`` since someone set it to zero."""
+        self.order: Callable[[Callable[[Any], Any], Any], Any] = lambda plain, iterator: plain(
+            iterator
+        )
+        """Says which batch of a loader comes next (``lookahead.SameBatches`` in a trial)."""
+        self._undos: list[Undo] = []
+        self._stop_looking: Undo = lambda: None
+
+    def attach(self) -> None:
+        """Patch torch."""
+        pre = register_optimizer_step_pre_hook(lambda o, *_: self.handler.step_begins(o))
+        post = register_optimizer_step_post_hook(lambda o, *_: self.handler.step_ended(o))
+        self._undos = [
+            pre.remove,
+            post.remove,
+            self._replace(torch.autograd, "backward", self._backward),
+            self._replace(torch.autograd, "grad", self._grad),
+            self._replace(_BaseDataLoaderIter, "__next__", self._next),
+        ]
+        self.look_for_roots()
+
+    def detach(self) -> None:
+        """Leave torch as it was."""
+        self.stop_looking()
+        while self._undos:
+            self._undos.pop()()
+
+    def look_for_roots(self) -> None:
+        """Watch every module call until ``stop_looking``: about a microsecond each."""
+        self._stop_looking = self._replace(nn.Module, "__call__", self._call)
+
+    def stop_looking(self) -> None:
+        """Leave ``nn.Module.__call__`` as it was; the roots are known."""
+        self._stop_looking()
+        self._stop_looking = lambda: None
+
+    @staticmethod
+    def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+        plain = getattr(owner, name)
+        setattr(owner, name, functools.wraps(plain)(make(plain)))
+
+        def undo() -> None:
+            setattr(owner, name, plain)
+
+        return undo
+
+    def _call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(module, *args, **kwargs)
+            if self.inside:
+                self.handler.inner_call()
+            elif torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+                self.handler.new_root(module)
+                # The root's class has its own ``__call__`` now.
+                return type(module).__call__(module, *args, **kwargs)
+            return plain(module, *args, **kwargs)
+
+        return call
+
+    def _backward(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self.inside:
+                return plain(tensors, *args, **kwargs)
+            if kwargs.get("inputs") is not None:
+                self.handler.grad(kwargs["inputs"])
+            return self.handler.backward(tensors, lambda: plain(tensors, *args, **kwargs))
+
+        return backward
+
+    def _grad(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.inside:
+                self.handler.grad(inputs)
+            return plain(outputs, inputs, *args, **kwargs)
+
+        return grad
+
+    def _next(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def following(iterator: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return self.order(plain, iterator)
+            finally:
+                self.data_seconds += time.perf_counter() - started
+
+        return following
+
+
+class Calls:
+    """Wrappers around the call of single modules, kept on their class.
+
+    Nothing is stored in the module, so copying, pickling and ``state_dict`` carry nothing of ours;
+    a copy is an ordinary module of its class. Wrappers of one module are taken back in the reverse
+    of the order in which they were put there.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: dict[int, Forward] = {}
+        self._own: dict[type[nn.Module], Callable[..., Any] | None] = {}
+        """The ``__call__`` of each class we changed; ``None`` where it inherits its own."""
+
+    def wrap(self, module: nn.Module, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of ``module``, outside those put there before."""
+        key = id(module)
+        before = self._forwards.get(key)
+        if type(module) not in self._own:
+            self._override(type(module))
+        if before is None:
+            weakref.finalize(module, self._forwards.pop, key, None)
+        self._forwards[key] = wrapper(before or self.plain(module))
+
+        def undo() -> None:
+            if before is None:
+                self._forwards.pop(key, None)
+            else:
+                self._forwards[key] = before
+
+        return undo
+
+    def plain(self, module: nn.Module) -> Forward:
+        """Return the call of ``module`` as its class has it, without holding the module."""
+        cls = type(module)
+        reference = weakref.ref(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._plain_call(cls, reference(), args, kwargs)
+
+        return forward
+
+    def clear(self) -> None:
+        """Take every wrapper back and leave the classes as they were."""
+        self._forwards.clear()
+        while self._own:
+            cls, own = self._own.popitem()
+            if own is None:
+                del cls.__call__
+            else:
+                cls.__call__ = own  # type: ignore[method-assign]
+
+    def _plain_call(self, cls: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        own = self._own.get(cls)
+        if own is not None:
+            return own(module, *args, **kwargs)
+        inherited: Any = super(cls, module)
+        return inherited.__call__(*args, **kwargs)
+
+    def _override(self, cls: type[nn.Module]) -> None:
+        self._own[cls] = cls.__dict__.get("__call__")
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            forward = self._forwards.get(id(module))
+            if forward is None or torch.compiler.is_compiling():
+                return self._plain_call(cls, module, args, kwargs)
+            return forward(*args, **kwargs)
+
+        cls.__call__ = __call__  # type: ignore[method-assign]

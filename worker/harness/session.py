@@ -1,0 +1,246 @@
+"""What the harness does at the seams: the part that a trial and a real run share.
+
+A session meets the roots, applies a plan to each at its next call, and notices where memory runs
+out. ``trial.Trial`` measures plan after plan at step boundaries; ``real.RealRun`` trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autofit import strategies
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.facts import Facts
+from autofit.worker import oom
+from autofit.worker.harness import facts as learn
+from autofit.worker.harness.bridge import inside
+from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.proof import prove
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.meter import Meter
+from autofit.worker.records import OutOfMemory
+
+OUTSIDE = "outside the model"
+SETTLED = 2
+"""Optimizer steps without a new root after which no more are looked for."""
+
+
+class Session:
+    """Handles the seams of one process."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.seams = Seams(self)
+        self.calls = Calls()
+        self.roots: list[HarnessRoot] = []
+        self.facts = Facts()
+        self.phase = OUTSIDE
+        """What the script was doing when it was last heard of; where an error came from."""
+        self.steps = 0
+        """Optimizer steps of the leading optimizer: the first that stepped."""
+        self._leader: int | None = None
+        self._quiet_steps = 0
+
+    def start(self) -> None:
+        """Attach to torch, which the script has just imported."""
+        self.meter.arm()
+        self.seams.attach()
+
+    def stop(self) -> None:
+        """Leave torch, and the roots, as they were."""
+        for root in self.roots:
+            root.take_back()
+        self.calls.clear()
+        self.seams.detach()
+
+    # --- what a session decides ------------------------------------------------------------
+
+    def plan_for(self, root: HarnessRoot) -> Plan:
+        """Return the plan that ``root`` should run under now."""
+        raise NotImplementedError
+
+    def splits(self) -> bool:
+        """Return whether a plan of this session splits the batch."""
+        raise NotImplementedError
+
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        """Answer a strategy that cannot keep its promise on ``root``."""
+        raise NotImplementedError
+
+    def shortage(self, found: OutOfMemory) -> None:
+        """Notice that memory ran out (and the step goes on in smaller chunks, where it can)."""
+        raise NotImplementedError
+
+    def root_called(self, root: HarnessRoot) -> None:
+        """Notice a call with gradients."""
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Notice a number the script differentiates."""
+
+    def boundary(self) -> None:
+        """The leading optimizer has stepped; may raise to end the script."""
+
+    def learned(self) -> None:
+        """Notice that ``facts`` has changed."""
+
+    # --- seams -----------------------------------------------------------------------------
+
+    def new_root(self, module: nn.Module) -> None:
+        """Take charge of a root's calls."""
+        root = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
+        self.roots.append(root)
+        self._quiet_steps = 0
+        self.calls.wrap(module, lambda _: lambda *args, **kwargs: self._call(root, args, kwargs))
+
+    def inner_call(self) -> None:
+        """Notice autocast that the script entered inside a root, where no plan did."""
+        if not self.facts.autocast and self.roots[-1].plan.neutral and learn.autocast_on():
+            self._learn(autocast=True)
+
+    def backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run the script's backward pass."""
+        first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
+        if isinstance(first, torch.Tensor) and first.numel() == 1:
+            self.loss(first.detach())
+        self.phase = "backward"
+        with inside(self.seams):
+            self._watched(run)
+        self.phase = OUTSIDE
+
+    def grad(self, inputs: Any) -> None:
+        """Refuse a split where the script asks for parameters' gradients by itself."""
+        asked = {id(each) for each in (inputs if isinstance(inputs, (tuple, list)) else [inputs])}
+        roots = [r for r in self.roots if any(id(p) in asked for p in r.module.parameters())]
+        if roots and not self.facts.autograd_grad:
+            self._learn(autograd_grad=True)
+        for root in roots:
+            if root.elastic is not None:
+                reason = "the script calls torch.autograd.grad on the model's parameters"
+                raise Refused(reason, "micro_batch")
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Note where the script is."""
+        self.phase = "optimizer step"
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count the step if it is the leader's; look for roots until they are known."""
+        self.phase = OUTSIDE
+        name = type(optimizer).__name__
+        if name not in self.facts.optimizers:
+            self._learn(optimizers=(*self.facts.optimizers, name), framework=learn.framework())
+        self._leader = self._leader or id(optimizer)
+        if id(optimizer) != self._leader:
+            return
+        self.steps += 1
+        self._quiet_steps += 1
+        if self._quiet_steps == SETTLED:
+            self.seams.stop_looking()
+        self.boundary()
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        if self.seams.inside:
+            return root.plain(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return root.call(args, kwargs)
+        self.phase = "forward"
+        if root.facts is None:
+            self._meet(root, args, kwargs)
+        self.root_called(root)
+        while True:
+            try:
+                with inside(self.seams):
+                    output = self._watched(lambda: self._run(root, args, kwargs))
+            except Refused as refusal:
+                root.take_back()
+                self.refused(root, refusal)
+            else:
+                self.phase = OUTSIDE
+                return output
+
+    def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a call under the plan of the moment, applied and proven first if it is new."""
+        plan = self.plan_for(root)
+        if root.plan != plan:
+            self.prove(root, plan, args, kwargs)
+        return root.call(args, kwargs)
+
+    def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Apply ``plan`` to ``root``; raise ``Refused`` unless it keeps its promise here."""
+        for strategy, level in plan:
+            if reason := strategy.inapplicable(level, self.facts):
+                raise Refused(reason, strategy.name)
+        prove(root, plan, args, kwargs, self.facts)
+
+    def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        root.facts = learn.describe(root.outer, args, kwargs)
+        if self.splits() and not root.facts.batch_norm:
+            with inside(self.seams):
+                root.facts = replace(root.facts, batch=self._samples(root, args, kwargs))
+        met = tuple(each.facts for each in self.roots if each.facts is not None)
+        self._learn(roots=met, autocast=self.facts.autocast or learn.autocast_on())
+
+    def _samples(self, root: HarnessRoot, args: Any, kwargs: Any) -> int | None:
+        """Return the samples in a root's first call, and prove how it is split.
+
+        Now, before the weights have moved: a model that has diverged answers every sample alike,
+        and then any way to put its parts together looks right.
+        """
+        batch = Batch.of(args, kwargs)
+        assert root.facts is not None
+        try:
+            return root.layout(batch).size(batch)
+        except Refused:
+            return root.facts.batch  # refused again, with its reason, when a plan asks for it
+        except Exception as error:
+            if oom.classify(error, corroborated=self.meter.short()).kind is not oom.Kind.OOM:
+                raise
+            return root.facts.batch
+
+    def _learn(self, **changes: Any) -> None:
+        self.facts = replace(self.facts, **changes)
+        self.learned()
+
+    def _watched(self, run: Callable[[], Any]) -> Any:
+        """Run a part of a root; take note if memory runs out in it."""
+        try:
+            return run()
+        except Exception as error:
+            found = oom.classify(error, corroborated=self.meter.short())
+            if found.kind is oom.Kind.OOM:
+                self.shortage(self._described(found, None))
+            raise
+
+    def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
+        """Note a shortage inside a split root, whose step goes on smaller."""
+        found = oom.classify(error, corroborated=self.meter.short())
+        if found.kind is not oom.Kind.OOM:
+            raise error
+        self.phase = phase
+        self.shortage(self._described(found, size))
+        return True
+
+    def _described(self, found: oom.Diagnosis, size: int | None) -> OutOfMemory:
+        return OutOfMemory(
+            phase=self.phase, message=found.message, requested=found.requested, micro_batch=size
+        )
+
+
+def blamed(traceback: TracebackType | None) -> str | None:
+    """Return the strategy in whose file the error was raised, if it was in one."""
+    modules = {type(strategy).__module__: strategy.name for strategy in strategies.REGISTRY}
+    found = None
+    while traceback is not None:
+        found = modules.get(traceback.tb_frame.f_globals.get("__name__", ""), found)
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,286 @@
+"""A trial: plan after plan measured at the step boundaries of one running script."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import AS_IS
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker.harness.lookahead import SameBatches
+from autofit.worker.harness.ramp import SHORT, ramp
+from autofit.worker.harness.reporter import Reporter
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.session import Session
+from autofit.worker.meter import Meter
+from autofit.worker.records import (
+    Finished,
+    LaunchRequest,
+    Learned,
+    Measured,
+    Measurement,
+    OutOfMemory,
+    PlanEnded,
+    PlanStarted,
+    Shortage,
+    TrialReport,
+    Verdict,
+)
+
+WARM_UP = 1
+"""Steps dropped after every change: allocations, caches and optimizer state settle in them."""
+GRACE = 10.0
+"""Seconds the script has to come to its end once it has been stopped."""
+
+
+class TrialOver(BaseException):
+    """Ends the script after the last plan. Not an ``Exception``: loops catch those."""
+
+
+@dataclass
+class Stage:
+    """One plan at one micro-batch size, measured over a window of steps."""
+
+    plan: Plan
+    steps: int
+    retries: int
+    """Of the allocator, before the stage."""
+    warm: int = 0
+    """Steps dropped so far."""
+    seconds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    """Seconds of each step spent waiting for data."""
+    losses: list[float] = field(default_factory=list)
+    shortage: OutOfMemory | None = None
+    refusal: Refused | None = None
+
+
+Schedule = Generator[Stage, None, None]
+
+
+class Trial(Session):
+    """Measures the plans of a launch, one after another."""
+
+    def __init__(
+        self, request: LaunchRequest, reporter: Reporter, meter: Meter, started: float
+    ) -> None:
+        super().__init__(meter)
+        self._batches = SameBatches()
+        self.seams.order = self._batches.next
+        self.index = 0
+        """The plan that is being measured."""
+        self._request = request
+        self._reporter = reporter
+        self._started = started
+        self._whole_fits = request.whole_fits
+        self._schedule: Schedule | None = None
+        self._stage: Stage | None = None
+        self.over = False
+        """The script has been told to end."""
+        self._measured: list[tuple[Plan, Measurement]] = []
+        """Of the present plan."""
+        self._shortage: OutOfMemory | None = None
+        self._clock = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._calls = 0
+        """Of the first root, in this step."""
+
+    # --- the schedule ----------------------------------------------------------------------
+
+    def _plans(self) -> Schedule:
+        """Go through the plans, a window of steps at a time."""
+        startup = time.monotonic() - self._started
+        for index, plan in enumerate(self._request.plans):
+            self.index = index
+            self._reporter.send(PlanStarted(index=self.index, startup_seconds=startup))
+            self._measured, self._shortage = [], None
+            try:
+                yield from self._sizes(plan)
+            except Refused as refusal:
+                self._end_plan(Verdict.REFUSED, str(refusal), startup, refusal.strategy)
+            else:
+                self._whole_fits |= plan.neutral and bool(self._measured)
+                verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
+                self._end_plan(verdict, "", startup)
+            startup = 0.0
+
+    def _sizes(self, plan: Plan) -> Schedule:
+        if plan["micro_batch"] != AUTO:
+            yield from self._window(plan, self._request.steps)
+            return
+        request = self._request
+        sizes = ramp(
+            self.facts.batch or 1, request.budget, request.steps, whole_fits=self._whole_fits
+        )
+        measurement = None
+        while True:
+            try:
+                ask = sizes.send(measurement)
+            except StopIteration as end:
+                winner = end.value
+                self._measured.sort(key=lambda pair: pair[1] is winner)
+                return
+            sized = plan.replace(micro_batch=str(ask.micro_batch))
+            measurement = yield from self._window(sized, ask.steps)
+
+    def _window(self, plan: Plan, steps: int) -> Generator[Stage, None, Measurement | None]:
+        """Measure one stage; return nothing where memory ran out, raise ``Refused`` on refusal."""
+        stage = Stage(plan, steps, retries=self.meter.retries())
+        self.meter.release()
+        self._batches.again(self.facts.calls_per_step)
+        yield stage
+        if stage.refusal is not None:
+            raise stage.refusal
+        if stage.shortage is not None:
+            self._shortage = stage.shortage
+            return None
+        measurement = self._measurement(stage)
+        excess = measurement.peak_device - self._request.budget
+        if excess > 0:  # what the cap on torch's allocator cannot see: the context, libraries
+            self._shortage = OutOfMemory(
+                phase="the whole step",
+                message=f"{excess} bytes more on the device than the budget",
+                requested=excess,
+                micro_batch=measurement.micro_batch,
+            )
+            return None
+        self._measured.append((plan, measurement))
+        self._reporter.send(Measured(index=self.index, measurement=measurement))
+        return measurement
+
+    def _measurement(self, stage: Stage) -> Measurement:
+        peak = self.meter.peak()
+        size = stage.plan["micro_batch"]
+        return Measurement(
+            micro_batch=(self.facts.batch or 1) if size == AS_IS else int(size),
+            effective_batch=self.facts.effective_batch or 1,
+            step_seconds=tuple(stage.seconds),
+            peak_allocated=peak.allocated,
+            peak_reserved=peak.reserved,
+            peak_device=peak.device,
+            allocation_retries=self.meter.retries() - stage.retries,
+            data_wait=sum(stage.waits) / sum(stage.seconds),
+            losses=tuple(stage.losses),
+        )
+
+    def _end_plan(
+        self, verdict: Verdict, reason: str, startup: float, blamed: str | None = None
+    ) -> None:
+        plan = self._request.plans[self.index]
+        if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
+            reason = self._shortage.message
+        measured = verdict is Verdict.MEASURED
+        report = TrialReport(
+            index=self.index,
+            plan=plan,
+            verdict=verdict,
+            reason=reason,
+            best=self._measured[-1][0] if measured else None,
+            measurements=tuple(measurement for _, measurement in self._measured),
+            out_of_memory=self._shortage,
+            blamed=blamed,
+            startup_seconds=startup,
+        )
+        self._reporter.send(PlanEnded(report=report))
+
+    def _advance(self) -> None:
+        """Go to the next stage; end the script after the last."""
+        assert self._schedule is not None
+        try:
+            self._stage = next(self._schedule)
+        except StopIteration:
+            self._stage = None
+            self._end()
+
+    def _end(self) -> NoReturn:
+        self.over = True
+        self._reporter.send(Finished(steps=self.steps, stopped=True))
+        timer = threading.Timer(GRACE, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        raise TrialOver
+
+    def script_ended(self) -> None:
+        """Report what could be measured before the script came to its own end."""
+        if self.over:
+            return
+        stage = self._stage
+        if stage is not None and self.index == 0:  # a later plan gets a launch of its own
+            if len(stage.seconds) >= SHORT and stage.shortage is None:
+                self._measured.append((stage.plan, self._measurement(stage)))
+            if self._measured:
+                self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
+                self._end_plan(Verdict.MEASURED, "the script ended first", 0.0)
+        self._reporter.send(Finished(steps=self.steps, stopped=False))
+
+    # --- what the session asks -------------------------------------------------------------
+
+    def plan_for(self, root: HarnessRoot) -> Plan:
+        """Return the present stage's plan."""
+        return self._stage.plan if self._stage is not None else Plan()
+
+    def splits(self) -> bool:
+        """Return whether a plan of the launch splits the batch."""
+        return any(plan["micro_batch"] != AS_IS for plan in self._request.plans)
+
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        """End this plan and go to the next within the same call."""
+        assert self._stage is not None
+        self._stage.refusal = refusal
+        self._advance()
+
+    def shortage(self, found: OutOfMemory) -> None:
+        """End this stage at the next boundary, if the process gets there."""
+        if self._stage is not None and self._stage.shortage is None:
+            self._stage.shortage = found
+            self._reporter.send(Shortage(index=self.index, out_of_memory=found))
+
+    def learned(self) -> None:
+        """Tell the parent."""
+        self._reporter.send(Learned(facts=self.facts))
+
+    def root_called(self, root: HarnessRoot) -> None:
+        """Count the call; the first of all starts the schedule."""
+        if self._schedule is None:
+            self._schedule = self._plans()
+            self._advance()
+        self._calls += root is self.roots[0]
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Keep it until the step ends: reading it now would make the device wait."""
+        self._losses.append(value)
+
+    def boundary(self) -> None:
+        """Close the step, and the stage if its window is full."""
+        if self.over:
+            os._exit(0)  # the script caught what should have ended it
+        self.meter.synchronize()
+        stage = self._stage
+        if stage is not None:
+            self._close_step(stage, time.perf_counter() - self._clock)
+        self._losses, self._calls = [], 0
+        self.seams.data_seconds = 0.0
+        self._clock = time.perf_counter()
+
+    def _close_step(self, stage: Stage, seconds: float) -> None:
+        if self.steps == 1:
+            self._learn(calls_per_step=max(1, self._calls))
+        if stage.shortage is not None:
+            self._advance()
+        elif stage.warm < WARM_UP:
+            stage.warm += 1
+            self.meter.reset()  # the probe's own peak, and the first step's, do not count
+        else:
+            stage.seconds.append(seconds)
+            stage.waits.append(self.seams.data_seconds)
+            stage.losses.append(float(sum(float(loss) for loss in self._losses)))
+            if len(stage.seconds) == stage.steps:
+                self._advance()

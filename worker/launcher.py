@@ -1,0 +1,261 @@
+"""The parent's side of one launch: starts the child, hears it out, ends it. Imports no torch.
+
+The child is a fresh interpreter that runs the harness by its path. It finds the numbers of its
+two pipe ends in ``AUTOFIT_EVENTS_FD`` and ``AUTOFIT_CONTROL_FD``, receives one ``ChildSpec`` with
+``multiprocessing.connection.Connection.recv``, keeps the control pipe under
+``autofit.worker.lifeline.watch``, and sends events with ``Connection.send``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofit.worker import oom
+from autofit.worker.child import Child, python
+from autofit.worker.environment import child_environment
+from autofit.worker.reaper import SESSION
+from autofit.worker.records import (
+    ChildSpec,
+    Event,
+    Finished,
+    LaunchEnded,
+    LaunchEvent,
+    LaunchRequest,
+    Learned,
+    Measured,
+    Measurement,
+    OutOfMemory,
+    PlanEnded,
+    PlanStarted,
+    Raised,
+    Shortage,
+    TrialReport,
+    Uncontained,
+    Verdict,
+)
+
+HARNESS = Path(__file__).resolve().parent / "harness" / "__main__.py"
+"""The program that becomes the user's script."""
+
+_LAST_LINES = 20
+"""Lines of output in which a dying process may have named the cause."""
+_LAST_WORDS = 3.0
+"""Seconds a child is given, once it has said its last, to end and flush what it wrote."""
+
+
+def launch(
+    request: LaunchRequest,
+    *,
+    harness: Path = HARNESS,
+    environment: Mapping[str, str] | None = None,
+    scratch: str | None = None,
+    lone: bool = False,
+    stop: Stop | None = None,
+) -> Iterator[LaunchEvent]:
+    """Start a process for ``request`` and yield what becomes of it, ``LaunchEnded`` last.
+
+    ``environment`` is the user's own (``os.environ`` when not given); ``scratch`` a folder for
+    what must not land in the user's (the system's temporary folder when not given); ``lone`` as
+    for ``Child``; ``stop`` interrupts it from another thread. Nothing of the launch is left when
+    the iterator ends or is closed.
+    Raises ``WorkerError`` when no process can be started.
+    """
+    user = os.environ if environment is None else environment
+    kills = oom.oom_kills()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(
+        prefix="autofit-", dir=scratch, ignore_cleanup_errors=True
+    ) as folder:
+        variables = child_environment(request, user, Path(folder))
+        if SESSION in os.environ:
+            variables[SESSION] = os.environ[SESSION]
+        overlay = Path(folder) / "overlay"
+        overlay.mkdir()
+        spec = ChildSpec(request=request, scratch=str(overlay))
+        with Child(python(harness), spec, variables, lone=lone) as child:
+            child.limit(request.timeout)
+            stop = stop or Stop()
+            stop.attach(child)
+            account = _Account(request)
+            for event in child.events():
+                yield from account.hear(event)
+                if account.final is not None:
+                    child.linger(0.0 if account.stopped else _LAST_WORDS)
+            end = _End.of(child, kills, stop.requested)
+            yield from account.close(end)
+    yield LaunchEnded(
+        steps=account.steps,
+        stopped=account.stopped,
+        seconds=time.monotonic() - start,
+        output=end.output,
+        oom_killed=end.oom_killed,
+    )
+
+
+class Stop:
+    """Ends a running launch from another thread; its running plan is reported as interrupted."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._child: Child | None = None
+        self._lock = threading.Lock()
+
+    def request(self) -> None:
+        """End the launch now, or as soon as it has started."""
+        with self._lock:
+            self.requested = True
+            if self._child is not None:
+                self._child.kill()
+
+    def attach(self, child: Child) -> None:
+        """Say which child a request is to end."""
+        with self._lock:
+            self._child = child
+            if self.requested:
+                child.kill()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How the child ended, as only its parent can see."""
+
+    returncode: int
+    """Exit code, or minus the signal that ended it; 0 for a child that was ended from here."""
+    timed_out: bool
+    interrupted: bool
+    oom_kills: int
+    """Processes the kernel killed for want of memory meanwhile: this child or others."""
+    output: str
+
+    @classmethod
+    def of(cls, child: Child, kills_before: int, interrupted: bool) -> _End:
+        """Look at ``child``, which has ended."""
+        return cls(
+            returncode=child.returncode or 0,
+            timed_out=child.timed_out,
+            interrupted=interrupted,
+            oom_kills=oom.oom_kills() - kills_before,
+            output=str(child.tail),
+        )
+
+    @property
+    def oom_killed(self) -> bool:
+        """Whether the kernel ended it for want of memory."""
+        return self.returncode == -signal.SIGKILL and self.oom_kills > 0
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether its exit and its last lines say that memory ran out."""
+        last = "\n".join(self.output.splitlines()[-_LAST_LINES:])
+        kind = oom.classify_exit(self.returncode, last, oom_kills=self.oom_kills).kind
+        return kind is oom.Kind.OOM
+
+    def __str__(self) -> str:
+        if self.returncode >= 0:
+            return f"exited with code {self.returncode}"
+        number = -self.returncode
+        known = number in {*signal.Signals}
+        return f"killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
+
+
+class _Account:
+    """Keeps track of which plan is running, and turns events into what the controller hears."""
+
+    def __init__(self, request: LaunchRequest) -> None:
+        self.final: Raised | Finished | None = None
+        self._request = request
+        self._index = 0  # until the first plan starts, what happens counts for it
+        self._reported: set[int] = set()
+        self._startup = 0.0
+        self._measurements: list[Measurement] = []
+        self._shortage: OutOfMemory | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps the script took, as far as it could say."""
+        return self.final.steps if self.final is not None else 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the harness stopped the script after the last plan."""
+        return isinstance(self.final, Finished) and self.final.stopped
+
+    def hear(self, event: Event) -> Iterator[LaunchEvent]:
+        """Take an event in; yield what it means to the controller, if anything, at once."""
+        match event:
+            case PlanStarted():
+                self._index, self._startup = event.index, event.startup_seconds
+                self._measurements, self._shortage = [], None
+            case Measured():
+                self._measurements.append(event.measurement)
+                yield event
+            case Shortage():
+                self._shortage = event.out_of_memory
+                yield event
+            case Learned() | Uncontained():
+                yield event
+            case PlanEnded():
+                self._reported.add(event.report.index)
+                yield event.report
+            case Raised():
+                self.final, self._index = event, event.index
+            case Finished():
+                self.final = event
+
+    def close(self, end: _End) -> Iterator[TrialReport]:
+        """Yield the report of the plan that was running when the child ended, if one was."""
+        if self._index in self._reported or self._index >= len(self._request.plans):
+            return
+        match self.final:
+            case Raised() as raised:
+                yield self._raised(raised, end)
+            case Finished() if end.returncode <= 0:
+                pass  # what dies after the script's own end is teardown noise, not a verdict
+            case None if end.interrupted:
+                yield self._report(Verdict.INTERRUPTED, "interrupted")
+            case None if end.timed_out:
+                reason = f"not done within {self._request.timeout:g} s"
+                yield self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
+            case _ if end.out_of_memory:
+                yield self._starved(OutOfMemory(phase="outside the model", message=str(end)))
+            case _ if end.returncode:
+                yield self._failed(str(end), end.output)
+
+    def _raised(self, raised: Raised, end: _End) -> TrialReport:
+        certain = raised.corroborated or end.oom_kills > 0
+        reason = raised.message.partition("\n")[0]
+        if raised.kind == "oom" or (raised.kind == "suspect" and certain):
+            shortage = OutOfMemory(phase=raised.phase, message=reason, requested=raised.requested)
+            return self._starved(shortage)
+        return self._failed(reason, raised.traceback, blamed=raised.blamed)
+
+    def _starved(self, shortage: OutOfMemory) -> TrialReport:
+        self._shortage = shortage
+        return self._report(Verdict.OUT_OF_MEMORY, shortage.message)
+
+    def _failed(self, reason: str, traceback: str, blamed: str | None = None) -> TrialReport:
+        neutral = self._request.plans[self._index].neutral
+        verdict = Verdict.SCRIPT_FAILED if neutral else Verdict.PLAN_FAILED
+        return self._report(verdict, reason, traceback=traceback, blamed=blamed)
+
+    def _report(
+        self, verdict: Verdict, reason: str, *, traceback: str = "", blamed: str | None = None
+    ) -> TrialReport:
+        return TrialReport(
+            index=self._index,
+            plan=self._request.plans[self._index],
+            verdict=verdict,
+            reason=reason,
+            measurements=tuple(self._measurements),
+            out_of_memory=self._shortage,
+            blamed=blamed,
+            traceback=traceback,
+            startup_seconds=self._startup,
+        )

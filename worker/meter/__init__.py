@@ -1,0 +1,103 @@
+"""Measures and caps the memory of one process on one device. Imports no torch.
+
+The parent asks what there is (``hardware``, ``free_bytes``) and starts the child with
+``environment``. The child calls ``for_device``, then ``forget``, then becomes the script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from autofit.exceptions import UsageError
+from autofit.strategies.facts import Hardware
+from autofit.worker.meter import build, host, nvml
+from autofit.worker.meter.base import CAP, Meter, Peak
+
+__all__ = [
+    "Hardware",
+    "Meter",
+    "Peak",
+    "default_device",
+    "environment",
+    "for_device",
+    "forget",
+    "free_bytes",
+    "hardware",
+]
+
+DEVICES = ("cpu", "cuda")
+_SHIM_CAP = "AUTOFIT_SHIM_CAP"
+_BEFORE = "AUTOFIT_METER_BEFORE"
+"""JSON of what our variables were before: the way back for ``forget``."""
+_GIVE_BACK_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def default_device() -> str:
+    """Return ``"cuda"`` where the driver shows a GPU, else ``"cpu"``."""
+    return "cuda" if nvml.count() else "cpu"
+
+
+def hardware(device: str, index: int = 0) -> Hardware:
+    """Return what the device is: its name and bytes; raise ``WorkerError`` when it is not there."""
+    return nvml.hardware(index) if _known(device) == "cuda" else host.hardware()
+
+
+def free_bytes(device: str, index: int = 0) -> int:
+    """Return the bytes nobody holds on the device."""
+    return nvml.free_bytes(index) if _known(device) == "cuda" else host.free_bytes()
+
+
+def environment(
+    device: str, cap: int | None, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return what a child needs in its environment to be counted, and capped at ``cap`` bytes.
+
+    ``base`` is the environment they will be added to (``os.environ`` when not given). On the CPU
+    the first call on a machine compiles the shim (about a second).
+    """
+    base = os.environ if base is None else base
+    ours = {CAP: str(cap or 0)}
+    if _known(device) == "cpu":
+        shim = build.shim()
+        if shim is not None:
+            preload = base.get("LD_PRELOAD", "")
+            ours["LD_PRELOAD"] = f"{shim}:{preload}" if preload else str(shim)
+            ours[_SHIM_CAP] = str(cap or 0)
+        else:
+            ours |= _GIVE_BACK_AT_ONCE
+    ours[_BEFORE] = json.dumps({name: base.get(name) for name in ours})
+    return ours
+
+
+def forget() -> None:
+    """Put ``os.environ`` back to what it was without ``environment``.
+
+    The meter of this process stays; loader workers and subprocesses inherit nothing of it.
+    """
+    before: dict[str, str | None] = json.loads(os.environ.pop(_BEFORE, "{}"))
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def for_device(device: str) -> Meter:
+    """Return the meter of this process; call it in the child, before ``forget``."""
+    cap = int(os.environ.get(CAP, "0")) or None
+    if _known(device) == "cuda":
+        from autofit.worker.meter.cuda import CudaMeter
+
+        return CudaMeter(cap)
+    from autofit.worker.meter.cpu import RlimitMeter, ShimMeter
+
+    return ShimMeter.loaded() or RlimitMeter(cap)
+
+
+def _known(device: str) -> str:
+    """Return ``device``; raise ``UsageError`` when there is no meter for it."""
+    if device not in DEVICES:
+        raise UsageError(f"no such device: {device!r}; there are {' and '.join(DEVICES)}")
+    return device

@@ -1,0 +1,187 @@
+"""The CPU as a stand-in device: real limits and real failures without a GPU. Imports no torch.
+
+``ShimMeter`` is exact; ``RlimitMeter`` is what is left where no compiler is there for the shim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import resource
+import sys
+from pathlib import Path
+
+from autofit.worker.meter.base import NEAR, Peak
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): "reset the peak resident set size"
+
+
+class ShimMeter:
+    """Reads the preloaded shim (``shim.c``): the bytes libc10 has allocated, to the byte.
+
+    The stand-in device holds exactly these bytes, so the three figures of a peak are equal.
+    """
+
+    device = "cpu"
+    context = 0
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name in ("allocated", "peak", "cap", "refused", "last_refused"):
+            getattr(library, f"autofit_shim_{name}").restype = ctypes.c_uint64
+        library.autofit_shim_set_cap.argtypes = (ctypes.c_uint64,)
+        library.autofit_shim_set_cap.restype = None
+        library.autofit_shim_reset_peak.restype = None
+        self._refused_before = self.refused()
+
+    @classmethod
+    def loaded(cls) -> ShimMeter | None:
+        """Return a meter on the shim in this process; ``None`` when it was not preloaded."""
+        try:
+            return cls(ctypes.CDLL(None))
+        except AttributeError:  # no such symbol
+            return None
+
+    def _read(self, name: str) -> int:
+        return int(getattr(self._library, f"autofit_shim_{name}")())
+
+    @property
+    def capacity(self) -> int | None:
+        """The cap; ``None`` when there is none."""
+        return self._read("cap") or None
+
+    def arm(self) -> None:
+        """Do nothing: the shim holds its cap from the first allocation."""
+
+    def set_cap(self, size: int | None) -> None:
+        """Refuse what would take libc10 above ``size`` bytes; ``None`` lifts the cap."""
+        self._library.autofit_shim_set_cap(size or 0)
+
+    def current(self) -> int:
+        """Return the bytes held by tensors now."""
+        return self._read("allocated")
+
+    def peak(self) -> Peak:
+        """Return the worst moment since the last ``reset``."""
+        peak = self._read("peak")
+        return Peak(peak, peak, peak)
+
+    def reset(self) -> None:
+        """Let the peak start again from what is held now."""
+        self._library.autofit_shim_reset_peak()
+        self._refused_before = self.refused()
+
+    def release(self) -> None:
+        """Nothing: the allocator keeps none back."""
+
+    def retries(self) -> int:
+        """Return 0: there is no cache to empty."""
+        return 0
+
+    def refused(self) -> int:
+        """Return how many allocations the cap refused."""
+        return self._read("refused")
+
+    def last_refused(self) -> int | None:
+        """Return the bytes of the allocation refused last; ``None`` when there was none."""
+        return self._read("last_refused") or None
+
+    def short(self) -> bool:
+        """Return whether an allocation was refused, or the peak came near the cap."""
+        limit = self.capacity
+        near = limit is not None and self.peak().allocated > NEAR * limit
+        return near or self.refused() > self._refused_before
+
+    def synchronize(self) -> None:
+        """Do nothing: the CPU has no queue."""
+
+
+class RlimitMeter:
+    """Caps the process's writable memory with ``RLIMIT_DATA`` and reads ``VmHWM``.
+
+    Rough: it counts what Python and the libraries hold too, less what they held when it was armed.
+    The allocator must give large blocks back at once, so ``environment`` sets glibc's thresholds.
+    Known traps: oneDNN says "could not create a primitive" for want of memory, and can crash.
+    """
+
+    device = "cpu"
+    context = 0
+
+    def __init__(self, cap: int | None = None) -> None:
+        self._cap = cap
+        self._armed = False
+        self._base_data = 0
+        self._base_resident = 0
+
+    @property
+    def capacity(self) -> int | None:
+        """The cap; ``None`` when there is none."""
+        return self._cap
+
+    def arm(self) -> None:
+        """Take what the process holds now as nothing, and let the cap hold from here."""
+        if not self._armed:
+            _start_threads()
+            self._armed = True
+            self._base_data = _status("VmData")
+            self._base_resident = _status("VmRSS")
+            self.set_cap(self._cap)
+            self.reset()
+
+    def set_cap(self, size: int | None) -> None:
+        """Let the process's data grow by ``size`` bytes from where it was armed."""
+        self._cap = size
+        if self._armed:
+            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            soft = hard if size is None else self._base_data + size
+            if hard != resource.RLIM_INFINITY:
+                soft = min(soft, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def current(self) -> int:
+        """Return the resident bytes above what the process held when armed."""
+        return max(0, _status("VmRSS") - self._base_resident)
+
+    def peak(self) -> Peak:
+        """Return the worst moment since the last ``reset``."""
+        peak = max(0, _status("VmHWM") - self._base_resident)
+        return Peak(peak, peak, peak)
+
+    def reset(self) -> None:
+        """Let the peak start again from what is held now."""
+        _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+
+    def release(self) -> None:
+        """Nothing: the allocator keeps none back."""
+
+    def retries(self) -> int:
+        """Return 0: there is no cache to empty."""
+        return 0
+
+    def refused(self) -> int:
+        """Return 0: the kernel does not count refusals."""
+        return 0
+
+    def short(self) -> bool:
+        """Return whether a cap holds: refusals cannot be seen, so a suspect is believed."""
+        return self._armed and self._cap is not None
+
+    def synchronize(self) -> None:
+        """Do nothing: the CPU has no queue."""
+
+
+def _start_threads() -> None:
+    """Let OpenMP start its threads: their stacks must not fall under the cap."""
+    if "torch" in sys.modules:
+        torch = importlib.import_module("torch")
+        torch.ones(1 << 18).add_(1)
+
+
+def _status(field: str) -> int:
+    """Return the bytes of one line of ``/proc/self/status``; 0 where the kernel has no such."""
+    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0

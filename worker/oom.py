@@ -1,0 +1,267 @@
+"""Tells a failure for want of memory from all others. Imports no torch.
+
+Four answers (``Kind``): out of memory, suspect (memory if something corroborates it), poisoned
+(only a fresh process can go on) and anything else. The type of an exception counts before
+structured signals, those before text; the words are in ``oom_table.py``.
+
+Text counts only in an exception whose type an allocator, or a library that passes an allocator's
+words on, really raises: ``RuntimeError``, ``MemoryError``, ``OSError`` and their subclasses, and
+those that quote another process. ``ValueError("CUDA out of memory")`` is the user's own: no
+allocator raises it, and a script that turns an OOM into one chains the OOM by itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import itertools
+import re
+import signal
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autofit.worker.meter import host
+from autofit.worker.oom_table import FOLLOWERS, SIGNATURES, TRAPS, Kind, Signature
+
+__all__ = [
+    "Diagnosis",
+    "Kind",
+    "classify",
+    "classify_exit",
+    "classify_retries",
+    "classify_text",
+    "first_cause",
+    "oom_kills",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a failure is, and by what it was told."""
+
+    kind: Kind
+    signature: str = ""
+    """What matched, as a report names it; empty when nothing did."""
+    requested: int | None = None
+    """Bytes asked for by the allocation that failed, where the message says so."""
+    message: str = ""
+    """First line of what matched."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it only says that another rank failed."""
+        return self.signature == FOLLOWERS[0].name
+
+    def corroborated(self) -> Diagnosis:
+        """Return it with a suspect taken for an OOM."""
+        return replace(self, kind=Kind.OOM) if self.kind is Kind.SUSPECT else self
+
+
+NOTHING = Diagnosis(Kind.NOT_OOM)
+
+_OOM_TYPES = frozenset(
+    {"torch.OutOfMemoryError", "ray.exceptions.OutOfMemoryError", "builtins.MemoryError"}
+)
+_SPEAKING_TYPES = frozenset(
+    {
+        "builtins.RuntimeError",
+        "builtins.OSError",
+        "torch.multiprocessing.spawn.ProcessException",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
+        "ray.exceptions.RayError",
+    }
+)
+_COMPILERS = ("torch._dynamo.", "torch._inductor.")
+_OF_THE_USER = (KeyboardInterrupt, GeneratorExit)
+_SEVERITY = (Kind.POISONED, Kind.OOM, Kind.SUSPECT)
+
+
+# --- exceptions -------------------------------------------------------------------------------
+
+
+def classify(error: BaseException, *, corroborated: bool = False) -> Diagnosis:
+    """Return what ``error`` is, looking through its causes, its context and its group.
+
+    ``corroborated`` says that memory did run short (``Meter.short``): a suspect is then an OOM.
+    Poison anywhere in the chain counts most, because it decides whether the process can go on.
+    """
+    if isinstance(error, _OF_THE_USER):
+        return NOTHING
+    found = [_classify_one(each, compiling) for each, compiling in _chain(error)]
+    chosen = _worst(found)
+    return chosen.corroborated() if corroborated else chosen
+
+
+def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+    """Yield ``error`` and what is behind it, outermost first, each once.
+
+    With each goes whether a compiler stands between: trial compilations may run out of memory
+    where the training would not.
+    """
+    waiting = [(error, False)]
+    seen: set[int] = set()
+    while waiting:
+        current, compiling = waiting.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        compiling = compiling or type(current).__module__.startswith(_COMPILERS)
+        yield current, compiling
+        waiting += [(behind, compiling) for behind in _behind(current)]
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions that ``error`` names as where it comes from."""
+    context = None if error.__suppress_context__ else error.__context__
+    ray_cause = getattr(error, "cause", None)
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for candidate in (error.__cause__, context, ray_cause, *group):
+        if isinstance(candidate, BaseException):
+            yield candidate
+
+
+def _classify_one(error: BaseException, compiling: bool) -> Diagnosis:
+    """Return what this exception is, whatever is behind it."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+    of_memory = names & _OOM_TYPES
+    if not of_memory and not names & _SPEAKING_TYPES:
+        return NOTHING
+    shown = _shown(error)
+    if _match(TRAPS, shown):
+        return NOTHING
+    prefix, _, message = shown.partition(": ")
+    found = _search(shown)
+    found = replace(found, message=found.message.removeprefix(f"{prefix}: "))
+    if of_memory and found.kind is not Kind.OOM:
+        found = Diagnosis(Kind.OOM, min(of_memory), _requested(message), _line(message))
+    elif isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        found = Diagnosis(Kind.OOM, "operating system", None, _line(message))
+    if compiling and found.kind is Kind.OOM:
+        return replace(found, kind=Kind.SUSPECT, signature=f"{found.signature}, while compiling")
+    return found
+
+
+def _shown(error: BaseException) -> str:
+    """Return ``Type: message`` as Python shows it, also where the user's ``__str__`` fails."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+# --- text -------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(
+    r"(?:[Tt]ried to allocate|Unable to allocate|Failed to CUDA calloc) "
+    r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>bytes|B|[KMGTP]i?B)\b"
+)
+_ORDINARY = "|".join(
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type)
+    and issubclass(value, BaseException)
+    and not issubclass(value, RuntimeError | MemoryError | OSError)
+)
+_ORDINARY_LINE = re.compile(rf"(?:^|: )(?:{_ORDINARY}): ")
+
+
+def classify_text(text: str) -> Diagnosis:
+    """Return what the last words of a *failed* process say, such as its standard error.
+
+    Lines that show an exception no allocator raises (``ValueError: ...``) do not count.
+    """
+    return _search(text)
+
+
+def _search(text: str) -> Diagnosis:
+    lines = [
+        line
+        for line in text.splitlines()
+        if not _ORDINARY_LINE.search(line) and not _match(TRAPS, line)
+    ]
+    for signature in (*SIGNATURES, *FOLLOWERS):
+        for line in lines:
+            if signature.pattern.search(line):
+                return Diagnosis(signature.kind, signature.name, _requested(text), line.strip())
+    return NOTHING
+
+
+def _match(rows: Iterable[Signature], text: str) -> bool:
+    return any(row.pattern.search(text) for row in rows)
+
+
+def _requested(text: str) -> int | None:
+    """Return the bytes the allocator says were asked for; its units are all powers of 1024."""
+    match = _NUMBER.search(text)
+    if match is None:
+        return None
+    power = 0 if match["unit"] in ("bytes", "B") else "KMGTP".index(match["unit"][0]) + 1
+    return int(float(match["number"]) * 1024**power)
+
+
+def _line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+def classify_exit(returncode: int, output: str = "", *, oom_kills: int = 0) -> Diagnosis:
+    """Return why a process ended, from what its parent can see.
+
+    ``returncode`` as ``subprocess`` has it (negative for a signal) or as a shell has it (137);
+    ``oom_kills``: by how much ``oom_kills()`` grew while it ran; ``output``: its last lines.
+    Of the signal, the kernel's count and a suspect's words any two make an OOM, one a suspect.
+    """
+    if returncode == 0:  # "DataLoader worker is killed" is harmless noise at the end of a good run
+        return NOTHING
+    said = classify_text(output)
+    killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if said.kind is not Kind.NOT_OOM:
+        return said.corroborated() if killed or oom_kills > 0 else said
+    if killed and oom_kills > 0:
+        return Diagnosis(Kind.OOM, "killed by the kernel", None, "killed for want of memory")
+    if killed:
+        return Diagnosis(Kind.SUSPECT, "signal 9", None, "killed by signal 9 (SIGKILL)")
+    if oom_kills > 0:
+        return Diagnosis(Kind.SUSPECT, "oom_kill", None, "the kernel killed a process of its group")
+    return said
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for memory in our control group, ever.
+
+    0 where that cannot be read.
+    """
+    for folder in host.cgroup_folders()[:1]:
+        for name in ("memory.events", "memory.oom_control"):
+            count = host.cgroup_number(folder / name, "oom_kill")
+            if count is not None:
+                return count
+    return 0
+
+
+def classify_retries(retries: Sequence[int]) -> Diagnosis:
+    """Return a suspect when the allocator emptied its cache in two steps in a row.
+
+    ``retries``: ``Meter.retries()`` after each step, oldest first.
+    """
+    grew = [later > earlier for earlier, later in itertools.pairwise(retries)]
+    if any(one and two for one, two in itertools.pairwise(grew)):
+        return Diagnosis(Kind.SUSPECT, "allocator retries", None, "the allocator keeps retrying")
+    return NOTHING
+
+
+def first_cause(ranks: Iterable[Diagnosis]) -> Diagnosis:
+    """Return what all ranks failed of: ``ranks`` in the order in which they failed.
+
+    Those that only noticed another's end (a watchdog's time-out) inherit its class.
+    """
+    return next((rank for rank in ranks if not rank.follows), NOTHING)
+
+
+def _worst(found: Sequence[Diagnosis]) -> Diagnosis:
+    """Return the first of the gravest kind; what says something before what says nothing."""
+    for kind in _SEVERITY:
+        for diagnosis in found:
+            if diagnosis.kind is kind:
+                return diagnosis
+    return next((diagnosis for diagnosis in found if diagnosis.signature), NOTHING)

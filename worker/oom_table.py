@@ -1,0 +1,128 @@
+"""The words by which allocators say that memory ran out: data for ``oom.py``. Imports no torch.
+
+Collected from the tests and issue threads of PyTorch, NCCL, Triton and of libraries that retry.
+Every row has a case in ``tests/worker/test_oom.py``. A pattern is the allocator's own phrase, never
+a word such as "oom" or "memory" that a user's message may hold.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a failure is; the values are those of ``records.Raised.kind``."""
+
+    OOM = "oom"
+    """Memory ran out: a leaner plan can help."""
+    SUSPECT = "suspect"
+    """Often memory, but it needs corroboration."""
+    POISONED = "poisoned"
+    """The device's context is broken: only a fresh process can go on. Not an OOM."""
+    NOT_OOM = "error"
+    """Anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One way in which a failure shows."""
+
+    kind: Kind
+    name: str
+    """How a report names it."""
+    pattern: re.Pattern[str]
+
+    @classmethod
+    def of(cls, kind: Kind, name: str, pattern: str) -> Signature:
+        """Return the row with ``pattern`` compiled; dots also stand for line ends."""
+        return cls(kind, name, re.compile(pattern, re.DOTALL))
+
+
+TRAPS = (
+    Signature.of(
+        Kind.NOT_OOM, "a size that cannot be meant", r"Tried to allocate more than 1EB memory"
+    ),
+)
+"""Looked at first: they carry an OOM's type or words and are none."""
+
+FOLLOWERS = (
+    Signature.of(
+        Kind.NOT_OOM,
+        "another rank failed",
+        r"Watchdog caught collective operation timeout|\bChildFailedError\b"
+        r"|Connection closed by (?:remote )?peer|ncclRemoteError",
+    ),
+)
+"""What the ranks say that did not fail first."""
+
+_CERTAIN = (
+    ("CUDA allocator", r"\bCUDA out of memory"),
+    ("CUDA runtime", r"\b(?:CUDA|HIP|XPU) error: out of memory"),
+    ("CUDA runtime, error 2", r"cuda runtime error \(2\) ?: out of memory"),
+    ("CUDA driver", r"\bCUDA_ERROR_OUT_OF_MEMORY\b"),
+    ("CUDA runtime, by name", r"\bcudaErrorMemoryAllocation\b"),
+    ("Triton", r"Triton Error \[(?:CUDA|HIP)\]: out of memory"),
+    ("bitsandbytes", r"\bError out of memory at line \d+ in file"),
+    ("ROCm allocator", r"\bHIP out of memory"),
+    ("XPU allocator", r"\bXPU out of memory"),
+    ("NPU allocator", r"\bNPU out of memory\. Tried to allocate"),
+    ("MPS allocator", r"\bMPS backend out of memory"),
+    ("HPU allocator", r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed"),
+    (
+        "SYCL runtime",
+        r"\bPI_ERROR_OUT_OF_RESOURCES\b|\bUR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
+    ),
+    ("XLA", r"\bRESOURCE_EXHAUSTED\b"),
+    ("torch's CPU allocator", r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"),
+    ("C++ allocator", r"\bstd::bad_alloc\b"),
+    ("operating system", r"\bCannot allocate memory\b"),
+    ("cuBLAS", r"\bCUBLAS_STATUS_ALLOC_FAILED\b"),
+    ("cuDNN", r"\bCUDNN_STATUS_ALLOC_FAILED\b"),
+    ("NCCL", r"Cuda failure (?:\d+ )?'out of memory'"),
+    ("NCCL's own buffers", r"\bFailed to CUDA calloc\b"),
+)
+
+_POISONED = (
+    ("illegal memory access", r"\ban illegal memory access was encountered"),
+    ("device-side assert", r"\bdevice-side assert triggered"),
+    ("cuBLAS execution", r"\bCUBLAS_STATUS_EXECUTION_FAILED\b"),
+    ("32-bit indexing", r"\bcanUse32BitIndexMath\b"),
+    (
+        "nonzero on a large tensor",
+        r"nonzero is not supported for tensors with more than INT_MAX elements",
+    ),
+)
+
+_SUSPECT = (
+    ("cuDNN finds no algorithm", r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    ("cuDNN inside", r"\bCUDNN_STATUS_INTERNAL_ERROR\b"),
+    ("cuDNN does not start", r"\bCUDNN_STATUS_NOT_INITIALIZED\b"),
+    ("cuBLAS does not start", r"\bCUBLAS_STATUS_NOT_INITIALIZED\b"),
+    ("cuFFT inside", r"cuFFT error: CUFFT_INTERNAL_ERROR"),
+    ("NVML in the allocator", r"NVML_SUCCESS == r INTERNAL ASSERT FAILED"),
+    ("expandable segments", r"!handles_\.at\(i\) INTERNAL ASSERT FAILED"),
+    ("CUDA driver not ready", r"CUDA driver error: device not ready"),
+    ("MPS buffer", r"\bInvalid buffer size: "),
+    ("NCCL on CUDA", r"\bncclUnhandledCudaError\b"),
+    ("oneDNN", r"\bcould not create a primitive"),
+    ("SLURM", r"(?<!\w)OUT_OF_MEMORY(?!\w)|Detected \d+ oom[-_]kill event"),
+    ("Kubernetes", r"\bOOMKilled\b"),
+    ("Ray", r"killed by SIGKILL by OOM killer"),
+    (
+        "loader worker killed",
+        r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: Killed",
+    ),
+)
+
+SIGNATURES = tuple(
+    Signature.of(kind, name, pattern)
+    for kind, rows in (
+        (Kind.OOM, _CERTAIN),
+        (Kind.POISONED, _POISONED),
+        (Kind.SUSPECT, _SUSPECT),
+    )
+    for name, pattern in rows
+)
+"""In the order in which a text is compared; the first that matches decides."""

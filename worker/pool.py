@@ -1,0 +1,238 @@
+"""Slots on which launches run side by side: one Ray actor each, without torch in it.
+
+The driver hands a request to a slot and hears, in one stream, what happens on all of them. The
+actor is a launcher and nothing else (``launcher.py``); it sits on the machine that has the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from autofit.exceptions import WorkerError
+from autofit.worker.child import adopt_orphans
+from autofit.worker.launcher import HARNESS, Stop, launch
+from autofit.worker.ray_session import RaySession
+from autofit.worker.records import LaunchEnded, LaunchEvent, LaunchRequest
+
+Happening = tuple[int, LaunchEvent | WorkerError]
+"""A slot, and what happened there; after a ``WorkerError`` the slot is free and usable again."""
+
+_READY = 60.0
+"""Seconds Ray is given to find the GPUs of every slot."""
+_GOODBYE = 15.0
+"""Seconds running launches are given to end in good order."""
+
+
+class Slot:
+    """The actor: runs one launch at a time, on the machine where it sits."""
+
+    def __init__(
+        self, environment: Mapping[str, str], device: str, scratch: str | None, harness: str
+    ) -> None:
+        adopt_orphans()
+        self._environment = dict(environment)
+        if device == "cuda":
+            self._environment["CUDA_VISIBLE_DEVICES"] = _own_gpus()
+        self._scratch = scratch
+        self._harness = Path(harness)
+        self._stop = Stop()
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def ready(self) -> None:
+        """Answer once the actor is there."""
+
+    def launch(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
+        """Run ``request`` and yield what becomes of it."""
+        self._idle.clear()
+        try:
+            yield from launch(
+                request,
+                harness=self._harness,
+                environment=self._environment,
+                scratch=self._scratch,
+                lone=True,
+                stop=self._stop,
+            )
+        finally:
+            self._stop = Stop()
+            self._idle.set()
+
+    def cancel(self) -> None:
+        """End the running launch, if there is one, and wait until it is gone."""
+        if not self._idle.is_set():
+            self._stop.request()
+            self._idle.wait(_GOODBYE)
+
+
+class Pool:
+    """Runs launches on ``slots`` slots; a context manager.
+
+    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot. ``address``: a running Ray
+    cluster, as ``ray.init`` takes it; without one Ray is started on this machine, on loopback
+    only, and is gone when the pool is left or this process ends, however it ends.
+    Entering raises ``WorkerError`` when Ray, or a GPU for every slot, is not to be had.
+    """
+
+    def __init__(
+        self,
+        slots: int = 1,
+        device: str = "cpu",
+        address: str | None = None,
+        *,
+        gpus: int = 1,
+        harness: Path = HARNESS,
+    ) -> None:
+        self.slots = range(slots)
+        self._device = device
+        self._gpus = gpus if device == "cuda" else 0
+        self._harness = harness
+        self._environment = dict(os.environ)  # the user's own, before Ray touches it
+        self._ray = RaySession(address=address, gpus=device == "cuda")
+        self._groups: list[Any] = []
+        self._actors: dict[int, Any] = {}
+        self._streams: dict[Any, int] = {}
+
+    @property
+    def free(self) -> list[int]:
+        """The slots on which nothing runs."""
+        return [slot for slot in self.slots if slot not in self._streams.values()]
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._ray)
+            self._groups = [self._reserve() for _ in self.slots] if self._gpus else []
+            self._actors = {slot: self._start(slot) for slot in self.slots}
+            if not self._ray.ours:  # where others may hold what we ask for
+                self._wait_for_actors()
+            stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._leave()
+        finally:
+            self._ray.close()
+
+    def submit(self, slot: int, request: LaunchRequest) -> None:
+        """Start ``request`` on ``slot``, which must be free."""
+        if slot not in self.free:
+            raise WorkerError(f"slot {slot} is taken; free ones: {self.free}")
+        self._streams[self._actors[slot].launch.remote(request)] = slot
+
+    def cancel(self, slot: int) -> None:
+        """End what runs on ``slot``; its plan is reported as interrupted, then the launch ends."""
+        if slot not in self.free:
+            self._cancel(slot)
+
+    def events(self, timeout: float | None = None) -> list[Happening]:
+        """Return what has happened, in order for each slot; nothing when nothing runs.
+
+        Waits up to ``timeout`` seconds (forever when ``None``) for something to happen.
+        """
+        import ray
+
+        if not self._streams:
+            return []
+        ready, _ = ray.wait(list(self._streams), num_returns=1, timeout=timeout)
+        more, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0)
+        return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]
+
+    def _cancel(self, slot: int) -> Any:
+        return self._actors[slot].cancel.options(concurrency_group="control").remote()
+
+    def _next(self, stream: Any) -> Happening:
+        import ray
+
+        slot = self._streams[stream]
+        try:
+            event: LaunchEvent = ray.get(next(stream))
+        except ray.exceptions.RayTaskError as error:  # the actor lives, its launcher raised
+            del self._streams[stream]
+            return slot, WorkerError(f"slot {slot}: {error.cause}")
+        except (ray.exceptions.RayError, StopIteration) as error:
+            del self._streams[stream]
+            ray.kill(self._actors[slot])
+            self._actors[slot] = self._start(slot)
+            return slot, WorkerError(f"the worker of slot {slot} died: {_first_line(error)}")
+        if isinstance(event, LaunchEnded):
+            del self._streams[stream]
+        return slot, event
+
+    def _start(self, slot: int) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+        if self._ray.ours:
+            options = {"num_cpus": 0}
+        if self._gpus:
+            group = self._groups[slot]
+            options = {
+                "num_cpus": 0,
+                "num_gpus": self._gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
+            }
+        remote: Any = ray.remote  # its stubs know no concurrency groups
+        actor = remote(concurrency_groups={"control": 1}, **options)(Slot)
+        folder = None if self._ray.folder is None else str(self._ray.folder)
+        return actor.remote(self._environment, self._device, folder, str(self._harness))
+
+    def _wait_for_actors(self) -> None:
+        import ray
+
+        ready = [actor.ready.remote() for actor in self._actors.values()]
+        done, _ = ray.wait(ready, num_returns=len(ready), timeout=_READY)
+        if len(done) < len(ready):
+            asked = f"one CPU for each of {len(ready)} slots"
+            raise WorkerError(f"Ray has no room for {asked}: ask for fewer, or free some")
+
+    def _reserve(self) -> Any:
+        """Return a placement group with the GPUs of one slot, on one machine."""
+        import ray
+        from ray.util import placement_group
+
+        group = placement_group([{"GPU": self._gpus}], strategy="STRICT_PACK")
+        if not group.wait(_READY):
+            resources: Any = ray.cluster_resources  # it has no types
+            have = resources().get("GPU", 0)
+            asked = f"{len(self.slots)} x {self._gpus}"
+            raise WorkerError(f"Ray has {have:g} GPUs, and {asked} were asked for: lower --gpus")
+        return group
+
+    def _leave(self) -> None:
+        """End running launches in good order, and give back what is held in a foreign Ray."""
+        import ray
+        from ray.util import remove_placement_group
+
+        running = [self._cancel(slot) for slot in self._streams.values()]
+        if running:
+            ray.wait(running, num_returns=len(running), timeout=_GOODBYE)
+        if not self._ray.ours:
+            for actor in self._actors.values():
+                ray.kill(actor)
+            for group in self._groups:
+                remove_placement_group(group)
+
+
+def _own_gpus() -> str:
+    """Return which of the machine's GPUs Ray has given to this actor, as CUDA reads them."""
+    import ray
+
+    ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return ",".join(ids)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,157 @@
+"""A Ray of our own on this machine: loopback only, quiet, and gone without a trace.
+
+Nothing here is imported before it is needed: ``import ray`` takes a third of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autofit.exceptions import WorkerError
+from autofit.worker.reaper import SESSION, Reaper
+
+_LONGEST_FOLDER = 20
+"""Characters: a Unix socket's path holds 107, of which Ray's own part takes some 85."""
+_OBJECT_STORE = 80 << 20
+"""Bytes; about the least Ray accepts. Our records are so small that they do not go there."""
+
+
+def _variables(session: str) -> dict[str, str]:
+    return {
+        SESSION: session,
+        "SPT_NOENV": "1",  # else setproctitle overwrites what /proc shows: our mark
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on loopback, on any system
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one to the user's home
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_worker_niceness": "0",  # 15 by default, and inherited by what we measure
+        "RAY_memory_monitor_refresh_ms": "0",  # the budget decides, not Ray
+    }
+
+
+class RaySession:
+    """Starts Ray, or joins the one at ``address``, and leaves nothing behind.
+
+    ``gpus``: whether a Ray of our own looks for GPUs. Raises ``WorkerError`` when Ray does not
+    start or does not answer.
+    """
+
+    def __init__(self, *, address: str | None = None, gpus: bool = False) -> None:
+        self._address = address
+        self._gpus = gpus
+        self.session = uuid.uuid4().hex
+        self.folder: Path | None = None
+        """Goes with the session; ``None`` in a Ray that is not ours."""
+        self._reaper: Reaper | None = None
+        self._guest = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether this Ray was started here."""
+        return self._reaper is not None
+
+    def __enter__(self) -> Self:
+        import ray
+
+        self._guest = ray.is_initialized()
+        try:
+            if self._guest:
+                pass  # the program that called us has Ray running: its own affair
+            elif self._address is not None:
+                ray.init(address=self._address, log_to_driver=False, configure_logging=False)
+            else:
+                self._start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ConnectionError | OSError | RuntimeError | ValueError):
+                where = f"at {self._address}" if self._address else "on this machine"
+                raise WorkerError(f"Ray {where} cannot be used: {error}") from error
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End Ray if it was started here, and wait until its processes are gone."""
+        import ray
+
+        try:
+            if not self._guest:
+                ray.shutdown()
+        finally:
+            if self._reaper is not None:
+                self._reaper.finish()
+                self._reaper = None
+                _forget_token()
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        import ray
+        from ray._private import ray_constants
+
+        # Read from the environment at import, which may have happened before we came.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=_short_folder()))
+        self._reaper = Reaper(self.session, self.folder)
+        _forget_token()
+        with _environment(_variables(self.session)):
+            ray.init(
+                address="local",
+                num_cpus=0,  # no worker is started ahead; our actors ask for none
+                num_gpus=None if self._gpus else 0,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=_OBJECT_STORE,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(self.folder),
+                _plasma_directory=str(self.folder),
+            )
+
+
+def _forget_token() -> None:
+    """Let Ray read its token anew: it keeps one for the process, and ours is for one session."""
+    import ray._raylet
+
+    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
+    if loader is not None:  # else a Ray older than its tokens
+        loader.instance().reset_cache()
+
+
+def _short_folder() -> str:
+    """Return the system's temporary folder, or ``/tmp`` when a socket's path would get too long."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_FOLDER or not os.access("/tmp", os.W_OK) else "/tmp"
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set ``variables`` for what is started within, and put back what was there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,259 @@
+"""The typed, frozen records that travel from a trial to the store. Imports no torch.
+
+One road: the harness sends events over its pipe; the launcher adds what only the parent can see
+and turns them into reports; the controller stores those.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autofit.plan import Plan
+from autofit.strategies.facts import Facts
+
+
+class Verdict(StrEnum):
+    """How a trial ended."""
+
+    MEASURED = "measured"
+    OUT_OF_MEMORY = "out_of_memory"
+    REFUSED = "refused"
+    """A strategy cannot keep its promise here; the reason says why."""
+    PLAN_FAILED = "plan_failed"
+    """It breaks under this plan but not under the neutral one."""
+    SCRIPT_FAILED = "script_failed"
+    """It breaks under the neutral plan too: the script's own bug."""
+    TIMED_OUT = "timed_out"
+    INTERRUPTED = "interrupted"
+    DRIFTED = "drifted"
+    """The training left the reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """The program to tune, as the user would start it with ``python``."""
+
+    target: str
+    """Path as given, or the module's name."""
+    module: bool = False
+    """Started with ``python -m``."""
+    args: tuple[str, ...] = ()
+    cwd: str
+    """Absolute working directory."""
+
+    def __str__(self) -> str:
+        return " ".join((*(("-m",) if self.module else ()), self.target, *self.args))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """Where memory ran out."""
+
+    phase: str
+    """``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"outside the model"``."""
+    message: str
+    """First line of the allocator's own error."""
+    requested: int | None = None
+    """Bytes asked for by the allocation that failed, where the error says so."""
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One plan at one micro-batch size, over a window of full optimizer steps."""
+
+    micro_batch: int
+    """Samples in the largest chunk of a root call."""
+    effective_batch: int
+    """Samples in one optimizer step over all ranks."""
+    step_seconds: tuple[float, ...]
+    """Of each measured step; the first step after a change is dropped."""
+    peak_allocated: int
+    """Bytes held by tensors at the worst moment."""
+    peak_reserved: int
+    """Bytes held by torch's allocator at the worst moment."""
+    peak_device: int
+    """Bytes the process occupied on the device at the worst moment."""
+    allocation_retries: int = 0
+    data_wait: float = 0.0
+    """Share of the step spent waiting for data, 0 to 1."""
+    losses: tuple[float, ...] = ()
+    """Loss of every optimizer step in the window."""
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of an optimizer step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the range of the step times over their median."""
+        return (max(self.step_seconds) - min(self.step_seconds)) / 2 / self.seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples trained on in a second, over all ranks."""
+        return self.effective_batch / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialReport:
+    """What became of one plan of a launch."""
+
+    index: int
+    """Position of the plan in its launch."""
+    plan: Plan
+    """As asked; ``best`` holds the one to keep."""
+    verdict: Verdict
+    reason: str = ""
+    """One line for people: why it was refused, what failed, what was asked of the allocator."""
+    best: Plan | None = None
+    """The plan with the micro-batch size that won, for a measured trial."""
+    measurements: tuple[Measurement, ...] = ()
+    """Every size that was measured, the winner last."""
+    out_of_memory: OutOfMemory | None = None
+    """The last shortage met, also in a trial that then found a size that fits."""
+    blamed: str | None = None
+    """The strategy at fault, where the traceback shows one."""
+    traceback: str = ""
+    """As Python prints it, our frames left out; for a failed trial."""
+    startup_seconds: float = 0.0
+    """From the start of the process to the root's first call."""
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The winner's measurement."""
+        return self.measurements[-1] if self.measurements else None
+
+
+# --- events, child to parent ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What is known of the script by now; a later one replaces an earlier one."""
+
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStarted:
+    """The child has turned to the plan at ``index``."""
+
+    index: int
+    startup_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One size of the current plan was measured."""
+
+    index: int
+    measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """Memory ran out under the current plan; the process goes on if it can."""
+
+    index: int
+    out_of_memory: OutOfMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEnded:
+    """The child is done with the plan at ``index``."""
+
+    report: TrialReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception left the script, or a strategy, and ends the process."""
+
+    index: int
+    kind: str
+    """``"oom"``, ``"suspect"``, ``"poisoned"`` or ``"error"``: the classifier's word."""
+    message: str
+    traceback: str
+    phase: str = "outside the model"
+    requested: int | None = None
+    blamed: str | None = None
+    corroborated: bool = False
+    """An allocation was refused in this step, so that a suspect counts as an OOM."""
+    steps: int = 0
+    """Optimizer steps taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The script came to its own end, or was stopped after the last plan."""
+
+    steps: int
+    """Optimizer steps taken."""
+    stopped: bool
+    """By us, after the last plan, and not by the script itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncontained:
+    """What the script writes to disk is really written: the system allows no overlay."""
+
+
+Event = Uncontained | Learned | PlanStarted | Measured | Shortage | PlanEnded | Raised | Finished
+"""What the child sends."""
+
+
+# --- a launch ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One process to start, and the plans to measure in it, one after another."""
+
+    script: Script
+    plans: tuple[Plan, ...]
+    """They share ``Plan.fixed``."""
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+    budget: int
+    """Bytes the process may occupy on the device."""
+    timeout: float
+    """Seconds after which the launch is ended."""
+    steps: int = 5
+    """Optimizer steps measured at the size that is kept; the first after a change comes on top."""
+    whole_fits: bool = False
+    """The script as it is is known to fit: one chunk is worth trying first."""
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """The one thing the launcher says to its child, first, over the control pipe."""
+
+    request: LaunchRequest
+    mode: str = "trial"
+    """``"trial"``: measure the plans, report, stop. ``"run"``: train under the first plan."""
+    scratch: str | None = None
+    """An empty folder for what the script writes to disk; ``None`` to let it write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnded:
+    """The last thing said of a launch; a plan without a report before it was not reached."""
+
+    steps: int
+    """Optimizer steps the script took."""
+    stopped: bool
+    """Ended by us after the last plan (``False``: the script came to its own end, or died)."""
+    seconds: float
+    output: str = ""
+    """The last lines the script wrote to standard output and error."""
+    oom_killed: bool = False
+    """The kernel ended it for want of memory."""
+
+
+LaunchEvent = Uncontained | Learned | Measured | Shortage | TrialReport | LaunchEnded
+"""What a launch yields to the controller, in order, ``LaunchEnded`` last."""
