@@ -1,9 +1,7 @@
 """Shared by all tests: the tiers, and a copy of the repository to work on."""
 
-import os
 import shutil
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -56,25 +54,3 @@ def repository_copy(root: Path, tmp_path: Path) -> Path:
     """A copy of the repository's sources, links kept, for a test to change."""
     ignore = shutil.ignore_patterns(*NOT_SOURCE)
     return shutil.copytree(root, tmp_path / "repository", symlinks=True, ignore=ignore)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Keep the result for ``pytest_unconfigure``."""
-    session.config.stash[_RESULT] = int(exitstatus)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End with the result of the tests, whatever the interpreter's own shutdown would make of it.
-
-    After a whole run (tests raise KeyboardInterrupt on purpose, Ray has been in this process) it
-    was seen to end itself by SIGINT at the very end, and make called a green run interrupted.
-    """
-    if _RESULT in config.stash:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(config.stash[_RESULT])
-
-
-_RESULT = pytest.StashKey[int]()
