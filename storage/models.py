@@ -130,6 +130,8 @@ class Trial(Held, Base):
     blamed: Mapped[str | None] = mapped_column(String(64))
     traceback: Mapped[str | None] = mapped_column(Text)
     startup_seconds: Mapped[float | None]
+    trace: Mapped[dict[str, Any] | None] = mapped_column(Json, deferred=True)
+    """Of the study's reference alone; read only when asked for: hundreds of kilobytes."""
 
     measurements: Mapped[list[Measurement]] = relationship(
         order_by="Measurement.position", lazy="selectin"

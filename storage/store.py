@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from autofit.exceptions import StorageError
 from autofit.plan import Plan
@@ -22,7 +22,7 @@ from autofit.storage.owner import TOLERANCE, Owner
 from autofit.storage.records import EventRecord, Purpose, State, StudyKey, StudyRecord, TrialRecord
 from autofit.storage.url import default_url
 from autofit.strategies.facts import Facts, Hardware
-from autofit.worker.records import Script, TrialReport, Verdict
+from autofit.worker.records import Script, Trace, TrialReport, Verdict
 
 LEASE = timedelta(seconds=60)
 """How long a process on another host is taken for alive after its last heartbeat."""
@@ -242,9 +242,17 @@ class Store:
             return tuple(convert.trial_record(row) for row in rows)
 
     def finish(
-        self, trial: TrialRecord, report: TrialReport, *, optuna_number: int | None = None
+        self,
+        trial: TrialRecord,
+        report: TrialReport,
+        *,
+        optuna_number: int | None = None,
+        trace: Trace | None = None,
     ) -> TrialRecord:
-        """Store what became of a running trial, whole or not at all; it never changes again."""
+        """Store what became of a running trial, whole or not at all; it never changes again.
+
+        ``trace``: of the trial that later ones are compared with (``reference``).
+        """
         if report.plan != trial.plan:
             raise StorageError(
                 f"{_name(trial)} runs {trial.plan}; a report on {report.plan} cannot finish it"
@@ -254,6 +262,7 @@ class Store:
         with self._write() as session:
             row = self._running_trial(session, trial, State.FINISHED)
             convert.write_report(row, report)
+            row.trace = None if trace is None else convert.to_json(trace)
             if optuna_number is not None:
                 row.optuna_number = optuna_number
             if row.purpose == Purpose.SEARCH:
@@ -292,6 +301,22 @@ class Store:
             query = query.filter_by(purpose=purpose)
         with self._read() as session:
             return tuple(convert.trial_record(row) for row in session.scalars(query))
+
+    def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
+        """Return the study's first trial that was finished with a trace, and the trace."""
+        query = (
+            select(Trial)
+            .filter_by(study_id=study.id)
+            .where(Trial.trace.is_not(None))
+            .order_by(Trial.number)
+            .limit(1)
+            .options(undefer(Trial.trace))
+        )
+        with self._read() as session:
+            row = session.scalar(query)
+            if row is None or row.trace is None:
+                return None
+            return convert.trial_record(row), convert.from_json(row.trace, Trace)
 
     def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
         """Note which trial of Optuna's mirrors this one; allowed in any state."""

@@ -36,6 +36,7 @@ from autofit.worker.records import (
     PlanStarted,
     Raised,
     Shortage,
+    Traced,
     TrialReport,
     Uncontained,
     Verdict,
@@ -199,7 +200,7 @@ class _Account:
             case Shortage():
                 self._shortage = event.out_of_memory
                 yield event
-            case Learned() | Uncontained():
+            case Learned() | Traced() | Uncontained():
                 yield event
             case PlanEnded():
                 self._reported.add(event.report.index)

@@ -99,6 +99,45 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """What one optimizer step did, as sketches: see ``worker/harness/sketch.py``.
+
+    A sketch is a text, the base64 of ``Trace.buckets`` little-endian float32 sums for each row.
+    """
+
+    losses: tuple[float, ...] = ()
+    """Of each backward pass the script started in the step."""
+    inputs: str = ""
+    """Of the tensors given to the first root, in one row; empty where it was given none."""
+    gradients: str = ""
+    """As the optimizers were given them; empty in a step without any."""
+    changes: str = ""
+    """Of the parameters, over the step."""
+    drew: bool = False
+    """A root drew random numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The first optimizer steps of a launch, small enough to be kept and compared.
+
+    One row a parameter, in the optimizers' order; neighbours share one where there are very many.
+    """
+
+    names: tuple[str, ...]
+    """Of the rows."""
+    sizes: tuple[int, ...]
+    """Elements in each row."""
+    rounding: tuple[float, ...]
+    """Norm of one rounding error in each element of a row."""
+    buckets: int
+    """Sums a row."""
+    start: str
+    """Sketch of the parameters before the first step."""
+    steps: tuple[TracedStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
     """What became of one plan of a launch."""
 
@@ -163,6 +202,13 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What the first steps of the launch did, under its first plan."""
+
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEnded:
     """The child is done with the plan at ``index``."""
 
@@ -202,7 +248,17 @@ class Uncontained:
     """What the script writes to disk is really written: the system allows no overlay."""
 
 
-Event = Uncontained | Learned | PlanStarted | Measured | Shortage | PlanEnded | Raised | Finished
+Event = (
+    Uncontained
+    | Learned
+    | PlanStarted
+    | Measured
+    | Traced
+    | Shortage
+    | PlanEnded
+    | Raised
+    | Finished
+)
 """What the child sends."""
 
 
@@ -255,5 +311,5 @@ class LaunchEnded:
     """The kernel ended it for want of memory."""
 
 
-LaunchEvent = Uncontained | Learned | Measured | Shortage | TrialReport | LaunchEnded
+LaunchEvent = Uncontained | Learned | Measured | Traced | Shortage | TrialReport | LaunchEnded
 """What a launch yields to the controller, in order, ``LaunchEnded`` last."""

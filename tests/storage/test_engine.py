@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
@@ -40,6 +41,25 @@ def test_an_empty_store_is_migrated_to_the_newest_revision(store: Store, path: P
     config.set_main_option("script_location", engine.migrations_folder())
     assert ScriptDirectory.from_config(config).get_current_head() == engine.HEAD
     assert tables(path) == OURS
+
+
+def test_a_store_of_an_older_version_keeps_what_it_holds(
+    store: Store, path: Path, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    kept = store.finish(trial, report(plan))
+    store.close()
+    config = Config()
+    config.set_main_option("script_location", engine.migrations_folder())
+    opened = engine.open_engine(engine.parse(str(path)))
+    with opened.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0001")
+        assert engine.revision(connection) == "0001"
+    opened.dispose()
+    with Store(str(path)) as again:
+        assert again.trials(study) == (kept,)
+        assert again.reference(study) is None
 
 
 def test_the_migrations_make_what_the_models_say(store: Store) -> None:

@@ -14,7 +14,7 @@ from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, StudyKey, StudyRecord, script_path
 from autofit.strategies import Facts, Hardware
-from autofit.worker.records import Script, TrialReport, Verdict
+from autofit.worker.records import Script, Trace, TracedStep, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -190,6 +190,29 @@ def test_losses_that_are_no_numbers_come_back(
     assert measurement is not None
     assert measurement.losses[:2] == (math.inf, -math.inf)
     assert math.isnan(measurement.losses[2])
+
+
+def test_the_first_trial_with_a_trace_is_the_reference(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    trace = Trace(
+        names=("weight", "bias"),
+        sizes=(12, 3),
+        rounding=(1e-7, math.inf),
+        buckets=8,
+        start="AAAA",
+        steps=(TracedStep(losses=(2.5, math.nan), inputs="BBBB", drew=True), TracedStep()),
+    )
+    plans = [plan, plan.replace(micro_batch="auto"), Plan()]
+    trials = store.add_trials(study, plans, launch=0, owner=Owner.current())
+    assert store.reference(study) is None
+    store.finish(trials[0], report(plans[0]))
+    store.finish(trials[2], report(plans[2]), trace=dataclasses.replace(trace, names=()))
+    kept = store.finish(trials[1], report(plans[1]), trace=trace)
+    found = store.reference(study)
+    assert found is not None
+    assert found[0] == kept
+    assert repr(found[1]) == repr(trace)  # NaN is not equal to itself
 
 
 def test_stray_bytes_in_a_traceback_do_not_lose_the_trial(
