@@ -1,30 +1,37 @@
-"""``autofit run``: the real training under the best plan, in the foreground."""
+"""``autofit run``: the real training under the best plan, in the foreground, kept alive."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, Pipe
-from types import FrameType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autofit.exceptions import StorageError
+from autofit.foreground import Foreground, started
 from autofit.plan import Plan
 from autofit.results import best
-from autofit.storage import Store
+from autofit.retreat import Ground
+from autofit.storage import State, Store, StudyRecord
+from autofit.strategies import Facts, Fidelity
+from autofit.supervisor import ATTEMPT, Ended, supervise
 from autofit.units import format_size
-from autofit.worker import meter
-from autofit.worker.child import CONTROL_FD, EVENTS_FD, python
-from autofit.worker.launcher import HARNESS
+from autofit.worker import meter, oom
 from autofit.worker.records import (
     ChildSpec,
     LaunchRequest,
+    Learned,
     OutOfMemory,
+    Raised,
+    Saved,
     Script,
     Shortage,
 )
+
+HELD = "held"
+"""Kind of the event that keeps the plan under which a run came to its end after all."""
+
+Say = Callable[[str], None]
 
 
 def run(
@@ -33,117 +40,168 @@ def run(
     plan: Plan | None = None,
     storage: str,
     memory: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    resume: str | None = None,
+    say: Say = lambda line: None,
 ) -> int:
     """Run ``script`` to its end; return its exit code, 128 + N where signal N ended it.
 
-    ``plan``: the stored best when not given. ``memory``: bytes the run is held to on the device;
-    the search's own when that was asked for. Raises ``UsageError`` when no plan is stored.
+    ``plan``: the stored best when not given, or the leaner one that held when it was last run.
+    ``memory``: bytes the run is held to on the device; the search's own when that was asked for.
+    ``resume``: what to add to the arguments when it is started again after it died for want of
+    memory, see ``supervisor``. Raises ``UsageError`` when no plan is stored.
     """
-    study = None
+    device = meter.default_device()
+    ground = Ground(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
+    diary = _Diary(storage)
     if plan is None:
         result, which = best(storage, script)
-        plan, study = result.plan, result.study
-        memory = memory or _asked(storage, study)
+        diary = _Diary(storage, result.study)
+        study, trials = diary.study()
+        plan, memory = result.plan, memory or study.key.memory
         say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
-    device = meter.default_device()
-    spec = ChildSpec(
-        mode="run",
-        request=LaunchRequest(
-            script=script, plans=(plan,), device=device, budget=memory or 0, timeout=float("inf")
-        ),
-    )
-    environment = {**os.environ, **plan.environment}
+        if (held := diary.held(study)) is not None and held != plan:
+            say(f"{held} in its place: it held when the script was last run")
+            plan = held
+        ground = replace(
+            ground,
+            allow=Fidelity[study.key.allow.upper()],
+            facts=study.facts or Facts(),
+            trials=trials,
+            budget=study.budget,
+        )
+    environment = dict(os.environ)
     if memory is not None:
         environment |= meter.environment(device, memory, environment)
-    with _started(spec, environment) as (process, events):
-        for shortage in _shortages(events):
-            say(_rescued(shortage))
-            _keep(storage, study, shortage)
-        code = process.wait()
+    attempts = _Attempts(script, device, memory or 0, environment, resume is not None, diary, say)
+    code, last, attempt = supervise(attempts.start, plan, ground, resume=resume, say=say)
+    if attempt > 1 and code == 0:
+        diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
     return code if code >= 0 else 128 - code
 
 
-@contextmanager
-def _started(
-    spec: ChildSpec, environment: Mapping[str, str]
-) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    """Start the child in this process group, so that the terminal's Ctrl-C is its own affair."""
-    events, theirs = Pipe(duplex=False)
-    their_control, control = Pipe(duplex=False)
-    fds = (theirs.fileno(), their_control.fileno())
-    variables = {EVENTS_FD: str(fds[0]), CONTROL_FD: str(fds[1])}
-    process = subprocess.Popen(
-        python(HARNESS),
-        cwd=spec.request.script.cwd,
-        env={**environment, **variables},
-        pass_fds=fds,
-    )
-    theirs.close()
-    their_control.close()
-    with events, control, _passing_signals(process):
-        control.send(spec)
-        try:
-            yield process, events
-        finally:
-            process.wait()
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """Runs the script, once an attempt."""
 
+    script: Script
+    device: str
+    budget: int
+    environment: Mapping[str, str]
+    resumes: bool
+    diary: _Diary
+    say: Say
 
-@contextmanager
-def _passing_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Wait for the script through Ctrl-C, which it gets itself; pass SIGTERM and SIGHUP on."""
+    def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
+        """Run it under ``plan`` to its end; implements ``supervisor.Start``."""
+        script = replace(self.script, args=(*self.script.args, *more))
+        request = LaunchRequest(
+            script=script,
+            plans=(plan,),
+            device=self.device,
+            budget=self.budget,
+            timeout=float("inf"),
+        )
+        spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
+        environment = {**self.environment, **plan.environment, ATTEMPT: str(attempt)}
+        kills = oom.oom_kills()
+        with started(spec, environment) as running:
+            heard = self._hear(running)
+            code = running.process.wait()
+        shortage = None
+        if code and not running.signals:
+            shortage = self._why(code, heard.raised, oom.oom_kills() - kills)
+        return Ended(
+            code=code, shortage=shortage, facts=heard.facts, checkpoints=tuple(heard.saved)
+        )
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+    def _hear(self, running: Foreground) -> _Heard:
+        """Tell and keep what happens meanwhile."""
+        heard = _Heard()
+        for event in running.events():
+            match event:
+                case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
+                    self.say(f"{_words(found)}; smaller from here on")
+                    self.diary.short_of_memory(found, fatal=False)
+                case Learned():
+                    heard.facts = event.facts
+                case Saved():
+                    heard.saved.append(event.path)
+                case Raised():
+                    heard.raised = event
+        return heard
 
-    handlers: dict[int, Callable[[int, FrameType | None], None] | signal.Handlers] = {
-        signal.SIGINT: signal.SIG_IGN,
-        signal.SIGTERM: forward,
-        signal.SIGHUP: forward,
-    }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _shortages(events: Connection) -> Iterator[OutOfMemory]:
-    while True:
-        try:
-            event = events.recv()
-        except EOFError:
-            return
-        if isinstance(event, Shortage):
-            yield event.out_of_memory
-
-
-def _rescued(shortage: OutOfMemory) -> str:
-    asked = f", {format_size(shortage.requested)} asked" if shortage.requested else ""
-    size = f" with {shortage.micro_batch} samples at a time" if shortage.micro_batch else ""
-    goes_on = "; smaller from here on" if (shortage.micro_batch or 0) > 1 else ""
-    return f"out of memory in {shortage.phase}{size}{asked}{goes_on}"
-
-
-def _asked(storage: str, study: str) -> int | None:
-    with Store(storage, create=False) as store:
-        return store.study(study).key.memory
-
-
-def _keep(storage: str, study: str | None, shortage: OutOfMemory) -> None:
-    """Store a rescue; a run that goes on matters more than a store that cannot be written."""
-    try:
-        with Store(storage, create=False) as store:
-            store.record_event(
-                "out_of_memory",
-                {
-                    "phase": shortage.phase,
-                    "message": shortage.message,
-                    "requested": shortage.requested,
-                    "micro_batch": shortage.micro_batch,
-                },
-                study=store.study(study) if study else None,
+    def _why(self, code: int, raised: Raised | None, kills: int) -> str | None:
+        """Return where a process that failed ran out of memory; ``None`` if it did not."""
+        if raised is None:
+            found = oom.classify_exit(code, oom_kills=kills)
+            if found.kind is not oom.Kind.OOM:
+                return None
+            shortage = OutOfMemory(phase="the process", message=found.message)
+        elif raised.starved(kills):
+            shortage = OutOfMemory(
+                phase=raised.phase, message=raised.message, requested=raised.requested
             )
-    except StorageError:
-        return
+        else:
+            return None
+        self.diary.short_of_memory(shortage, fatal=True)
+        return _words(shortage) if raised else shortage.message
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What one process told."""
+
+    raised: Raised | None = None
+    facts: Facts | None = None
+    saved: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Diary:
+    """What a run keeps in the store; training matters more than a store that cannot be written."""
+
+    storage: str
+    study_id: str | None = None
+
+    def study(self) -> tuple[StudyRecord, tuple[Any, ...]]:
+        """Return the study the plan comes from, and its finished trials."""
+        assert self.study_id is not None
+        with Store(self.storage, create=False) as store:
+            study = store.study(self.study_id)
+            return study, store.trials(study, state=State.FINISHED)
+
+    def held(self, study: StudyRecord) -> Plan | None:
+        """Return the plan that held when the script was run since its last search."""
+        with Store(self.storage, create=False) as store:
+            events = store.events(HELD, study=study)
+        if not events or events[-1].created < study.opened:
+            return None
+        return Plan.of(events[-1].payload["plan"])
+
+    def short_of_memory(self, found: OutOfMemory, *, fatal: bool) -> None:
+        """Keep where memory ran out, and whether the process died of it."""
+        self.keep(
+            "out_of_memory",
+            {
+                "phase": found.phase,
+                "message": found.message,
+                "requested": found.requested,
+                "micro_batch": found.micro_batch,
+                "fatal": fatal,
+            },
+        )
+
+    def keep(self, kind: str, payload: Mapping[str, Any]) -> None:
+        """Store an event."""
+        try:
+            with Store(self.storage, create=False) as store:
+                study = store.study(self.study_id) if self.study_id else None
+                store.record_event(kind, payload, study=study)
+        except StorageError:
+            return
+
+
+def _words(shortage: OutOfMemory) -> str:
+    size = f" with {shortage.micro_batch} samples at a time" if shortage.micro_batch else ""
+    asked = f", {format_size(shortage.requested)} asked" if shortage.requested else ""
+    return f"out of memory in {shortage.phase}{size}{asked}"

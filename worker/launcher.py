@@ -230,9 +230,8 @@ class _Account:
                 yield self._failed(str(end), end.output)
 
     def _raised(self, raised: Raised, end: _End) -> TrialReport:
-        certain = raised.corroborated or end.oom_kills > 0
         reason = raised.message.partition("\n")[0]
-        if raised.kind == "oom" or (raised.kind == "suspect" and certain):
+        if raised.starved(end.oom_kills):
             shortage = OutOfMemory(phase=raised.phase, message=reason, requested=raised.requested)
             return self._starved(shortage)
         return self._failed(reason, raised.traceback, blamed=raised.blamed)

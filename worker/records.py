@@ -232,6 +232,11 @@ class Raised:
     steps: int = 0
     """Optimizer steps taken."""
 
+    def starved(self, kernel_kills: int = 0) -> bool:
+        """Return whether it is one of memory; a suspect that the kernel killed for is believed."""
+        certain = self.corroborated or kernel_kills > 0
+        return self.kind == "oom" or (self.kind == "suspect" and certain)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
@@ -248,8 +253,17 @@ class Uncontained:
     """What the script writes to disk is really written: the system allows no overlay."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The script has written a checkpoint."""
+
+    path: str
+    """Absolute."""
+
+
 Event = (
-    Uncontained
+    Saved
+    | Uncontained
     | Learned
     | PlanStarted
     | Measured
@@ -292,6 +306,8 @@ class ChildSpec:
     request: LaunchRequest
     mode: str = "trial"
     """``"trial"``: measure the plans, report, stop. ``"run"``: train under the first plan."""
+    report_saves: bool = False
+    """Say which checkpoints the script writes."""
     scratch: str | None = None
     """An empty folder for what the script writes to disk; ``None`` to let it write."""
 

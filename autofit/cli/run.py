@@ -22,12 +22,20 @@ from autofit.export.load import load_plan
 @click.option(
     "--memory", metavar="SIZE", callback=types.size, help="Hold the run to so much, such as 24GiB."
 )
+@click.option(
+    "--resume-arg",
+    "resume",
+    metavar="ARGS",
+    help="Arguments that let SCRIPT resume when it is started again after it ran out of memory,"
+    ' such as "--resume {checkpoint}"; {folder} is the checkpoint\'s folder.',
+)
 @click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
 def command(
     script: str | None,
     module: str | None,
     plan: str | None,
     memory: int | None,
+    resume: str | None,
     storage: str | None,
 ) -> int:
     """Run SCRIPT to its end under the best plan; exits with the script's own code."""
@@ -41,6 +49,7 @@ def command(
         plan=given,
         storage=types.url_of(storage),
         memory=memory,
+        resume=resume,
         say=_say,
     )
 

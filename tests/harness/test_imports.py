@@ -65,3 +65,13 @@ def test_acts_at_once_when_it_is_there(module: Path) -> None:
     seen: list[int] = []
     after_import(NAME, lambda: seen.append(1))
     assert seen == [1]
+
+
+def test_two_may_wait_for_the_same_module(module: Path) -> None:
+    seen: list[str] = []
+    before = list(sys.meta_path)
+    after_import(NAME, lambda: seen.append("one"))
+    after_import(NAME, lambda: seen.append("other"))
+    importlib.import_module(NAME)
+    assert seen == ["one", "other"]
+    assert sys.meta_path == before

@@ -17,6 +17,7 @@ from autofit.plan import Plan
 from autofit.worker import oom
 from autofit.worker.harness import imports, program
 from autofit.worker.harness.reporter import Reporter
+from autofit.worker.harness.saves import Saves
 from autofit.worker.meter import Meter
 from autofit.worker.records import (
     ChildSpec,
@@ -44,6 +45,8 @@ class Conduct:
 
     def wait_for_torch(self) -> None:
         """Start the session as soon as the script has imported torch."""
+        if self._spec.report_saves:
+            Saves(self._reporter).attach()
         imports.after_import("torch", self._start)
 
     def ended(self) -> None:

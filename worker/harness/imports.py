@@ -15,11 +15,16 @@ from types import ModuleType
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
-    """Call ``action`` once the top-level module ``name`` is imported; at once if it is already."""
+    """Call ``action`` once the module ``name`` is imported; at once if it is already."""
     if name in sys.modules:
         action()
-    else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        return
+    waiting = (each for each in sys.meta_path if isinstance(each, _Finder) and each.name == name)
+    finder = next(waiting, None)
+    if finder is None:
+        finder = _Finder(name)
+        sys.meta_path.insert(0, finder)
+    finder.actions.append(action)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -29,15 +34,15 @@ class _Finder(importlib.abc.MetaPathFinder):
     (``importlib.util.find_spec``) long before they import it.
     """
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name = name
-        self._action = action
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.actions: list[Callable[[], None]] = []
         self._looking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name or self._looking:
+        if name != self.name or self._looking:
             return None
         self._looking = True
         try:
@@ -51,7 +56,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _imported(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            self._action()
+            for action in self.actions:
+                action()
 
 
 def _act_after(loader: importlib.abc.Loader, action: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
 from autofit.worker.meter import Meter
-from autofit.worker.records import OutOfMemory, Shortage
+from autofit.worker.records import Learned, OutOfMemory, Shortage
 
 
 class RealRun(Session):
@@ -37,6 +37,10 @@ class RealRun(Session):
     def shortage(self, found: OutOfMemory) -> None:
         """Tell the parent, which tells the user and the store."""
         self._reporter.send(Shortage(index=0, out_of_memory=found))
+
+    def learned(self) -> None:
+        """Tell the parent, which needs it to find a leaner plan."""
+        self._reporter.send(Learned(facts=self.facts))
 
     def boundary(self) -> None:
         """After the first step the device holds all that libraries load: let the cap follow."""

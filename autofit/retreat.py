@@ -1,0 +1,72 @@
+"""Where a real run goes when it has died for want of memory: one rung leaner, the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autofit import strategies
+from autofit.ladder import ORDERED
+from autofit.plan import Plan
+from autofit.results import ranked
+from autofit.storage import TrialRecord
+from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
+
+LESS = 0.95
+"""A measured plan is a rung only where its peak was below this share of the present plan's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What the next rung is chosen from."""
+
+    hardware: Hardware
+    allow: Fidelity
+    facts: Facts = field(default_factory=Facts)
+    """Of the script, as far as known."""
+    trials: Sequence[TrialRecord] = ()
+    """Of the study the plan comes from; none where the plan was given."""
+    budget: int = 0
+    """Bytes the study searched within."""
+
+
+def next_rung(plan: Plan, ground: Ground, tried: Iterable[Plan] = ()) -> Plan | None:
+    """Return the plan to go on with after ``plan`` ran out of memory; ``None`` at the last.
+
+    What the search has measured comes first, the fastest that needed less; then what it has not:
+    half the samples at a time, and the next level of what trades speed for activations.
+    """
+    seen = {plan, *tried}
+    rungs = (*_measured(plan, ground), *_derived(plan, ground))
+    return next((rung for rung in rungs if rung not in seen), None)
+
+
+def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
+    plans = {
+        trial.report.best or trial.plan: trial.measurement.peak_device
+        for trial in ranked(ground.trials, ground.budget)
+        if trial.report is not None and trial.measurement is not None
+    }
+    if plan in plans:
+        yield from (each for each, peak in plans.items() if peak < LESS * plans[plan])
+
+
+def _derived(plan: Plan, ground: Ground) -> Iterator[Plan]:
+    split = strategies.get("micro_batch")
+    size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+    if size is not None and size > 1 and _allowed("micro_batch", str(size // 2), ground):
+        yield plan.replace(**{split.name: str(-(-size // 2))})
+    for name in ORDERED:
+        levels = [level.name for level in strategies.get(name).levels]
+        for level in levels[levels.index(plan[name]) + 1 :]:
+            if _allowed(name, level, ground):
+                yield plan.replace(**{name: level})
+
+
+def _allowed(name: str, level: str, ground: Ground) -> bool:
+    strategy = strategies.get(name)
+    return (
+        strategy.fidelity(level, ground.facts) <= ground.allow
+        and strategy.unavailable(level, ground.hardware) is None
+        and strategy.inapplicable(level, ground.facts) is None
+    )

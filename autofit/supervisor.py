@@ -1,0 +1,92 @@
+"""Keeps a real run alive: what dies for want of memory is started again, one rung leaner.
+
+Nothing else is started again: a bug, a refusal, Ctrl-C and a signal passed on end the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from autofit.plan import Plan
+from autofit.retreat import Ground, next_rung
+from autofit.strategies import Facts
+
+ATTEMPT = "AUTOFIT_ATTEMPT"
+"""Tells the script how often it has been started: 1, 2, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How one process of a run ended."""
+
+    code: int
+    """As ``subprocess`` has it: negative for a signal."""
+    shortage: str | None
+    """Where it ran out of memory, in words; ``None`` where it died of something else, or lived."""
+    facts: Facts | None = None
+    """What was learned of the script."""
+    checkpoints: tuple[str, ...] = ()
+    """What it saved, absolute paths, the newest last."""
+
+
+class Start(Protocol):
+    """Runs the script once, to its end."""
+
+    def __call__(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
+        """Run it for the ``attempt``-th time, with some ``more`` arguments."""
+
+
+def supervise(
+    start: Start,
+    plan: Plan,
+    ground: Ground,
+    *,
+    resume: str | None,
+    say: Callable[[str], None],
+) -> tuple[int, Plan, int]:
+    """Run until it does not die of memory; return the last exit code, its plan, the attempts.
+
+    ``resume``: arguments that make the script resume, such as ``--resume {checkpoint}``. Where no
+    leaner plan is left it is started again under the same plan as long as each attempt saves a
+    checkpoint to resume from: what leaks gets on that way.
+    """
+    tried: list[Plan] = []
+    saved: list[str] = []
+    more: tuple[str, ...] = ()
+    attempt = 1
+    while True:
+        ended = start(attempt, plan, more)
+        if ended.shortage is None:
+            return ended.code, plan, attempt
+        ground = replace(ground, facts=ended.facts or ground.facts)
+        tried.append(plan)
+        rung = next_rung(plan, ground, tried)
+        if rung is None and not (resume and newest(ended.checkpoints)):
+            say(f"{ended.shortage}; no plan is leaner than {plan}")
+            return ended.code, plan, attempt
+        saved += ended.checkpoints
+        checkpoint = newest(saved) if resume else None
+        more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
+        plan = rung or plan
+        attempt += 1
+        where = f"from {checkpoint}" if checkpoint else "from the beginning"
+        say(f"{ended.shortage}; attempt {attempt} starts {where}, under {plan}")
+
+
+def newest(checkpoints: Sequence[str]) -> str | None:
+    """Return the checkpoint saved last that is still there and not empty."""
+    there = (path for path in reversed(checkpoints) if os.path.isfile(path))
+    return next((path for path in there if os.path.getsize(path)), None)
+
+
+def resume_arguments(template: str, checkpoint: str) -> tuple[str, ...]:
+    """Return the arguments of ``template``, with the checkpoint and its folder filled in."""
+    values = {"{checkpoint}": checkpoint, "{folder}": os.path.dirname(checkpoint)}
+    arguments = shlex.split(template)
+    for name, value in values.items():
+        arguments = [argument.replace(name, value) for argument in arguments]
+    return tuple(arguments)
