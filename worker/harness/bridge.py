@@ -43,6 +43,9 @@ class Owner(Protocol):
         Re-raises an error that is no shortage.
         """
 
+    def came_back(self) -> None:
+        """Notice that a call's backward is done."""
+
     def mark(self) -> object:
         """What must be the same in forward and backward: the root's mode, its weights."""
 
@@ -65,7 +68,9 @@ class Bridge(torch.autograd.Function):
         if torch.is_grad_enabled():
             reason = "the script differentiates gradients (create_graph) through the model"
             raise Refused(reason, "micro_batch")
-        return (None, None, *ctx.call.back(cotangents, lambda: ctx.saved_tensors))
+        gradients = ctx.call.back(cotangents, lambda: ctx.saved_tensors)
+        ctx.call.owner.came_back()
+        return (None, None, *gradients)
 
 
 @dataclass

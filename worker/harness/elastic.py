@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.bridge import Call
+from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.seams import Seams
 
@@ -49,6 +50,7 @@ class Elastic:
         *,
         find_layout: Callable[[Batch], Layout],
         on_shortage: OnShortage,
+        ranks: Ranks | None = None,
     ) -> None:
         self.seams = seams
         self.micro_batch = micro_batch
@@ -56,12 +58,13 @@ class Elastic:
         self.parameters: list[nn.Parameter] = []
         """Those that need gradients now; the script may freeze and thaw some."""
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.one_at_a_time = True
+        self.one_at_a_time = ranks is None or not ranks.finds_unused
         self.accumulated: set[int] = set()
         """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
         self._on_shortage = on_shortage
+        self._ranks = ranks
         self._hooks: list[RemovableHandle] = []
         self._look_again()
 
@@ -82,17 +85,28 @@ class Elastic:
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         self.accumulated.add(id(parameter))
+        if self._ranks is not None:
+            self._ranks.arrived(parameter)
 
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the root's call in chunks; outputs and gradients are those of the whole."""
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return self._around(lambda: forward(*args, **kwargs))
         self._look_again()
         if self._listened():
             reason = "a hook of the script on the parameters would see the gradient of each part"
             raise Refused(reason, "micro_batch")
         batch = Batch.of(args, kwargs)
-        return Call(self, forward, batch, self._layout(batch))()
+        layout = self._layout(batch)
+        return self._around(lambda: Call(self, forward, batch, layout)())
+
+    def _around(self, run: Callable[[], Any]) -> Any:
+        return run() if self._ranks is None else self._ranks.forward(run)
+
+    def came_back(self) -> None:
+        """Notice that a call's backward is done."""
+        if self._ranks is not None:
+            self._ranks.came_back()
 
     def _layout(self, batch: Batch) -> Layout:
         layout = self._find_layout(batch)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import TreeSpec
 
@@ -14,6 +15,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import Forward, Undo, Wrapper
 from autofit.strategies.facts import RootFacts
+from autofit.worker.harness import ddp
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.facts import unwrapped
 from autofit.worker.harness.joining import Batch, Layout
@@ -37,10 +39,14 @@ class HarnessRoot:
         self.plan = Plan()
         self.elastic: Elastic | None = None
         self._layouts: dict[tuple[TreeSpec, bool], Layout | Refused] = {}
-        self.plain: Forward = calls.plain(module)
+        self.own_call: Forward = calls.plain(module)
         """The root's own call, inside nothing of ours."""
-        self.forward: Forward = self.plain
+        self._call = self.own_call
         """The same inside the forward wrappers of the plan; still the whole batch."""
+        self.plain: Forward = self._inner_call(module)
+        """The model's own call: ``own_call`` without ``DistributedDataParallel`` around it."""
+        self.forward: Forward = self.plain
+        """The same inside the forward wrappers of the plan."""
 
     @property
     def outer(self) -> nn.Module:
@@ -57,7 +63,9 @@ class HarnessRoot:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run the root as the plan has it."""
         if self.elastic is None:
-            return self.forward(*args, **kwargs)
+            return self._call(*args, **kwargs)
+        if isinstance(wrapper := self.outer, DistributedDataParallel):
+            args, kwargs = ddp.moved(wrapper, args, kwargs)
         return self.elastic(self.forward, args, kwargs)
 
     def apply(self, plan: Plan) -> None:
@@ -104,14 +112,15 @@ class HarnessRoot:
 
     def split(self, micro_batch: int) -> Undo:
         """Run each call in chunks of at most ``micro_batch`` samples."""
-        if isinstance(self.outer, nn.parallel.DistributedDataParallel):
-            raise Refused("a batch under DistributedDataParallel is not split yet")
+        outer = self.outer
+        ddp.refuse_what_cannot_be_split(outer)
         self.elastic = Elastic(
-            self.outer,
+            outer,
             self._seams,
             micro_batch,
             find_layout=self.layout,
             on_shortage=self._on_shortage,
+            ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
         )
 
         def undo() -> None:
@@ -136,7 +145,9 @@ class HarnessRoot:
         key = (batch.spec, self.module.training)
         if key not in self._layouts:
             try:
-                self._layouts[key] = find_layout(self.module, self.plain, batch)
+                ddp.refuse_what_cannot_be_split(self.outer)
+                with ddp.refuse_communication():
+                    self._layouts[key] = find_layout(self.module, self.plain, batch)
             except Refused as refusal:
                 self._layouts[key] = refusal
         found = self._layouts[key]
@@ -145,7 +156,20 @@ class HarnessRoot:
         return found
 
     def _compose(self) -> None:
-        forward = self.plain
+        self.forward, self._call = self.plain, self.own_call
         for wrapper in self._wrappers:
-            forward = wrapper(forward)
-        self.forward = forward
+            self.forward, self._call = wrapper(self.forward), wrapper(self._call)
+
+    def _inner_call(self, outer: nn.Module) -> Forward:
+        if not isinstance(outer, DistributedDataParallel):
+            return self.own_call
+        forward = self._calls.plain(outer.module)
+        if not outer.device_ids:
+            return forward
+
+        def on_its_device(*args: Any, **kwargs: Any) -> Any:
+            assert isinstance(self.outer, DistributedDataParallel)
+            args, kwargs = ddp.moved(self.outer, args, kwargs)
+            return forward(*args, **kwargs)
+
+        return on_its_device

@@ -150,7 +150,7 @@ class Session:
 
     def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if self.seams.inside:
-            return root.plain(*args, **kwargs)
+            return root.own_call(*args, **kwargs)
         if not torch.is_grad_enabled():
             return root.call(args, kwargs)
         self.phase = "forward"
