@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.body(x))  # type: ignore[no-any-return]
+        return x + torch.tanh(self.body(x))
 
 
 class Scorer(nn.Module):
@@ -152,7 +152,7 @@ def train(model: Any, step: Callable[[Any, Tensor, Tensor], Tensor], none: bool 
     for x, y in batches():
         optimizer.zero_grad(set_to_none=none)
         loss = step(model, x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.detach().clone())
     return [*left(model), *losses]
@@ -175,7 +175,7 @@ def gradients_in_buckets() -> Left:
 
 
 def gradients_zeroed_in_place() -> Left:
-    wrapper = DDP(seeded(Losing), gradient_as_bucket_view=True, bucket_cap_mb=0.0005)  # type: ignore[arg-type]
+    wrapper = DDP(seeded(Losing), gradient_as_bucket_view=True, bucket_cap_mb=0.0005)
     return train(wrapper, lambda model, x, y: model(x, y), none=False)
 
 
@@ -187,7 +187,8 @@ def comm_hook() -> Left:
 
 def weight_penalty_outside() -> Left:
     def step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        return outside(model, x, y) + sum(p.square().sum() for p in model.parameters())
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        return outside(model, x, y) + penalty
 
     return train(DDP(seeded(Scorer)), step)
 
@@ -197,7 +198,7 @@ def _accumulating(model: Any, step: Callable[[Any, Tensor, Tensor], Tensor]) -> 
     for index, (x, y) in enumerate(batches(2 * STEPS)):
         last = index % 2 == 1
         with nullcontext() if last else model.no_sync():
-            (step(model, x, y) / 2).backward()  # type: ignore[no-untyped-call]
+            (step(model, x, y) / 2).backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -251,7 +252,8 @@ def buffers() -> Left:
 
 def two_calls_one_backward() -> Left:
     def step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        return outside(model, x, y) + model(x * 2).square().mean()
+        second: Tensor = model(x * 2).square().mean()
+        return outside(model, x, y) + second
 
     return train(DDP(seeded(Scorer)), step)
 
@@ -280,7 +282,7 @@ def uneven_inputs() -> Left:
     with Join([model]):
         for x, y in list(batches())[: 4 + RANK]:
             optimizer.zero_grad()
-            outside(model, x, y).backward()  # type: ignore[no-untyped-call]
+            outside(model, x, y).backward()
             optimizer.step()
     return left(model)
 
@@ -324,7 +326,7 @@ def sharded() -> Left:
     model = seeded(Scorer)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     x, y = next(batches())
-    outside(model, x, y).backward()  # type: ignore[no-untyped-call]
+    outside(model, x, y).backward()
     return []
 
 
@@ -363,17 +365,17 @@ def running(name: str, reports: Reports) -> Iterator[None]:
     run.start()
     hungry = name.startswith("hungry") and RANK == 1
     if hungry:
-        gauge.set_cap(gauge.current() + MEMORY)  # type: ignore[attr-defined]
+        gauge.set_cap(gauge.current() + MEMORY)
     try:
         yield
     finally:
         if hungry:
-            gauge.set_cap(None)  # type: ignore[attr-defined]
+            gauge.set_cap(None)
         run.stop()
 
 
 def apart(found: Left, expected: Left) -> float:
-    """Return the largest difference, relative for what is large; ``inf`` for one that is missing."""
+    """Return the largest difference, relative for what is large; ``inf`` where one lacks."""
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         if (one is None) != (other is None):
