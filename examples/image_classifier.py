@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from _by_hand import adamw, add_flags, autocast, prepare
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -179,6 +180,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-clip", action="store_true", help="leave the gradient's norm alone")
     parser.add_argument("--log-every", type=int, default=5, help="steps between lines")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
+    add_flags(parser)
     return parser.parse_args()
 
 
@@ -216,24 +218,30 @@ def train(arguments: argparse.Namespace) -> None:
             "the batch is larger than the data: raise --pictures or lower --batch-size"
         )
     model = VisionTransformer(preset, arguments.dropout).to(device)
+    prepare(model, model.blocks, arguments)
     steps = arguments.steps or arguments.epochs * len(training) // arguments.accumulation
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=preset.learning_rate, weight_decay=0.05)
+    optimizer = adamw(model.parameters(), arguments, lr=preset.learning_rate, weight_decay=0.05)
     scheduler = schedule(optimizer, steps)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters / 1e6:.1f} M parameters, {steps} steps, on {device}")
 
     losses = arguments.losses.open("w") if arguments.losses else None
+    precision = autocast(arguments)
     total = torch.zeros((), device=device)
     seconds = 0.0
     samples = passes = step = epoch = 0
     while step < steps:
         started = time.perf_counter()
         for pictures, labels in training:
-            scores = model(pictures.to(device, non_blocking=True))
-            loss = criterion(scores, labels.to(device, non_blocking=True)) / arguments.accumulation
-            loss.backward()
-            total += loss.detach()
+            pictures, labels = pictures.to(device, non_blocking=True), labels.to(device)
+            size = arguments.micro_batch or len(pictures)
+            for part, targets in zip(pictures.split(size), labels.split(size), strict=True):
+                with precision:
+                    loss = criterion(model(part), targets)
+                share = len(part) / len(pictures) / arguments.accumulation
+                (loss * share).backward()
+                total += loss.detach() * share
             samples += len(pictures)
             passes += 1
             if passes % arguments.accumulation:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _by_hand import add_flags
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -148,6 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=10, help="steps between lines")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
     parser.add_argument("--output-dir", type=Path, help="where the Trainer writes, if not /tmp")
+    add_flags(parser)
     return parser.parse_args()
 
 
@@ -168,6 +170,21 @@ def build_model(preset: Preset, dropout: float) -> BertForSequenceClassification
     return BertForSequenceClassification(config)
 
 
+def by_hand(arguments: argparse.Namespace, batch_size: int) -> dict[str, Any]:
+    """Return the flags of `_by_hand` as the Trainer's own arguments."""
+    passes = batch_size // arguments.micro_batch if arguments.micro_batch else 1
+    optimizers = {"fused": {"optim": "adamw_torch_fused"}, "8bit": {"optim": "adamw_bnb_8bit"}}
+    return {
+        **optimizers.get(arguments.optimizer, {}),
+        "per_device_train_batch_size": arguments.micro_batch or batch_size,
+        "gradient_accumulation_steps": passes * arguments.accumulation,
+        "bf16": arguments.precision == "bf16",
+        "tf32": arguments.precision == "tf32" or None,
+        "gradient_checkpointing": arguments.checkpointing,
+        "torch_compile": arguments.compile == "full",
+    }
+
+
 def train(arguments: argparse.Namespace, output_dir: Path) -> None:
     """Train, evaluate once, and end with the mean loss and the samples per second."""
     preset = PRESETS[arguments.preset]
@@ -182,9 +199,8 @@ def train(arguments: argparse.Namespace, output_dir: Path) -> None:
             seed=arguments.seed,
             num_train_epochs=arguments.epochs,
             max_steps=arguments.steps,
-            per_device_train_batch_size=batch_size,
+            **by_hand(arguments, batch_size),
             per_device_eval_batch_size=batch_size,
-            gradient_accumulation_steps=arguments.accumulation,
             learning_rate=preset.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=5,

@@ -13,6 +13,7 @@ Run = Callable[..., list[float]]
 CHAR_LM = ("char_lm.py", "--batch-size", "4", "--layers", "2", "--width", "64", "--heads", "2")
 IMAGES = ("image_classifier.py", "--pictures", "256", "--batch-size", "32")
 TEXTS = ("text_classifier_trainer.py", "--sentences", "640")
+DECODER = ("decoder_lm.py",)
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def mean(values: list[float]) -> float:
         pytest.param(CHAR_LM, 24, id="char_lm", marks=pytest.mark.quick),
         pytest.param(IMAGES, 24, id="image_classifier", marks=pytest.mark.quick),
         pytest.param(TEXTS, 40, id="text_classifier_trainer", marks=pytest.mark.full),
+        pytest.param(DECODER, 40, id="decoder_lm", marks=pytest.mark.full),
     ],
 )
 def test_the_loss_goes_down(losses_of: Run, example: tuple[str, ...], steps: int) -> None:
@@ -62,14 +64,16 @@ def test_the_commands_in_the_readme_run(root: Path) -> None:
     readme = (root / "examples" / "README.md").read_text()
     commands = [line for line in readme.splitlines() if line.startswith("python examples/")]
     assert {command.split()[1] for command in commands} == {
-        f"examples/{path.name}" for path in (root / "examples").glob("*.py")
+        f"examples/{path.name}" for path in (root / "examples").glob("[!_]*.py")
     }
     for command in commands:
         subprocess.run([sys.executable, *command.split()[1:]], cwd=root, check=True)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("example", [CHAR_LM, IMAGES, TEXTS], ids=lambda example: example[0])
+@pytest.mark.parametrize(
+    "example", [CHAR_LM, IMAGES, TEXTS, DECODER], ids=lambda example: example[0]
+)
 def test_the_same_seed_gives_the_same_losses(losses_of: Run, example: tuple[str, ...]) -> None:
     first = losses_of(*example, "--steps", "3")
     assert losses_of(*example, "--steps", "3") == first
@@ -91,3 +95,21 @@ def test_char_lm_does_not_depend_on_how_its_batch_is_split(losses_of: Run) -> No
     whole = losses_of(*arguments, "--batch-size", "8")
     split = losses_of(*arguments, "--batch-size", "4", "--accumulation", "2")
     assert split == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", [IMAGES, TEXTS, DECODER], ids=lambda example: example[0])
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (("--micro-batch", "4", "--checkpointing"), 1e-5),
+        (("--optimizer", "fused"), 1e-5),
+        (("--precision", "bf16"), 1e-2),
+    ],
+    ids=["micro-batch", "fused", "bf16"],
+)
+def test_tuned_by_hand_it_trains_the_same(
+    losses_of: Run, example: tuple[str, ...], flags: tuple[str, ...], tolerance: float
+) -> None:
+    plain = losses_of(*example, "--steps", "3")
+    assert losses_of(*example, "--steps", "3", *flags) == pytest.approx(plain, rel=tolerance)
