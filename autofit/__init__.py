@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autofit.controller import search
     from autofit.plan import Plan
+    from autofit.resilience import resilient
     from autofit.results import best
     from autofit.running import run
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "__version__", "best", "run", "search"]
+__all__ = ["Plan", "__version__", "best", "resilient", "run", "search"]
 
 _HOMES = {
     "Plan": "autofit.plan",
     "best": "autofit.results",
+    "resilient": "autofit.resilience",
     "run": "autofit.running",
     "search": "autofit.controller",
 }

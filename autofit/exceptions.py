@@ -8,6 +8,7 @@
     ├── NothingFits     no plan fits the budget                        (exit code 3)
     ├── StorageError    the store cannot be read or written            (exit code 1)
     ├── WorkerError     a worker, not the script, broke                (exit code 1)
+    ├── CannotRetry     starting over would not be the same training   (exit code 1)
     └── Refused         a strategy cannot keep its promise here        (a verdict, never an exit)
 
 A message says what was given, what is allowed and what to do, in one line.
@@ -49,6 +50,13 @@ class StorageError(AutofitError):
 
 class WorkerError(AutofitError):
     """A worker broke, not the script it ran."""
+
+
+class CannotRetry(AutofitError):
+    """Memory ran out where starting over in place would not be the same training.
+
+    Its ``__cause__`` is the allocator's own error.
+    """
 
 
 class Refused(AutofitError):

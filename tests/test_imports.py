@@ -96,5 +96,5 @@ def test_help_is_quick() -> None:
 
 
 def test_the_public_surface() -> None:
-    assert set(autofit.__all__) == {"Plan", "search", "best", "run", "__version__"}
+    assert set(autofit.__all__) == {"Plan", "search", "best", "resilient", "run", "__version__"}
     _run("import autofit; [getattr(autofit, name) for name in autofit.__all__]")

@@ -1,0 +1,220 @@
+"""One call of a decorated function, from its first attempt to the one that holds. Imports torch."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.exceptions import CannotRetry
+from autofit.resilience import shortage, switches
+from autofit.resilience.changes import Steps
+from autofit.resilience.checkpoint import Checkpoint, named
+from autofit.resilience.ladder import Ladder
+from autofit.resilience.memory import Memory
+from autofit.resilience.outside import Gradients
+from autofit.resilience.records import Hook, Retry, Rung
+from autofit.resilience.shapes import key_of
+from autofit.resilience.signature import Arguments, Place, inject
+from autofit.worker.harness.random_state import RandomState
+from autofit.worker.oom import Diagnosis, Kind
+
+log = logging.getLogger("autofit.resilient")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protected:
+    """A decorated function and how it is protected."""
+
+    function: Callable[..., Any]
+    name: str
+    ladder: Ladder
+    places: tuple[Place, ...]
+    memory: Memory | None
+    """``None`` when every call shall start where it was asked to."""
+    attempts: int
+    """Most attempts in a call."""
+    hooks: tuple[Hook, ...] = ()
+    checkpoint: object = None
+
+    def unprotected(self, arguments: Arguments) -> Arguments:
+        """Return what the function is given while the decorators are off."""
+        return inject(self.places, self.ladder.start(None).values, arguments)
+
+
+class Call:
+    """The attempts of one call."""
+
+    def __init__(self, protected: Protected, arguments: Arguments) -> None:
+        self.of = protected
+        self.attempt = 0
+        self._arguments = arguments
+        self._key = key_of(arguments)
+        memory = protected.memory
+        self.rung = protected.ladder.start(memory.recall(self._key) if memory else None)
+        self._random = RandomState.now()
+        self._gradients = Gradients(protected.function, arguments)
+        self._checkpoint = self._taken()
+        self._failure: tuple[Exception, Diagnosis] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.attempt += 1
+        self.steps = Steps()
+        self._witness = shortage.Witness()
+        self._started = time.perf_counter()
+
+    def _taken(self) -> Checkpoint | None:
+        if self.of.checkpoint is None:
+            return None
+        args, kwargs = self.arguments
+        given = inspect.signature(self.of.function).bind_partial(*args, **kwargs)
+        return Checkpoint(named(self.of.checkpoint, given.arguments))
+
+    @property
+    def arguments(self) -> Arguments:
+        """What the function is given in this attempt."""
+        return inject(self.of.places, self.rung.values, self._arguments)
+
+    def ran_out(self, error: Exception) -> bool:
+        """Return whether memory ran out; what else was raised is none of our business."""
+        found = shortage.diagnose(error, self._witness)
+        if found.kind is not Kind.OOM:
+            return False
+        self._failure = (error, found)
+        return True
+
+    def held(self) -> None:
+        """Remember the rung that the call ended on."""
+        if self.of.memory is not None:
+            self.of.memory.remember(self._key, dict(self.rung.kept))
+
+    def retry(self) -> None:
+        """Get ready for the next attempt, one rung leaner; raise where there can be none.
+
+        Outside any ``except``, so that nothing holds what the failed attempt has made.
+        """
+        assert self._failure is not None
+        (error, found), self._failure = self._failure, None
+        seconds = time.perf_counter() - self._started
+        shortage.give_back(error)
+        self._take_back(error)
+        rung = self._next(error)
+        del error
+        tried, self.rung = self.rung, rung
+        self._tell(self._record(tried, found, seconds))
+        self._begin()
+
+    def _take_back(self, error: Exception) -> None:
+        """Undo what the failed attempt did outside the function, or say why that cannot be."""
+        stepped = self.steps.changed()
+        clean = self._gradients.take_back()
+        if self._checkpoint is not None:
+            self._checkpoint.restore()
+        elif stepped is not None:
+            raise CannotRetry(
+                f"{self.of.name} ran out of memory after {stepped} had changed parameters made"
+                " outside it: starting over would train twice on the same data; make the model"
+                " inside the function, decorate the step alone (@autofit.resilient.step), or give"
+                " checkpoint="
+            ) from error
+        elif not clean:
+            raise CannotRetry(
+                f"{self.of.name} ran out of memory after its backward had added to gradients that"
+                " were there before: starting over would count them twice; call it with empty"
+                " gradients, or give checkpoint="
+            ) from error
+        self._random.restore()
+
+    def _next(self, error: Exception) -> Rung:
+        rung = self.of.ladder.leaner(self.rung)
+        if rung is not None and self.attempt < self.of.attempts:
+            return rung
+        why = "nothing leaner is left" if rung is None else f"{self.attempt} attempts are the limit"
+        error.add_note(f"autofit: {self.of.name} ran out of memory at {self.rung.shown}; {why}")
+        raise error
+
+    def _record(self, tried: Rung, found: Diagnosis, seconds: float) -> Retry:
+        return Retry(
+            function=self.of.name,
+            attempt=self.attempt,
+            tried=tried.shown,
+            next=self.rung.shown,
+            message=found.message,
+            requested=found.requested,
+            seconds=seconds,
+            memory=shortage.held(),
+            warning=self.rung.warning,
+        )
+
+    def _tell(self, record: Retry) -> None:
+        log.warning("%s", line(record))
+        for hook in (*switches.hooks(), *self.of.hooks):
+            hook(record)
+
+
+def line(record: Retry) -> str:
+    """Return what is logged of a retry."""
+    warning = f"; {record.warning}" if record.warning else ""
+    return (
+        f"{record.function}: out of memory at {record.tried} (attempt {record.attempt});"
+        f" tries {record.next}{warning}"
+    )
+
+
+# --- wrappers ---------------------------------------------------------------------------------
+
+
+def run(protected: Protected, arguments: Arguments) -> Any:
+    """Call the function until it holds."""
+    if not switches.active():
+        args, kwargs = protected.unprotected(arguments)
+        return protected.function(*args, **kwargs)
+    call = Call(protected, arguments)
+    while True:
+        try:
+            with call.steps:
+                result = _attempt(protected.function, *call.arguments)
+        except Exception as error:
+            if not call.ran_out(error):
+                raise
+        else:
+            call.held()
+            return result
+        call.retry()
+
+
+async def run_async(protected: Protected, arguments: Arguments) -> Any:
+    """Await the function until it holds."""
+    if not switches.active():
+        args, kwargs = protected.unprotected(arguments)
+        return await protected.function(*args, **kwargs)
+    call = Call(protected, arguments)
+    while True:
+        try:
+            with call.steps:
+                result = await _attempt_async(protected.function, *call.arguments)
+        except Exception as error:
+            if not call.ran_out(error):
+                raise
+        else:
+            call.held()
+            return result
+        call.retry()
+
+
+def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    attempted = switches.Attempted()
+    result = function(*args, **kwargs)
+    attempted.done()
+    return result
+
+
+async def _attempt_async(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    attempted = switches.Attempted()
+    result = await function(*args, **kwargs)
+    attempted.done()
+    return result

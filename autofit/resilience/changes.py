@@ -1,0 +1,117 @@
+"""What a failed call has changed outside itself: the reason not to start it again. Imports torch.
+
+Parameters are held by weak references only. Once the failed call's frames are cleared, those that
+the function had made itself are gone; what still lives came from outside, and if an optimizer has
+stepped it, starting over would train it twice on the same data.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+_Versions = list[tuple["weakref.ref[torch.Tensor]", int]]
+
+
+class _Stepped:
+    """One optimizer that began to step during the call."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
+        self.counted = type(optimizer).__module__.startswith("torch.optim")
+        """torch's own optimizers count each change; others may write through raw pointers."""
+        self.completed = False
+        self.parameters: _Versions = [(weakref.ref(p), p._version) for p in _parameters(optimizer)]
+        self.state: _Versions = [(weakref.ref(t), t._version) for t in _state_tensors(optimizer)]
+        self.fresh = [ref for ref, _ in self.parameters if ref() not in optimizer.state]
+        """Parameters without any state yet."""
+
+    def changed(self) -> bool:
+        """Return whether something that still lives was changed."""
+        alive = [(ref(), version) for ref, version in self.parameters]
+        if all(tensor is None for tensor, _ in alive):
+            return False
+        if self.completed or not self.counted:
+            return True
+        return any(_moved(each) for each in (*self.parameters, *self.state))
+
+    def undo(self) -> None:
+        """Drop the state that the interrupted step had begun to make."""
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            for parameter in (ref() for ref in self.fresh):
+                if parameter is not None:
+                    optimizer.state.pop(parameter, None)
+
+
+class Steps:
+    """Watches the optimizers of the process while a decorated function runs."""
+
+    __slots__ = ("_handles", "_seen")
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Stepped] = {}
+        self._handles: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Self:
+        self._handles = (
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._ended),
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
+        known = self._seen.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            self._seen[id(optimizer)] = _Stepped(optimizer)
+
+    def _ended(self, optimizer: Optimizer, *_: Any) -> None:
+        if (stepped := self._seen.get(id(optimizer))) is not None:
+            stepped.completed = True
+
+    def changed(self) -> str | None:
+        """Return the class of an optimizer that changed parameters from outside the call.
+
+        Ask once the call's frames are cleared. ``None`` when there is none; what an interrupted
+        first step had begun is dropped then.
+        """
+        for stepped in self._seen.values():
+            if stepped.changed():
+                return stepped.name
+        for stepped in self._seen.values():
+            stepped.undo()
+        return None
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        values = state.values() if isinstance(state, dict) else ()
+        yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _moved(pair: tuple[weakref.ref[torch.Tensor], int]) -> bool:
+    tensor = pair[0]()
+    return tensor is not None and tensor._version != pair[1]
