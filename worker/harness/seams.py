@@ -133,9 +133,14 @@ class Seams:
 
     def _grad(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.inside:
-                self.handler.grad(inputs)
-            return plain(outputs, inputs, *args, **kwargs)
+            if self.inside:
+                return plain(outputs, inputs, *args, **kwargs)
+            self.handler.grad(inputs)
+            self.inside += 1  # a block that checkpointing runs again now is no root
+            try:
+                return plain(outputs, inputs, *args, **kwargs)
+            finally:
+                self.inside -= 1
 
         return grad
 

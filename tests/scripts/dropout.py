@@ -1,0 +1,45 @@
+"""Dropout between the blocks; the seed is an argument."""
+
+import argparse
+
+import torch
+from model import Block
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="model.pt")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--steps", type=int, default=20)
+args = parser.parse_args()
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(Block(16), nn.Dropout(0.2)) for _ in range(3)]
+        self.first, self.layers, self.head = (
+            nn.Linear(8, 16),
+            nn.ModuleList(layers),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+torch.manual_seed(args.seed)
+torch.set_default_dtype(torch.float64)
+model = Noisy()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(1, args.steps + 1):
+    x = torch.randn(16, 8)
+    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 5 == 0:
+        print(f"step {step} loss {loss.item():.12f}")
+torch.save(model.state_dict(), args.out)

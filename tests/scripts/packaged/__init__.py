@@ -1,0 +1,1 @@
+"""A package that is run by `python -m packaged`."""
