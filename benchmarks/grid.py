@@ -1,0 +1,187 @@
+"""What a hand-written configuration reaches: the yardstick that searches are held against.
+
+    python benchmarks/grid.py [--work vit ...] [--only TEXT] [--out FOLDER]
+
+Each configuration is an example with the flags of ``examples/_by_hand.py``, in a process of its
+own, measured as a trial of a search measures: full optimizer steps, synchronised, the first ones
+dropped, the median; peaks of torch's allocator and of the device. Writes ``grid.json`` and
+``grid.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autofit.plan import Plan
+from autofit.study import versions
+from autofit.units import format_size
+from autofit.worker import meter
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Script, TrialReport
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+EXAMPLES = HERE.parent / "examples"
+STEPS = 15
+"""Measured in each process."""
+LAUNCH_SECONDS = 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An example at a size, and what people try on it by hand."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    flags: tuple[str, ...]
+    """One configuration each, the empty one being the script as it is."""
+
+
+WORKS = (
+    Work(
+        "vit",
+        "image_classifier.py",
+        ("--preset", "large", "--epochs", "100"),
+        (
+            "",
+            "--precision tf32",
+            "--precision bf16 --optimizer fused",
+            "--precision bf16 --optimizer fused --compile regional",
+            "--precision bf16 --optimizer fused --micro-batch 32",
+            "--precision bf16 --optimizer fused --checkpointing",
+            "--precision bf16 --optimizer 8bit --checkpointing",
+            "--precision bf16 --optimizer 8bit --checkpointing --compile regional",
+            "--precision bf16 --optimizer 8bit --checkpointing --micro-batch 16",
+        ),
+    ),
+    Work(
+        "bert",
+        "text_classifier_trainer.py",
+        ("--preset", "bert-large", "--steps", "400"),
+        (
+            "",
+            "--precision tf32",
+            "--precision bf16 --optimizer fused",
+            "--precision bf16 --optimizer fused --micro-batch 16",
+            "--precision bf16 --optimizer fused --micro-batch 8",
+            "--precision bf16 --optimizer fused --checkpointing",
+            "--precision bf16 --optimizer 8bit --checkpointing",
+        ),
+    ),
+    Work(
+        "decoder",
+        "decoder_lm.py",
+        ("--preset", "1.1b", "--steps", "200"),
+        (
+            "--precision tf32 --micro-batch 4",
+            "--precision bf16 --optimizer fused",
+            "--precision bf16 --optimizer fused --micro-batch 8",
+            "--precision bf16 --optimizer 8bit --micro-batch 4",
+            "--precision bf16 --optimizer 8bit --checkpointing --micro-batch 8",
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What one configuration reached; sizes in bytes."""
+
+    work: str
+    flags: str
+    verdict: str
+    samples_per_second: float | None = None
+    spread: float | None = None
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    peak_device: int | None = None
+    reason: str = ""
+
+
+def measure(work: Work, flags: str, *, memory: int, steps: int = STEPS) -> Figure:
+    """Run one configuration within ``memory`` bytes of the device."""
+    script = Script(
+        target=str(EXAMPLES / work.script),
+        args=(*work.arguments, *flags.split()),
+        cwd=str(HERE.parent),
+    )
+    request = LaunchRequest(
+        script=script,
+        plans=(Plan(),),
+        device=meter.default_device(),
+        budget=memory,
+        timeout=LAUNCH_SECONDS,
+        steps=steps,
+    )
+    reports = [event for event in launch(request) if isinstance(event, TrialReport)]
+    if not reports or reports[0].measurement is None:
+        verdict = str(reports[0].verdict) if reports else "not measured"
+        return Figure(work.name, flags, verdict, reason=reports[0].reason if reports else "")
+    measured = reports[0].measurement
+    return Figure(
+        work.name,
+        flags,
+        str(reports[0].verdict),
+        measured.samples_per_second,
+        measured.spread,
+        measured.peak_allocated,
+        measured.peak_reserved,
+        measured.peak_device,
+    )
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as a table in Markdown."""
+    lines = [
+        "| work | configuration | samples/s | spread | allocated | reserved | device |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in figures:
+        name = each.flags or "as it is"
+        if each.samples_per_second is None:
+            lines.append(f"| {each.work} | {name} | {each.verdict}: {each.reason} | | | | |")
+            continue
+        sizes = (each.peak_allocated, each.peak_reserved, each.peak_device)
+        shown = " | ".join(format_size(size or 0) for size in sizes)
+        spread = f"{each.spread or 0:.1%}"
+        lines.append(
+            f"| {each.work} | {name} | {each.samples_per_second:.1f} | {spread} | {shown} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure what was asked for, keep it as it comes, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", action="append", choices=[work.name for work in WORKS])
+    parser.add_argument("--only", default="", help="configurations that contain this text")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    device = meter.default_device()
+    hardware = meter.hardware(device)
+    memory = meter.free_bytes(device)
+    figures: list[Figure] = []
+    for work in WORKS:
+        if arguments.work and work.name not in arguments.work:
+            continue
+        for flags in work.flags:
+            if arguments.only not in flags:
+                continue
+            figures.append(measure(work, flags, memory=memory))
+            sys.stderr.write(table(figures[-1:]).splitlines()[-1] + "\n")
+    command = " ".join(["python benchmarks/grid.py", *sys.argv[1:]])
+    about = {"command": command, "hardware": hardware.name, "versions": dict(versions())}
+    document = {**about, "figures": [asdict(each) for each in figures]}
+    (arguments.out / "grid.json").write_text(json.dumps(document, indent=1) + "\n")
+    said = f"Written by `{command}` on one {hardware.name}.\n\n"
+    (arguments.out / "grid.md").write_text("# By hand\n\n" + said + table(figures))
+
+
+if __name__ == "__main__":
+    main()
