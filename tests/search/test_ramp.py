@@ -32,8 +32,9 @@ def drive(measurement: Callable[..., Measurement]) -> Drive:
         *,
         batch: int = BATCH,
         whole_fits: bool = False,
+        even: bool = False,
     ) -> tuple[Measurement | None, list[Ask]]:
-        sizes = ramp(batch, budget, STEPS, whole_fits=whole_fits)
+        sizes = ramp(batch, budget, STEPS, whole_fits=whole_fits, even=lambda: even)
         asked: list[Ask] = []
         answer = None
         while len(asked) < 30:
@@ -61,18 +62,23 @@ def sizes(asked: list[Ask]) -> list[int]:
     return [ask.micro_batch for ask in asked]
 
 
-def test_a_line_leads_to_the_largest_size_that_fits(drive: Drive) -> None:
-    winner, asked = drive(400, line(100, 10), launches_cost)
-    assert sizes(asked) == [8, 16, 22]  # three chunks of 22; 32 would need 420
+@pytest.mark.parametrize(("even", "expected"), [(False, 30), (True, 22)])
+def test_a_line_leads_to_the_largest_size_that_fits(
+    drive: Drive, even: bool, expected: int
+) -> None:
+    """Thirty samples fit. Three even chunks are of 22; 30 are kept where the rest runs again."""
+    winner, asked = drive(400, line(100, 10), launches_cost, even=even)
+    assert sizes(asked) == [8, 16, expected]
     assert winner is not None
-    assert (winner.micro_batch, len(winner.step_seconds)) == (22, STEPS)
+    assert (winner.micro_batch, len(winner.step_seconds)) == (expected, STEPS)
 
 
-def test_sizes_are_even(drive: Drive) -> None:
-    """Forty fit: two chunks of 32 are no slower than 40 and 24, and need less."""
-    winner, _ = drive(500, line(100, 10), launches_cost)
+@pytest.mark.parametrize(("even", "expected"), [(False, 40), (True, 32)])
+def test_above_half_the_batch(drive: Drive, even: bool, expected: int) -> None:
+    winner, asked = drive(500, line(100, 10), launches_cost, even=even)
+    assert sizes(asked) == [8, 16, expected]
     assert winner is not None
-    assert winner.micro_batch == 32
+    assert winner.micro_batch == expected
 
 
 def test_only_the_size_that_decides_gets_a_full_window(drive: Drive) -> None:
@@ -81,13 +87,13 @@ def test_only_the_size_that_decides_gets_a_full_window(drive: Drive) -> None:
 
 
 def test_a_knee_above_the_line_is_found_out(drive: Drive) -> None:
-    """The prediction runs out: the next even size is tried, not given up."""
+    """The prediction runs out: even sizes below it are tried, not one sample less each time."""
 
     def memory(size: int) -> float:
         return 100 + 10 * size + (200 if size > 16 else 0)
 
     winner, asked = drive(400, memory, launches_cost)
-    assert sizes(asked)[:3] == [8, 16, 22]
+    assert sizes(asked)[:4] == [8, 16, 30, 22]
     assert winner is not None
     assert winner.micro_batch == 16
     assert len(winner.step_seconds) == STEPS
@@ -151,9 +157,8 @@ def test_only_single_samples_fit(drive: Drive) -> None:
 @pytest.mark.parametrize("fitting", [1, 2, 3, 7])
 @pytest.mark.parametrize("whole_fits", [False, True])
 def test_small_batches(drive: Drive, batch: int, fitting: int, whole_fits: bool) -> None:
-    """Whatever the batch, the largest even size that fits is found, and nothing asked twice."""
-    even = sorted({-(-batch // chunks) for chunks in range(1, batch + 1)})
-    best = max(size for size in even if size <= fitting)
+    """Whatever the batch, the largest size that fits is found, and nothing asked twice."""
+    best = min(batch, fitting)
     winner, asked = drive(
         100 + 10 * fitting,
         line(100, 10),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -15,11 +15,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.joining import Batch, Cut, Layout, Rule, Weights, cuts
+from autofit.worker.harness.eager import LossScale, alike
+from autofit.worker.harness.hosted import saved_on_host
+from autofit.worker.harness.joining import (
+    Batch,
+    Cut,
+    Layout,
+    cuts,
+    cuts_for_keeping,
+)
+from autofit.worker.harness.parts import Gradients, Parts
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams, plain_backward
-
-Gradients = list[torch.Tensor | None]
 
 
 class Owner(Protocol):
@@ -36,18 +43,23 @@ class Owner(Protocol):
     """Calls whose backward has not come yet."""
     one_at_a_time: bool
     """Each call's backward comes before the next call, as far as has been seen."""
+    loss_scale: LossScale
+    draws_elsewhere: bool | None
+    """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
+    even: bool
+    """Its last call ran in even chunks: none was to be run again."""
 
     def shrink(self, error: BaseException, phase: str, size: int) -> bool:
-        """Memory ran out with chunks of ``size``: make ``micro_batch`` smaller, or say no.
+        """Memory ran out with chunks of ``size``: make ``micro_batch`` smaller if it can be.
 
-        Re-raises an error that is no shortage.
+        Returns whether to go on; re-raises an error that is no shortage.
         """
 
     def came_back(self) -> None:
         """Notice that a call's backward is done."""
 
     def mark(self) -> object:
-        """What must be the same in forward and backward: the root's mode, its weights."""
+        """What must be the same in forward and backward: the root's mode, weights and buffers."""
 
 
 class Bridge(torch.autograd.Function):
@@ -101,15 +113,21 @@ class Call:
         ]
         """Arguments that themselves need gradients (another root's output, say)."""
         self._ambient = Ambient.now()
-        self._mark = owner.mark()
+        self._mark: object = None
+        """Of the owner, once forward has run."""
         # Not a leaf: autograd says of other nodes only whether a backward pass comes through.
         self._anchor = torch.empty(0, requires_grad=True).view(0)
-        self._weights: dict[Rule, Weights] = {}
+        self._parts = Parts(layout, self._size)
         self._cuts: list[Cut] = []
         self._states: list[RandomState] = []
+        """At the start of each chunk."""
+        self._drew = False
+        """The forward drew random numbers."""
         self._kept: Kept | None = None
         self._gradients: Gradients | None = None
         """Of the parameters, from eager backward."""
+        self._factor: torch.Tensor | None = None
+        """They are multiplied by it already."""
         self._robbed = False
         """A later call came first, and took them away."""
         self._outputs: list[Any] = []
@@ -151,22 +169,43 @@ class Call:
         for other in list(self.owner.pending):
             other.spare()
         self.owner.pending.add(self)
-        start = RandomState.now() if self.layout.draws else None
+        start = self._random_state()
         eager = self._can_be_eager()
         while (error := self._attempt(eager)) is not None:
             size = max(stop - start for start, stop in self._cuts)
             if eager:
                 self._empty_gradients()
-            smaller = self.owner.shrink(error, "forward", size)
+            if isinstance(error, _InHalf):
+                eager, again = False, True
+            else:
+                again = self.owner.shrink(error, "forward", size) and size > 1
             self._let_go(error)
-            if not smaller:
+            if not again:
                 raise error
-            if start is not None:
-                start.restore()
+            start.restore()
+        self._notice_draws(start)
+        self._mark = self.owner.mark()
+        self.owner.even = eager
         return tuple(self._outputs[index] for index in self._tracked)
 
+    def _random_state(self) -> RandomState:
+        """Save the generators' state: all of it, unless the root is known to use torch's alone."""
+        return RandomState.now(
+            elsewhere=self.layout.draws and self.owner.draws_elsewhere is not False
+        )
+
+    def _notice_draws(self, start: RandomState) -> None:
+        """Note whether this forward drew: a layout says it of the first call alone."""
+        end = self._random_state()
+        self._drew = start != end
+        if self.layout.draws and self.owner.draws_elsewhere is None:
+            self.owner.draws_elsewhere = start.elsewhere != end.elsewhere
+
     def _attempt(self, eager: bool) -> Exception | None:
-        self._cuts = cuts(0, self._size, self.owner.micro_batch)
+        largest = self.owner.micro_batch
+        self._cuts = (
+            cuts(0, self._size, largest) if eager else cuts_for_keeping(self._size, largest)
+        )
         self._states = []
         try:
             with inside(self.owner.seams):
@@ -174,28 +213,39 @@ class Call:
                 if eager:
                     self._gradients = [p.grad for p in self.parameters]
                     self._empty_gradients()
-                self._outputs = self._join(parts)
+                self._outputs = self._parts.join(self.batch, self._cuts, parts)
         except Exception as error:  # noqa: BLE001 - the owner raises it again unless it is an OOM
             return error
         return None
 
     def _chunk(self, cut: Cut, eager: bool) -> list[Any]:
-        if self.layout.draws:
-            self._states.append(RandomState.now())
+        self._states.append(self._random_state())
         keep = eager or cut == self._cuts[-1]
         with torch.set_grad_enabled(keep):
             leaves, outputs = self._forward(cut)
         if keep:
             self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
         if eager:
-            (loss,) = self._means()
-            weight = self._weight(loss, cut)
-            if weight:
-                with self._ambient.off().again():
-                    plain_backward(outputs[loss], torch.full_like(outputs[loss], weight))
+            self._differentiate(outputs, cut)
         elif keep:
             self._kept = Kept(cut, leaves, list(outputs))
         return [out.detach() if isinstance(out, torch.Tensor) else out for out in outputs]
+
+    def _differentiate(self, outputs: list[Any], cut: Cut) -> None:
+        """Run an eager chunk's backward; raise ``_InHalf`` where that needs a scale not known."""
+        (loss,) = self._means()
+        scale, ambient = self.owner.loss_scale, self._ambient
+        half = scale.matters(ambient)
+        if half is None and (half := scale.learn(ambient, outputs[loss])):
+            raise _InHalf
+        self._factor = scale.factor if half else None
+        if weight := self._parts.weight(self.batch, loss, cut):
+            cotangent = torch.full_like(outputs[loss], weight)
+            with ambient.off().again():
+                plain_backward(
+                    outputs[loss],
+                    cotangent if self._factor is None else cotangent.mul_(self._factor),
+                )
 
     def _forward(self, cut: Cut) -> tuple[list[Any], list[Any]]:
         """Run the root on some samples; return its flattened arguments and outputs."""
@@ -215,14 +265,15 @@ class Call:
         """Whether each chunk's backward can run at once, in forward.
 
         Not while ``.grad`` holds something, or another call will: kept aside, the gradients would
-        then exist twice. Not where the loss is scaled, which would come too late here.
+        then exist twice. Not in float16 before the loss's scale is known.
         """
+        scale = self.owner.loss_scale
         return (
             len(self._means()) == 1
             and not self.inputs
             and self.owner.one_at_a_time
             and all(parameter.grad is None for parameter in self.parameters)
-            and not self._ambient.half
+            and (scale.settled or not scale.matters(self._ambient))
         )
 
     def spare(self) -> None:
@@ -230,32 +281,6 @@ class Call:
         self._kept = None
         self._robbed = self._robbed or self._gradients is not None
         self._gradients = None
-
-    def _join(self, parts: list[list[Any]]) -> list[Any]:
-        if len(parts) == 1:
-            return parts[0]
-        joined: list[Any] = []
-        for index, join in enumerate(self.layout.joins):
-            column = [part[index] for part in parts]
-            for part in parts:
-                part[index] = None  # a joined output and its parts need not exist together
-            if join.rule is Rule.CONCATENATE:
-                joined.append(torch.cat(column, dim=join.dim))
-            elif join.scalar:
-                weights = [self._weight(index, cut) for cut in self._cuts]
-                pairs = zip(column, weights, strict=True)
-                joined.append(
-                    torch.stack([part * weight for part, weight in pairs if weight]).sum(0)
-                )
-            else:
-                joined.append(column[0])
-        return joined
-
-    def _weight(self, output: int, cut: Cut) -> float:
-        rule = self.layout.joins[output].rule
-        if rule not in self._weights:
-            self._weights[rule] = self.layout.weights(rule, self.batch)
-        return self._weights[rule].of(cut)
 
     # --- backward --------------------------------------------------------------------------
 
@@ -273,26 +298,39 @@ class Call:
             self.owner.one_at_a_time = False
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         present = [index for index, cotangent in incoming.items() if cotangent is not None]
-        if self._gradients is not None and present == self._means():
-            self._hand_over(incoming[present[0]])
+        if present == self._means() and self._is_handed_over(incoming[present[0]]):
             return []
-        self._gradients = None  # the script differentiates another output as well: run again
+        self._gradients = None
         self._take_out(saved)
         try:
             found = self._run_again(incoming)
-            return self._join_inputs(sorted(found, key=lambda pair: pair[0]))
+            found.sort(key=lambda pair: pair[0])
+            return self._parts.join_arguments(self.batch, self.inputs, found)
         finally:
             self._kept = None
             self._put_away()
 
+    def _is_handed_over(self, factor: torch.Tensor | None) -> bool:
+        """Hand the gradients of eager backward over, if they are there and in the right scale."""
+        assert factor is not None
+        scale = self.owner.loss_scale
+        right = self._factor is None
+        if scale.matters(self._ambient):
+            right = alike(self._factor, factor)
+            scale.note(factor)
+        if self._gradients is None or not right:
+            return False
+        self._hand_over(factor if self._factor is None else None)
+        return True
+
     def _run_again(self, incoming: dict[int, torch.Tensor | None]) -> list[tuple[Cut, Gradients]]:
         found: list[tuple[Cut, Gradients]] = []
         parameters = self._receivers()
-        before = RandomState.now() if self.layout.draws else None
+        before = self._random_state()
         with inside(self.owner.seams), torch.enable_grad():
             for cut, state in self._chunks_backwards():
                 found += self._accumulate(cut, incoming, parameters, state)
-        if before is not None:
+        if self._drew:
             before.restore()
         return found
 
@@ -306,23 +344,27 @@ class Call:
         return [p for p in self.parameters if p.requires_grad]
 
     def _chunks_backwards(self) -> Iterator[tuple[Cut, RandomState | None]]:
-        """Yield the chunks, the kept one first; smaller ones once memory has run out."""
-        states: list[RandomState | None] = [*self._states] or [None] * len(self._cuts)
-        for (start, stop), state in zip(self._cuts[::-1], states[::-1], strict=True):
-            pieces = cuts(start, stop, max(self.owner.micro_batch, 1))
-            if len(pieces) == 1 or (self._kept and self._kept.cut == (start, stop)):
-                yield (start, stop), state
+        """Yield the chunks, the kept one first; smaller ones once memory has run out.
+
+        Not where they drew: cut otherwise they would draw otherwise.
+        """
+        for cut, state in zip(self._cuts[::-1], self._states[::-1], strict=True):
+            if self._drew or self._stands(cut):
+                yield cut, state if self._drew else None
             else:
-                yield from ((piece, None) for piece in pieces)
+                yield from ((piece, None) for piece in cuts(*cut, self.owner.micro_batch)[::-1])
+
+    def _stands(self, cut: Cut) -> bool:
+        return self._kept is not None and self._kept.cut == cut
 
     def _hand_over(self, factor: torch.Tensor | None) -> None:
         assert self._gradients is not None
-        assert factor is not None
         gradients, self._gradients = self._gradients, None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None or not parameter.requires_grad:
                 continue
-            gradient.mul_(factor)
+            if factor is not None:
+                gradient.mul_(factor)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -337,23 +379,32 @@ class Call:
     ) -> list[tuple[Cut, Gradients]]:
         """Add the gradient of some samples to ``parameters`` (``None``: to every leaf).
 
-        In smaller pieces, for those that have not received it, if memory runs out.
+        If memory runs out: in smaller pieces, for those that have not received it. Samples that
+        drew stay together and keep their draws; they run once more with what autograd saves in
+        host memory.
         """
         self.owner.accumulated.clear()
-        found, error = self._try_accumulate(cut, incoming, parameters, state)
+        size = cut[1] - cut[0]
+        on_host = self._drew and size > self.owner.micro_batch and not self._stands(cut)
+        found, error = self._try_accumulate(cut, incoming, parameters, state, on_host)
         if error is None:
             return [(cut, found)]
         candidates = self.parameters if parameters is None else parameters
         missing = [p for p in candidates if p.requires_grad and id(p) not in self.owner.accumulated]
-        smaller = self.owner.shrink(error, "backward", cut[1] - cut[0])
+        smaller = self.owner.shrink(error, "backward", size)
         self._kept = None
         _forget(error)
-        if not smaller:
+        if not smaller or on_host:
             raise error
-        pieces = cuts(*cut, self.owner.micro_batch)
+        if self._drew or size == 1:
+            found, error = self._try_accumulate(cut, incoming, missing, state, on_host=True)
+            if error is not None:
+                raise error
+            return [(cut, found)]
         return [
             pair
-            for piece in pieces[::-1]
+            for half in cuts(*cut, self.owner.micro_batch)[::-1]
+            for piece in cuts(*half, self.owner.micro_batch)[::-1]  # smaller again by then, maybe
             for pair in self._accumulate(piece, incoming, missing, None)
         ]
 
@@ -363,11 +414,13 @@ class Call:
         incoming: dict[int, torch.Tensor | None],
         parameters: Sequence[nn.Parameter] | None,
         state: RandomState | None,
+        on_host: bool,
     ) -> tuple[Gradients, Exception | None]:
         try:
-            leaves, outputs = self._graph(cut, state)
-            shares = {i: self._share(i, cotangent, cut) for i, cotangent in incoming.items()}
-            wanted = [i for i, share in shares.items() if share is not None]
+            with saved_on_host(self.owner.own) if on_host else nullcontext():
+                leaves, outputs = self._graph(cut, state)
+            shares = self._parts.shares(self.batch, incoming, cut)
+            wanted = list(shares)
             arguments = [leaves[index] for index in self.inputs]
             leaf = None if parameters is None else [*parameters, *arguments]
             if wanted and leaf != []:
@@ -383,38 +436,14 @@ class Call:
         if kept is not None and kept.cut == cut:
             return kept.leaves, kept.outputs
         if self.owner.mark() != self._mark:
-            reason = "the weights or the model's mode changed between its forward and its backward"
+            reason = (
+                "the model's weights, buffers or mode changed between its forward and its backward"
+            )
             raise Refused(reason, "micro_batch")
         if state is not None:
             state.restore()
         with self._ambient.again():
             return self._forward(cut)
-
-    def _share(self, index: int, cotangent: torch.Tensor | None, cut: Cut) -> torch.Tensor | None:
-        """Return the part of an output's incoming gradient that belongs to some samples."""
-        if cotangent is None:
-            return None
-        join = self.layout.joins[index]
-        if join.rule is Rule.CONCATENATE:
-            rows = cotangent.shape[join.dim] // self._size
-            return cotangent.narrow(join.dim, cut[0] * rows, (cut[1] - cut[0]) * rows)
-        weight = self._weight(index, cut)
-        return cotangent * weight if weight else None
-
-    def _join_inputs(self, found: Sequence[tuple[Cut, Gradients]]) -> Gradients:
-        joined: Gradients = []
-        for position, index in enumerate(self.inputs):
-            whole = torch.zeros_like(self.batch.leaves[index])
-            for (start, stop), gradients in found:
-                gradient = gradients[position]
-                if gradient is None:
-                    continue
-                if index in self.layout.batched:
-                    whole.narrow(self.layout.dim, start, stop - start).add_(gradient)
-                else:
-                    whole.add_(gradient)
-            joined.append(whole)
-        return joined
 
     def _let_go(self, error: BaseException) -> None:
         """Free what the failed attempt holds: its graphs, and the frames that hold them."""
@@ -426,6 +455,10 @@ class Call:
     def _empty_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class _InHalf(Exception):
+    """Gradients turned out to flow in float16, and the loss's scale is not known yet."""
 
 
 _ABSENT = object()

@@ -4,7 +4,8 @@
 needs no more memory than a hand-written accumulation loop:
 
 * *recompute*: every chunk but the last runs without a graph and is run again in backward; the
-  last one's graph is kept, because backward consumes it first. Always right.
+  last one's graph is kept, because backward consumes it first, and it is as large as it may be.
+  Always right.
 * *eager*: where the root returns the loss itself, each chunk's backward runs at once in forward
   and nothing is recomputed; the gradients are kept aside and multiplied by what comes in. Used
   while ``.grad`` is empty and nothing listens to it; else it would hold the gradients twice.
@@ -13,12 +14,14 @@ When memory runs out inside, the work is done again in smaller pieces from the i
 kept, and the step ends with the same gradients. In forward nothing is lost by starting over. In
 backward some parameters have received the failed chunk's gradient and others have not, so its
 samples run again for the others alone (``backward(inputs=...)``); no copy of ``.grad`` is needed.
+Samples that drew random numbers are not cut there: they run again with the same draws, what
+autograd saves in host memory (``hosted``), and the chunks are smaller from the next call on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.bridge import Call
 from autofit.worker.harness.ddp import Ranks
+from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.seams import Seams
 
@@ -59,12 +63,16 @@ class Elastic:
         """Those that need gradients now; the script may freeze and thaw some."""
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
         self.one_at_a_time = ranks is None or not ranks.finds_unused
+        self.loss_scale = LossScale()
+        self.draws_elsewhere: bool | None = None
+        self.even = False
         self.accumulated: set[int] = set()
         """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
         self._on_shortage = on_shortage
         self._ranks = ranks
+        self._buffers: list[torch.Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._look_again()
 
@@ -76,7 +84,9 @@ class Elastic:
     def _look_again(self) -> None:
         """Find the parameters that need gradients; put our hook on each."""
         module = self._module()
-        self.own = list(module.parameters()) if module is not None else []
+        modules = list(module.modules()) if module is not None else []
+        self.own = _all(each._parameters for each in modules)
+        self._buffers = _all(each._buffers for each in modules)
         found = [parameter for parameter in self.own if parameter.requires_grad]
         if [id(p) for p in found] != [id(p) for p in self.parameters]:
             self.remove()
@@ -116,16 +126,16 @@ class Elastic:
         return layout
 
     def shrink(self, error: BaseException, phase: str, size: int) -> bool:
-        """Halve the chunks after memory ran out with ``size`` samples, if that is possible."""
-        if not self._on_shortage(error, phase, size) or size <= 1:
+        """Halve the chunks after memory ran out with ``size`` samples; return whether to go on."""
+        if not self._on_shortage(error, phase, size):
             return False
         self.micro_batch = min(self.micro_batch, -(-size // 2))
         return True
 
     def mark(self) -> tuple[bool, int]:
-        """Return what must be the same in forward and backward: the mode, the weights' version."""
+        """Return what must be the same in forward and backward: mode, versions of its tensors."""
         module = self._module()
-        versions = sum(parameter._version for parameter in self.parameters)
+        versions = sum(tensor._version for tensor in (*self.parameters, *self._buffers))
         return (module.training if module is not None else False), versions
 
     def _listened(self) -> bool:
@@ -136,3 +146,8 @@ class Elastic:
             for hooks in (parameter._post_accumulate_grad_hooks, parameter._backward_hooks)
             for hook in (hooks or {}).values()
         )
+
+
+def _all(each: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the tensors, each once."""
+    return list({id(t): t for found in each for t in found.values() if t is not None}.values())

@@ -150,3 +150,12 @@ def cuts(start: int, stop: int, largest: int) -> list[Cut]:
     count = -(-size // largest)
     bounds = [start + size * index // count for index in range(count + 1)]
     return list(pairwise(bounds))
+
+
+def cuts_for_keeping(size: int, largest: int) -> list[Cut]:
+    """Cut ``size`` samples so that the last chunk is as large as it may be, the others even.
+
+    The last one's graph is kept, so that only the others are run again.
+    """
+    first = max(0, size - largest)
+    return [*(cuts(0, first, largest) if first else []), (first, size)]

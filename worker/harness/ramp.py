@@ -5,12 +5,14 @@ neither a model nor a device to be tested.
 
 Activations grow linearly with the chunk (Huang et al., 2019, and ``docs/micro-batch.md``): two
 small sizes give the line, the line gives the largest size that fits, and that one is confirmed.
-One chunk is a case of its own: it holds no gradients during later forwards.
+It need not be even: one large chunk's graph is kept, the rest runs again in chunks no larger.
+Where nothing runs again, chunks are even. One chunk is a case of its own: it holds no gradients
+during later forwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from autofit.worker.records import Measurement
@@ -35,11 +37,18 @@ Ramp = Generator[Ask, Measurement | None, Measurement | None]
 """Sent ``None`` where memory ran out; returns the winner, ``None`` where no size fits."""
 
 
-def ramp(batch: int, budget: int, steps: int, *, whole_fits: bool) -> Ramp:
+def ramp(
+    batch: int,
+    budget: int,
+    steps: int,
+    *,
+    whole_fits: bool,
+    even: Callable[[], bool] = lambda: False,
+) -> Ramp:
     """Look for the fastest size for calls of ``batch`` samples within ``budget`` bytes.
 
     ``steps``: of the window that decides. ``whole_fits``: the script as it is fits, so that one
-    chunk is worth trying first.
+    chunk is worth trying first. ``even``: whether the steps measured so far ran in even chunks.
     """
     found: dict[int, Measurement] = {}
     if whole_fits:
@@ -51,14 +60,14 @@ def ramp(batch: int, budget: int, steps: int, *, whole_fits: bool) -> Ramp:
     line = yield from _line(batch, found)
     if line is None:
         return (yield from _winner(found, steps))
-    for size in _candidates(batch, line, budget):
+    for size in _candidates(batch, line, budget, even()):
         if size in found:
             break
         measured = yield Ask(size, steps)
         if measured is not None:
             found[size] = measured
             break
-    if not whole_fits and -(-batch // 2) in found and line.at(batch) <= HOPE * budget:
+    if not whole_fits and max(found) >= batch / 2 and line.at(batch) <= HOPE * budget:
         whole = yield Ask(batch, steps)
         if whole is not None:
             found[batch] = whole
@@ -75,6 +84,10 @@ class Line:
     def at(self, size: int) -> float:
         """Return the bytes expected with chunks of ``size`` samples."""
         return self.base + self.slope * size
+
+    def largest(self, most: int, budget: int) -> int:
+        """Return the largest size up to ``most`` that fits."""
+        return most if self.at(most) <= budget else int((budget - self.base) // self.slope)
 
 
 def _line(
@@ -98,10 +111,17 @@ def _line(
     return Line(longer.peak_device - slope * second, slope)
 
 
-def _candidates(batch: int, line: Line, budget: int) -> list[int]:
-    """Return the even chunk sizes below the whole, largest first, that the line lets fit."""
-    sizes = sorted({-(-batch // chunks) for chunks in range(2, batch + 1)}, reverse=True)
-    return [size for size in sizes if line.at(size) <= budget]
+def _candidates(batch: int, line: Line, budget: int, even: bool) -> list[int]:
+    """Return sizes below the whole, largest first, that the line lets fit.
+
+    The even ones, so that a prediction that fails is followed by a size well below; before them,
+    unless chunks are ``even``, the largest.
+    """
+    sizes = {-(-batch // chunks) for chunks in range(2, batch + 1)}
+    fitting = {size for size in sizes if line.at(size) <= budget}
+    if fitting and not even:
+        fitting.add(line.largest(batch - 1, budget))
+    return sorted(fitting, reverse=True)
 
 
 def _downwards(

@@ -118,7 +118,11 @@ class Trial(Session):
             return
         request = self._request
         sizes = ramp(
-            self.facts.batch or 1, request.budget, request.steps, whole_fits=self._whole_fits
+            self.facts.batch or 1,
+            request.budget,
+            request.steps,
+            whole_fits=self._whole_fits,
+            even=lambda: all(root.elastic is None or root.elastic.even for root in self.roots),
         )
         measurement = None
         while True:

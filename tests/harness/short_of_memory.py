@@ -1,0 +1,164 @@
+"""Trains one split step with enough memory and again while it runs out, by the shim's real cap.
+
+A child of ``test_shortage.py``: prints what happened at each amount of memory, as JSON. The cap
+falls at one call of the model, so that the allocator fails in the forward, in the backward of the
+kept chunk or in that of a chunk that is run again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autofit.plan import Plan
+from autofit.worker import meter
+from autofit.worker.harness.real import RealRun
+from autofit.worker.records import OutOfMemory
+
+BATCH, WIDTH, WIDER, LAYERS = 256, 64, 512, 3
+KIB = 1024
+BEFORE_BACKWARD = -1
+"""In the place of a call's number: the cap falls between forward and backward."""
+gauge = meter.for_device("cpu")
+
+
+class Silent:
+    """Takes the reports of a run."""
+
+    def send(self, event: Any) -> None:
+        """Drop it."""
+
+
+class Run(RealRun):
+    """Notes each shortage: where, with how many samples, how many gradients had arrived."""
+
+    def __init__(self, micro_batch: int) -> None:
+        plan = Plan.of({"micro_batch": str(micro_batch)})
+        super().__init__(plan, Silent(), gauge)  # type: ignore[arg-type]
+        self.met: list[tuple[str, int | None, int]] = []
+
+    def shortage(self, found: OutOfMemory) -> None:
+        """Note it."""
+        (root,) = self.roots
+        arrived = len(root.elastic.accumulated) if root.elastic is not None else 0
+        self.met.append((found.phase, found.micro_batch, arrived))
+
+
+@dataclass
+class Fall:
+    """Lets the cap fall to ``room`` bytes above what is held, at the model's ``call``-th call."""
+
+    call: int
+    room: int
+    calls: int = field(default=0)
+
+    def __call__(self) -> None:
+        """Count a call."""
+        if self.calls == self.call:
+            gauge.set_cap(gauge.current() + self.room)
+        self.calls += 1
+
+
+class Deep(nn.Module):
+    """Returns scores, or the mean loss where labels are given.
+
+    Backward needs most where it has come to the wide part, with other gradients there already.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(WIDTH, WIDER), nn.Linear(WIDER, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.dropout = dropout
+        self.fall: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Run it; the probe's few samples do not count as a call."""
+        if len(x) > 4:
+            self.fall()
+        x = self.widen(x)
+        for _ in range(3):
+            x = F.dropout(torch.tanh(x), self.dropout)
+        x = self.narrow(x)
+        for layer in self.layers:
+            x = F.dropout(torch.tanh(layer(x)), self.dropout)
+        return x if y is None else F.cross_entropy(x, y)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step left behind."""
+
+    gradients: list[Tensor]
+    loss: float
+    met: list[tuple[str, int | None, int]]
+    left: int
+    """The micro-batch of later calls."""
+
+
+def step(model: Deep, losing: bool, micro_batch: int, fall: Fall | None) -> Step:
+    """Train one step from a fixed seed."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(1)
+    x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    y = torch.randint(WIDTH, (BATCH,))
+    run = Run(micro_batch)
+    run.start()
+    try:
+        model.fall = fall or model.fall
+        loss = model(x, y) if losing else F.cross_entropy(model(x), y)
+        if fall is not None and fall.call == BEFORE_BACKWARD:
+            gauge.set_cap(gauge.current() + fall.room)
+        (0.5 * loss).backward()
+    finally:
+        gauge.set_cap(None)
+        (root,) = run.roots
+        left = root.elastic.micro_batch if root.elastic is not None else 0
+        run.stop()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return Step(gradients, float(loss.detach()), run.met, left)
+
+
+def main(dropout: float, losing: bool, micro_batch: int, call: int) -> None:
+    """Try one amount of memory after another."""
+    torch.manual_seed(0)
+    model = Deep(dropout).double()
+    found: list[dict[str, Any]] = []
+    for room in range(64 * KIB, 8192 * KIB, 256 * KIB):
+        try:
+            short = step(model, losing, micro_batch, Fall(call, room))
+        except RuntimeError as error:
+            if "can't allocate" not in str(error):
+                raise
+            found.append({"room": room, "died": True})
+            continue
+        # Where the forward started over, its smaller chunks have drawn anew.
+        over = [size for phase, size, _ in short.met if phase == "forward"]
+        plain = step(model, losing, -(-(over[-1] or 0) // 2) if over else micro_batch, None)
+        assert not plain.met
+        pairs = zip(short.gradients, plain.gradients, strict=True)
+        worst = max(float((s - p).abs().max() / p.abs().max()) for s, p in pairs)
+        found.append(
+            {
+                "room": room,
+                "died": False,
+                "met": short.met,
+                "left": short.left,
+                "worst": max(worst, abs(short.loss - plain.loss)),
+            }
+        )
+        if not short.met:
+            break
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2] == "inside", int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,68 @@
+"""Keeps what autograd saves in host memory, for a chunk that has to fit as it is.
+
+A chunk that drew random numbers and whose outputs the script has seen cannot be cut any further:
+its pieces would draw anew. So it runs again with the same draws, and its graph holds next to
+nothing of the device's memory; backward brings each tensor back as it comes to it. As
+``torch.autograd.graph.save_on_cpu`` does, with three differences: the parameters stay where they
+are; strides are kept, so that backward runs the same kernels; and the memory is Python's own,
+which neither a cap on torch's CPU allocator counts nor a cache of pinned memory keeps for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosted:
+    """A tensor's content in host memory, and what it takes to make the tensor again."""
+
+    content: torch.Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Hosted:
+        """Copy ``tensor`` to the host."""
+        span = 1 + sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if span <= tensor.numel():  # dense in some order, or expanded: copy what lies there
+            source, stride = tensor.as_strided((span,), (1,)), tensor.stride()
+        else:
+            source = tensor.contiguous().view(-1)
+            stride = torch.empty(tensor.shape, device="meta").stride()
+        memory = bytearray(source.numel() * source.element_size())
+        content = torch.frombuffer(memory, dtype=source.dtype).copy_(source)
+        return cls(content, tensor.shape, stride, tensor.device)
+
+    def back(self) -> torch.Tensor:
+        """Return the tensor, on its device again."""
+        there = torch.empty(self.content.shape, dtype=self.content.dtype, device=self.device)
+        return there.copy_(self.content).as_strided(self.shape, self.stride)
+
+
+def saved_on_host(parameters: Iterable[torch.Tensor]) -> saved_tensors_hooks:
+    """Return a context in which autograd saves everything but ``parameters`` on the host."""
+    stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        plain = tensor.layout is torch.strided and type(tensor) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        )
+        if not plain or not tensor.numel() or tensor.untyped_storage().data_ptr() in stay:
+            return tensor
+        return _Hosted.of(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = packed.back() if isinstance(packed, _Hosted) else packed
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,83 @@
+"""Puts the outputs of chunks together, and takes what comes back for them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autofit.worker.harness.joining import Batch, Cut, Layout, Rule, Weights
+
+Gradients = list[torch.Tensor | None]
+
+
+class Parts:
+    """The outputs of one call's chunks, by the rules of a layout."""
+
+    def __init__(self, layout: Layout, size: int) -> None:
+        self._layout = layout
+        self._size = size
+        self._weights: dict[Rule, Weights] = {}
+
+    def weight(self, batch: Batch, output: int, cut: Cut) -> float:
+        """Return the weight of a chunk's number in that of the whole."""
+        rule = self._layout.joins[output].rule
+        if rule not in self._weights:
+            self._weights[rule] = self._layout.weights(rule, batch)
+        return self._weights[rule].of(cut)
+
+    def join(self, batch: Batch, cuts: Sequence[Cut], parts: list[list[Any]]) -> list[Any]:
+        """Return the outputs of the whole; takes them out of ``parts``."""
+        if len(parts) == 1:
+            return parts[0]
+        joined: list[Any] = []
+        for index, join in enumerate(self._layout.joins):
+            column = [part[index] for part in parts]
+            for part in parts:
+                part[index] = None  # a joined output and its parts need not exist together
+            if join.rule is Rule.CONCATENATE:
+                joined.append(torch.cat(column, dim=join.dim))
+            elif join.scalar:
+                weights = [self.weight(batch, index, cut) for cut in cuts]
+                pairs = zip(column, weights, strict=True)
+                joined.append(
+                    torch.stack([part * weight for part, weight in pairs if weight]).sum(0)
+                )
+            else:
+                joined.append(column[0])
+        return joined
+
+    def shares(
+        self, batch: Batch, incoming: Mapping[int, torch.Tensor | None], cut: Cut
+    ) -> dict[int, torch.Tensor]:
+        """Return the part of each output's incoming gradient that belongs to some samples."""
+        found = {}
+        for index, cotangent in incoming.items():
+            join = self._layout.joins[index]
+            if cotangent is None:
+                continue
+            if join.rule is Rule.CONCATENATE:
+                rows = cotangent.shape[join.dim] // self._size
+                found[index] = cotangent.narrow(join.dim, cut[0] * rows, (cut[1] - cut[0]) * rows)
+            elif weight := self.weight(batch, index, cut):
+                found[index] = cotangent * weight
+        return found
+
+    def join_arguments(
+        self, batch: Batch, inputs: Sequence[int], found: Sequence[tuple[Cut, Gradients]]
+    ) -> Gradients:
+        """Return the gradients of the arguments at ``inputs``."""
+        joined: Gradients = []
+        for position, index in enumerate(inputs):
+            whole = torch.zeros_like(batch.leaves[index])
+            for (start, stop), gradients in found:
+                gradient = gradients[position]
+                if gradient is None:
+                    continue
+                if index in self._layout.batched:
+                    whole.narrow(self._layout.dim, start, stop - start).add_(gradient)
+                else:
+                    whole.add_(gradient)
+            joined.append(whole)
+        return joined
