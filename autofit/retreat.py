@@ -29,15 +29,27 @@ class Ground:
     budget: int = 0
     """Bytes the study searched within."""
 
+    def allows(self, name: str, level: str) -> bool:
+        """Return whether a level may stand in a rung: here, on this script, as far as allowed."""
+        strategy = strategies.get(name)
+        return (
+            strategy.fidelity(level, self.facts) <= self.allow
+            and strategy.unavailable(level, self.hardware) is None
+            and strategy.inapplicable(level, self.facts) is None
+        )
 
-def next_rung(plan: Plan, ground: Ground, tried: Iterable[Plan] = ()) -> Plan | None:
+
+def next_rung(
+    plan: Plan, ground: Ground, tried: Iterable[Plan] = (), *, activations: bool = True
+) -> Plan | None:
     """Return the plan to go on with after ``plan`` ran out of memory; ``None`` at the last.
 
     What the search has measured comes first, the fastest that needed less; then what it has not:
-    half the samples at a time, and the next level of what trades speed for activations.
+    half the samples at a time, and the next level of what trades speed for activations. Not those
+    where it is not ``activations`` that do not fit: the weights, the optimizer's state.
     """
     seen = {plan, *tried}
-    rungs = (*_measured(plan, ground), *_derived(plan, ground))
+    rungs = (*_measured(plan, ground), *(_derived(plan, ground) if activations else ()))
     return next((rung for rung in rungs if rung not in seen), None)
 
 
@@ -54,19 +66,10 @@ def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
 def _derived(plan: Plan, ground: Ground) -> Iterator[Plan]:
     split = strategies.get("micro_batch")
     size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
-    if size is not None and size > 1 and _allowed("micro_batch", str(size // 2), ground):
+    if size is not None and size > 1 and ground.allows("micro_batch", str(size // 2)):
         yield plan.replace(**{split.name: str(-(-size // 2))})
     for name in ORDERED:
         levels = [level.name for level in strategies.get(name).levels]
         for level in levels[levels.index(plan[name]) + 1 :]:
-            if _allowed(name, level, ground):
+            if ground.allows(name, level):
                 yield plan.replace(**{name: level})
-
-
-def _allowed(name: str, level: str, ground: Ground) -> bool:
-    strategy = strategies.get(name)
-    return (
-        strategy.fidelity(level, ground.facts) <= ground.allow
-        and strategy.unavailable(level, ground.hardware) is None
-        and strategy.inapplicable(level, ground.facts) is None
-    )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autofit.advice import PROCESS, where
 from autofit.exceptions import StorageError
 from autofit.foreground import Foreground, started
 from autofit.plan import Plan
@@ -15,7 +16,6 @@ from autofit.retreat import Ground
 from autofit.storage import State, Store, StudyRecord
 from autofit.strategies import Facts, Fidelity
 from autofit.supervisor import ATTEMPT, Ended, supervise
-from autofit.units import format_size
 from autofit.worker import meter, oom
 from autofit.worker.records import (
     ChildSpec,
@@ -73,7 +73,9 @@ def run(
     if memory is not None:
         environment |= meter.environment(device, memory, environment)
     attempts = _Attempts(script, device, memory or 0, environment, resume is not None, diary, say)
-    code, last, attempt = supervise(attempts.start, plan, ground, resume=resume, say=say)
+    code, last, attempt = supervise(
+        attempts.start, plan, ground, resume=resume, say=say, budget=memory
+    )
     if attempt > 1 and code == 0:
         diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
     return code if code >= 0 else 128 - code
@@ -117,10 +119,16 @@ class _Attempts:
     def _hear(self, running: Foreground) -> _Heard:
         """Tell and keep what happens meanwhile."""
         heard = _Heard()
+        told: set[str] = set()
         for event in running.events():
             match event:
+                case Shortage(out_of_memory=found) if found.cleared:
+                    if found.phase not in told:  # it may happen in every step from here on
+                        told.add(found.phase)
+                        self.say(f"{where(found)}; caches were cleared, and it went through")
+                        self.diary.short_of_memory(found, fatal=False)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
-                    self.say(f"{_words(found)}; smaller from here on")
+                    self.say(f"{where(found)}; smaller from here on")
                     self.diary.short_of_memory(found, fatal=False)
                 case Learned():
                     heard.facts = event.facts
@@ -130,21 +138,19 @@ class _Attempts:
                     heard.raised = event
         return heard
 
-    def _why(self, code: int, raised: Raised | None, kills: int) -> str | None:
+    def _why(self, code: int, raised: Raised | None, kills: int) -> OutOfMemory | None:
         """Return where a process that failed ran out of memory; ``None`` if it did not."""
         if raised is None:
             found = oom.classify_exit(code, oom_kills=kills)
             if found.kind is not oom.Kind.OOM:
                 return None
-            shortage = OutOfMemory(phase="the process", message=found.message)
+            shortage = OutOfMemory(phase=PROCESS, message=found.message)
         elif raised.starved(kills):
-            shortage = OutOfMemory(
-                phase=raised.phase, message=raised.message, requested=raised.requested
-            )
+            shortage = raised.out_of_memory
         else:
             return None
         self.diary.short_of_memory(shortage, fatal=True)
-        return _words(shortage) if raised else shortage.message
+        return shortage
 
 
 @dataclass(slots=True)
@@ -187,6 +193,8 @@ class _Diary:
                 "message": found.message,
                 "requested": found.requested,
                 "micro_batch": found.micro_batch,
+                "line": found.place.line if found.place else None,
+                "held": found.held,
                 "fatal": fatal,
             },
         )
@@ -199,9 +207,3 @@ class _Diary:
                 store.record_event(kind, payload, study=study)
         except StorageError:
             return
-
-
-def _words(shortage: OutOfMemory) -> str:
-    size = f" with {shortage.micro_batch} samples at a time" if shortage.micro_batch else ""
-    asked = f", {format_size(shortage.requested)} asked" if shortage.requested else ""
-    return f"out of memory in {shortage.phase}{size}{asked}"

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from autofit.advice import advice, where
 from autofit.plan import Plan
 from autofit.retreat import Ground, next_rung
 from autofit.strategies import Facts
+from autofit.worker.records import OutOfMemory
 
 ATTEMPT = "AUTOFIT_ATTEMPT"
 """Tells the script how often it has been started: 1, 2, ..."""
@@ -25,8 +27,8 @@ class Ended:
 
     code: int
     """As ``subprocess`` has it: negative for a signal."""
-    shortage: str | None
-    """Where it ran out of memory, in words; ``None`` where it died of something else, or lived."""
+    shortage: OutOfMemory | None
+    """Where it ran out of memory; ``None`` where it died of something else, or lived."""
     facts: Facts | None = None
     """What was learned of the script."""
     checkpoints: tuple[str, ...] = ()
@@ -47,12 +49,13 @@ def supervise(
     *,
     resume: str | None,
     say: Callable[[str], None],
+    budget: int | None = None,
 ) -> tuple[int, Plan, int]:
     """Run until it does not die of memory; return the last exit code, its plan, the attempts.
 
     ``resume``: arguments that make the script resume, such as ``--resume {checkpoint}``. Where no
     leaner plan is left it is started again under the same plan as long as each attempt saves a
-    checkpoint to resume from: what leaks gets on that way.
+    checkpoint to resume from: what leaks gets on that way. ``budget``: bytes it is held to.
     """
     tried: list[Plan] = []
     saved: list[str] = []
@@ -64,17 +67,19 @@ def supervise(
             return ended.code, plan, attempt
         ground = replace(ground, facts=ended.facts or ground.facts)
         tried.append(plan)
-        rung = next_rung(plan, ground, tried)
+        rung = next_rung(plan, ground, tried, activations=ended.shortage.of_activations(budget))
+        lost = where(ended.shortage, budget)
         if rung is None and not (resume and newest(ended.checkpoints)):
-            say(f"{ended.shortage}; no plan is leaner than {plan}")
+            help_ = advice(ended.shortage, plan, ground)
+            say(f"{lost}; no plan that reaches it is leaner than {plan}: {help_}")
             return ended.code, plan, attempt
         saved += ended.checkpoints
         checkpoint = newest(saved) if resume else None
         more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
         plan = rung or plan
         attempt += 1
-        where = f"from {checkpoint}" if checkpoint else "from the beginning"
-        say(f"{ended.shortage}; attempt {attempt} starts {where}, under {plan}")
+        origin = f"from {checkpoint}" if checkpoint else "from the beginning"
+        say(f"{lost}; attempt {attempt} starts {origin}, under {plan}")
 
 
 def newest(checkpoints: Sequence[str]) -> str | None:

@@ -48,16 +48,49 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A line of the user's own code."""
+
+    line: str
+    """File, as given to Python, and line number: ``"train.py:41"``."""
+    source: str = ""
+    """What is written there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
     """Where memory ran out."""
 
     phase: str
-    """``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"outside the model"``."""
+    """``"forward"``, ``"backward"``, ``"evaluation"`` (a call of the model without gradients),
+    ``"optimizer step"`` or ``"outside the model"``."""
     message: str
     """First line of the allocator's own error."""
     requested: int | None = None
     """Bytes asked for by the allocation that failed, where the error says so."""
     micro_batch: int | None = None
+    place: Place | None = None
+    """The deepest line of the script's own, for an error that ended it."""
+    held: int | None = None
+    """Bytes that tensors held when it died of that error."""
+    started: bool = True
+    """The model had been called; before that, memory runs out over the weights."""
+    steps: int | None = None
+    """Optimizer steps taken before, where that is known."""
+    cleared: bool = False
+    """The work was done again once caches were cleared, and went through."""
+
+    def of_activations(self, budget: int | None = None) -> bool:
+        """Return whether fewer activations may help a process that may hold ``budget`` bytes.
+
+        Not before the model ran, nor in the first step, which makes the optimizer's state (what
+        has grown by a later one may leave room), nor outside where one tensor is too large.
+        """
+        if self.phase == "optimizer step":
+            return self.steps != 0
+        outside = self.phase == "outside the model"
+        too_large = bool(budget and self.requested and self.requested > budget)
+        return self.started and not (outside and too_large)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +264,25 @@ class Raised:
     """An allocation was refused in this step, so that a suspect counts as an OOM."""
     steps: int = 0
     """Optimizer steps taken."""
+    place: Place | None = None
+    """The deepest line of the script's own that it came through."""
+    held: int | None = None
+    """Bytes that tensors held when it left the script."""
+    started: bool = True
+    """The model had been called."""
+
+    @property
+    def out_of_memory(self) -> OutOfMemory:
+        """What there is to say of it as a shortage of memory."""
+        return OutOfMemory(
+            phase=self.phase,
+            message=self.message,
+            requested=self.requested,
+            place=self.place,
+            held=self.held,
+            started=self.started,
+            steps=self.steps,
+        )
 
     def starved(self, kernel_kills: int = 0) -> bool:
         """Return whether it is one of memory; a suspect that the kernel killed for is believed."""

@@ -63,6 +63,8 @@ class Conduct:
     def raised(self, error: BaseException) -> None:
         """Report what left the script; its traceback shows none of our frames."""
         culprit = None
+        held = self._held()
+        where = program.place(error)
         if self._session is not None:
             from autofit.worker.harness.session import blamed
 
@@ -94,8 +96,14 @@ class Conduct:
                 blamed=culprit,
                 corroborated=short,
                 steps=self._session.steps if self._session is not None else 0,
+                place=where,
+                held=held,
+                started=self._session is None or bool(self._session.roots),
             )
         )
+
+    def _held(self) -> int | None:
+        return self._meter.current() if "torch" in sys.modules else None
 
     def _plan(self, index: int) -> Plan:
         return self._spec.request.plans[index]

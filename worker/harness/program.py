@@ -9,13 +9,15 @@ import builtins
 import importlib.machinery
 import importlib.util
 import io
+import linecache
 import os
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from autofit.worker.records import Script
+from autofit.worker.records import Place, Script
 
 OURS = tuple(
     str(folder) + os.sep
@@ -27,6 +29,10 @@ OURS = tuple(
     }
 )
 """Folders whose frames a user's traceback does not show."""
+DISPATCHER, DISPATCHED = "handle_torch_function", "__torch_function__"
+"""Torch's function and our method, through which a function of torch calls itself again."""
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+"""Folders that hold no code of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +68,40 @@ def run(program: Program) -> None:
 
 def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return ``traceback`` less the frames of the harness and the strategies."""
-    theirs = []
+    theirs: list[TracebackType] = []
+    passed = False
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(OURS):
+        code = traceback.tb_frame.f_code
+        if code.co_filename.startswith(OURS):
+            passed = passed or code.co_name == DISPATCHED
+        else:
+            if passed and theirs and theirs[-1].tb_frame.f_code.co_name == DISPATCHER:
+                del theirs[-1]
+                if theirs and theirs[-1].tb_frame.f_code is code:
+                    del theirs[-1]  # it asked whether anybody overrides it, and was called again
+            passed = False
             theirs.append(traceback)
         traceback = traceback.tb_next
     rest = None
     for each in reversed(theirs):
         rest = TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return rest
+
+
+def place(error: BaseException) -> Place | None:
+    """Return the deepest line of the user's own code in the traceback of ``error``."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not name.startswith((*OURS, *LIBRARIES, "<")):
+            found = name, traceback.tb_lineno
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    name, number = found
+    shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
+    return Place(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
 
 
 def strip_our_frames(error: BaseException) -> BaseException:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
+from autofit.worker import oom
+from autofit.worker.harness.outside import Outside
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.session import Session
+from autofit.worker.harness.session import SETTLED, Session
 from autofit.worker.meter import Meter
 from autofit.worker.records import Learned, OutOfMemory, Shortage
+
+SELDOM = 100
+"""Optimizer steps between two looks at how near the limit memory is."""
 
 
 class RealRun(Session):
@@ -21,6 +28,13 @@ class RealRun(Session):
         self.over = False
         self._plan = plan
         self._reporter = reporter
+        self.outside = Outside(meter, self._cleared)
+        self.away = self.outside.away
+
+    def start(self) -> None:
+        """Attach to torch; from now on memory may run out anywhere."""
+        super().start()
+        self.outside.attach()
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan of the run."""
@@ -38,6 +52,10 @@ class RealRun(Session):
         """Tell the parent, which tells the user and the store."""
         self._reporter.send(Shortage(index=0, out_of_memory=found))
 
+    def _cleared(self, found: oom.Diagnosis) -> None:
+        """Tell the parent that an operation outside the roots ran out, and then went through."""
+        self.shortage(replace(self._described(found, None), cleared=True))
+
     def learned(self) -> None:
         """Tell the parent, which needs it to find a leaner plan."""
         self._reporter.send(Learned(facts=self.facts))
@@ -46,6 +64,8 @@ class RealRun(Session):
         """After the first step the device holds all that libraries load: let the cap follow."""
         if self.steps == 1:
             self.meter.reset()
+        elif self.steps == SETTLED or self.steps % SELDOM == 0:
+            self.outside.settle()
 
     def script_ended(self) -> None:
         """Nothing is left to say."""

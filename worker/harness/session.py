@@ -7,6 +7,7 @@ out. ``trial.Trial`` measures plan after plan at step boundaries; ``real.RealRun
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,8 @@ class Session:
         """What the script was doing when it was last heard of; where an error came from."""
         self.steps = 0
         """Optimizer steps of the leading optimizer: the first that stepped."""
+        self.away: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while a root or a backward pass runs: nothing outside is to be watched then."""
         self._leader: int | None = None
         self._quiet_steps = 0
 
@@ -112,7 +115,7 @@ class Session:
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self.loss(first.detach())
         self.phase = "backward"
-        with inside(self.seams):
+        with self.away(), inside(self.seams):
             self._watched(run)
         self.phase = OUTSIDE
 
@@ -151,8 +154,15 @@ class Session:
     def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if self.seams.inside:
             return root.own_call(*args, **kwargs)
+        with self.away():
+            return self._guarded(root, args, kwargs)
+
+    def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return root.call(args, kwargs)
+            self.phase = "evaluation"
+            output = root.call(args, kwargs)
+            self.phase = OUTSIDE
+            return output
         self.phase = "forward"
         if root.facts is None:
             self._meet(root, args, kwargs)

@@ -1,0 +1,89 @@
+"""Says where a run died for want of memory, and what would help: one line for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autofit import strategies
+from autofit.plan import Plan
+from autofit.retreat import Ground
+from autofit.strategies import AS_IS, Memory
+from autofit.units import format_size
+from autofit.worker.records import OutOfMemory
+
+BY_HAND = {
+    Memory.WEIGHTS: "a smaller model, or weights in lower precision",
+    Memory.OPTIMIZER_STATE: "an optimizer that keeps less (8-bit Adam, Adafactor, SGD)",
+    Memory.ACTIVATIONS: "a smaller batch in the script",
+    Memory.WORKSPACE: "a smaller batch in the script, or that work inside the model's forward",
+}
+"""What the user can do where no technique is left."""
+
+PROCESS = "the process"
+"""Phase of a process that was killed, and could not say where it was."""
+
+
+def where(found: OutOfMemory, budget: int | None = None) -> str:
+    """Return where memory ran out: line, asked, held. ``budget``: bytes, ``None`` for no limit."""
+    if found.phase == PROCESS:
+        return found.message
+    phase = found.phase
+    if found.place is not None:
+        source = f" (`{found.place.source}`)" if found.place.source else ""
+        phase = f"{found.place.line}{source}, {_phase(found)}"
+    size = f" with {found.micro_batch} samples at a time" if found.micro_batch else ""
+    parts = [f"out of memory in {phase}{size}"]
+    if found.requested:
+        parts.append(f"{format_size(found.requested)} asked")
+    if found.held is not None:
+        of = f" of {format_size(budget)}" if budget else ""
+        parts.append(f"{format_size(found.held)}{of} held")
+    return ", ".join(parts)
+
+
+def advice(found: OutOfMemory, plan: Plan, ground: Ground) -> str:
+    """Return what would help: the techniques that are left, else what the user can do by hand."""
+    short = lacking(found)
+    reach = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
+    left = list(_left(reach, plan, ground))
+    if short is Memory.WORKSPACE:
+        leads = "splitting the batch does not reach what is computed outside the model"
+        room = f"; {_either(left)} would leave it more room" if left else ""
+        return f"{leads}{room}; else {BY_HAND[short]}"
+    if left:
+        return f"{_either(left)} would lower its {reach}"
+    return f"no technique lowers its {reach} further; what is left is {BY_HAND[short]}"
+
+
+def lacking(found: OutOfMemory) -> Memory:
+    """Return the kind of memory that ran out; workspace for what the script computes itself."""
+    if found.phase == "optimizer step":
+        return Memory.OPTIMIZER_STATE
+    if found.phase == "outside the model":
+        return Memory.WORKSPACE if found.started else Memory.WEIGHTS
+    return Memory.ACTIVATIONS
+
+
+def _phase(found: OutOfMemory) -> str:
+    if found.phase == "outside the model" and not found.started:
+        return "before the model first ran"
+    return found.phase
+
+
+def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
+    """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it."""
+    for strategy in strategies.REGISTRY:
+        if kind not in strategy.lowers:
+            continue
+        if strategy.name == "micro_batch":
+            size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+            levels = [str(-(-size // 2))] if size is not None and size > 1 else []
+        else:
+            names = [level.name for level in strategy.levels]
+            levels = names[names.index(plan[strategy.name]) + 1 :]
+        allowed = (level for level in levels if ground.allows(strategy.name, level))
+        yield from (strategy.describe(level) for level in list(allowed)[:1])
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
