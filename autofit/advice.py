@@ -12,7 +12,7 @@ from autofit.units import format_size
 from autofit.worker.records import OutOfMemory
 
 BY_HAND = {
-    Memory.WEIGHTS: "a smaller model, or weights in lower precision",
+    Memory.WEIGHTS: "a smaller model, weights in lower precision, or less data on the device",
     Memory.OPTIMIZER_STATE: "an optimizer that keeps less (8-bit Adam, Adafactor, SGD)",
     Memory.ACTIVATIONS: "a smaller batch in the script",
     Memory.WORKSPACE: "a smaller batch in the script, or that work inside the model's forward",
