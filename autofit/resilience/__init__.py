@@ -4,7 +4,8 @@ The package is called ``resilience`` so that its import never hides ``autofit.re
 the decorator. Importing it imports no torch; calling a decorated function does.
 """
 
+from autofit.resilience.active import ActivePlan
 from autofit.resilience.api import Resilient, resilient
 from autofit.resilience.records import Retry
 
-__all__ = ["Resilient", "Retry", "resilient"]
+__all__ = ["ActivePlan", "Resilient", "Retry", "resilient"]

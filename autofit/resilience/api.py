@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from autofit.exceptions import UsageError
+from autofit.plan import Plan
 from autofit.resilience import switches
+from autofit.resilience.active import ActivePlan, check_given
 from autofit.resilience.ladder import BatchSizes, Ladder, Reduce
 from autofit.resilience.records import Hook
 from autofit.resilience.signature import Place, name_of, parameters, without
+from autofit.strategies import Fidelity
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +49,17 @@ class TakesBatchSize(Protocol):
     ) -> Callable[Concatenate[S, P], R]: ...
 
 
+class TakesPlan(Protocol):
+    """Decorates a function, or a method, whose first argument is the plan."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[ActivePlan, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, ActivePlan, P], R], /
+    ) -> Callable[Concatenate[S, P], R]: ...
+
+
 class Resilient:
     """``autofit.resilient``: runs a function again, leaner, when memory runs out in it.
 
@@ -53,45 +68,84 @@ class Resilient:
     given back, outside the ``except`` block. See ``docs/resilient.md``.
     """
 
+    @overload
+    def __call__(self, function: Callable[Concatenate[ActivePlan, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, ActivePlan, P], R], /
+    ) -> Callable[Concatenate[S, P], R]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        plan: Plan | Mapping[str, str] | None = None,
+        allow: str = "rounding",
+        effective_batch: int | None = None,
+        storage: str | None = None,
+        attempts: int = ATTEMPTS,
+        on_retry: Hook | Iterable[Hook] = (),
+        checkpoint: object = None,
+        remember: bool = True,
+    ) -> TakesPlan: ...
+    @overload
     def __call__(
         self,
         *,
         batch_size: int,
         smallest: int = 1,
         reduce: Reduce | None = None,
+        storage: str | None = None,
         attempts: int = ATTEMPTS,
         on_retry: Hook | Iterable[Hook] = (),
         checkpoint: object = None,
         remember: bool = True,
-    ) -> TakesBatchSize:
-        """Give the function a batch size that fits, from ``batch_size`` down to ``smallest``.
+    ) -> TakesBatchSize: ...
+    def __call__(
+        self,
+        function: Any = None,
+        *,
+        batch_size: int | None = None,
+        smallest: int = 1,
+        reduce: Reduce | None = None,
+        plan: Plan | Mapping[str, str] | None = None,
+        allow: str = "rounding",
+        effective_batch: int | None = None,
+        storage: str | None = None,
+        attempts: int = ATTEMPTS,
+        on_retry: Hook | Iterable[Hook] = (),
+        checkpoint: object = None,
+        remember: bool = True,
+    ) -> Any:
+        """Decorate a function that takes a plan, or with ``batch_size`` one that takes that.
 
-        A function that also takes ``accumulation`` is given as many batches as keep the effective
-        batch. ``reduce``: from a size that does not fit, the next. ``checkpoint``: what to put back
-        before another attempt, objects with ``state_dict`` or names of arguments. ``remember``:
-        a call like one before starts at what held then.
+        *Batch size*: from ``batch_size`` down to ``smallest``; a function that also takes
+        ``accumulation`` is given as many batches as keep the effective batch. ``reduce``: from a
+        size that does not fit, the next.
+
+        *Plan*: from ``plan`` (levels by strategy), else the stored best of the running script, down
+        the ladder; nothing above ``allow`` is tried. ``effective_batch``: samples in an optimizer
+        step, for loops that cut their own batches.
+
+        Both: ``storage``: where what held is kept, ``$AUTOFIT_STORAGE`` when not given.
+        ``attempts``: the most in one call. ``on_retry``: hooks, told of each retry. ``checkpoint``:
+        what to put back before another attempt, objects with ``state_dict`` or names of arguments.
+        ``remember``: a call like one before starts at what held then.
         """
-
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            found = parameters(function)
-            places = [Place.first("batch_size", function, found)]
-            accumulation = Place.named("accumulation", found)
-            if accumulation is not None:
-                places.append(accumulation)
-            ladder = BatchSizes(
-                batch_size, smallest=smallest, reduce=reduce, accumulates=len(places) == 2
-            )
-            return _wrapped(
-                function,
-                ladder,
-                places,
-                attempts=attempts,
-                on_retry=on_retry,
-                checkpoint=checkpoint,
-                remember=remember,
-            )
-
-        return decorate
+        options = Options(
+            attempts=attempts,
+            on_retry=on_retry,
+            checkpoint=checkpoint,
+            remember=remember,
+            storage=storage,
+        )
+        if batch_size is not None:
+            if plan is not None or effective_batch is not None:
+                raise UsageError(
+                    "give batch_size or plan, not both: a plan splits the batch itself"
+                )
+            return functools.partial(_sized, options, batch_size, smallest, reduce)
+        decorate = functools.partial(_planned, options, plan, allow, effective_batch)
+        return decorate if function is None else decorate(function)
 
     active = staticmethod(switches.active)
     set_active = staticmethod(switches.set_active)
@@ -116,20 +170,75 @@ class Resilient:
 _ATTRIBUTE = "__autofit_resilient__"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What every form can be told."""
+
+    attempts: int
+    on_retry: Hook | Iterable[Hook]
+    checkpoint: object
+    remember: bool
+    storage: str | None
+
+    def __post_init__(self) -> None:
+        """Raise ``UsageError`` for what makes no sense."""
+        if self.attempts < 1:
+            raise UsageError(f"attempts={self.attempts}: give at least 1")
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks of this function."""
+        return (self.on_retry,) if callable(self.on_retry) else tuple(self.on_retry)
+
+
+def _sized(
+    options: Options,
+    batch_size: int,
+    smallest: int,
+    reduce: Reduce | None,
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    found = parameters(function)
+    places = [Place.first("batch_size", function, found)]
+    accumulation = Place.named("accumulation", found)
+    if accumulation is not None:
+        places.append(accumulation)
+    ladder = BatchSizes(batch_size, smallest=smallest, reduce=reduce, accumulates=len(places) == 2)
+    return _wrapped(function, lambda: ladder, places, options)
+
+
+def _planned(
+    options: Options,
+    plan: Plan | Mapping[str, str] | None,
+    allow: str,
+    effective_batch: int | None,
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    given = Plan.of(plan) if isinstance(plan, Mapping) else plan
+    fidelity = next((each for each in Fidelity if str(each) == allow), None)
+    if fidelity is None:
+        names = ", ".join(str(each) for each in Fidelity)
+        raise UsageError(f"allow={allow!r}: give one of {names}")
+    check_given(given)
+
+    def ladder() -> Ladder:
+        from autofit.resilience.plans import Plans
+
+        return Plans(
+            given, storage=options.storage, allow=fidelity, effective_batch=effective_batch
+        )
+
+    place = Place.first("plan", function, parameters(function))
+    return _wrapped(function, ladder, [place], options)
+
+
 def _wrapped(
     function: Callable[..., Any],
-    ladder: Ladder,
+    make_ladder: Callable[[], Ladder],
     places: list[Place],
-    *,
-    attempts: int,
-    on_retry: Hook | Iterable[Hook],
-    checkpoint: object,
-    remember: bool,
+    options: Options,
 ) -> Callable[..., Any]:
     """Return ``function`` protected; torch is imported when it is first called."""
-    if attempts < 1:
-        raise UsageError(f"attempts={attempts}: give at least 1")
-    hooks = (on_retry,) if callable(on_retry) else tuple(on_retry)
 
     @functools.cache
     def protection() -> Any:
@@ -140,12 +249,12 @@ def _wrapped(
         return Protected(
             function=function,
             name=name,
-            ladder=ladder,
+            ladder=make_ladder(),
             places=tuple(places),
-            memory=Memory(name) if remember else None,
-            attempts=attempts,
-            hooks=hooks,
-            checkpoint=checkpoint,
+            memory=Memory(name) if options.remember else None,
+            attempts=options.attempts,
+            hooks=options.hooks,
+            checkpoint=options.checkpoint,
         )
 
     if inspect.iscoroutinefunction(function):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autofit.exceptions import CannotRetry
+from autofit.exceptions import CannotRetry, Refused
 from autofit.resilience import shortage, switches
 from autofit.resilience.changes import Steps
 from autofit.resilience.checkpoint import Checkpoint, named
@@ -42,7 +42,7 @@ class Protected:
 
     def unprotected(self, arguments: Arguments) -> Arguments:
         """Return what the function is given while the decorators are off."""
-        return inject(self.places, self.ladder.start(None).values, arguments)
+        return inject(self.places, self.ladder.off().values, arguments)
 
 
 class Call:
@@ -80,9 +80,11 @@ class Call:
         return inject(self.of.places, self.rung.values, self._arguments)
 
     def ran_out(self, error: Exception) -> bool:
-        """Return whether memory ran out; what else was raised is none of our business."""
+        """Return whether memory ran out, or a technique is refused; all else is not ours."""
         found = shortage.diagnose(error, self._witness)
-        if found.kind is not Kind.OOM:
+        if isinstance(error, Refused) and self.of.ladder.refused(self.rung):
+            found = Diagnosis(Kind.NOT_OOM, "refused", None, str(error))
+        elif found.kind is not Kind.OOM:
             return False
         self._failure = (error, found)
         return True
@@ -90,7 +92,7 @@ class Call:
     def held(self) -> None:
         """Remember the rung that the call ended on."""
         if self.of.memory is not None:
-            self.of.memory.remember(self._key, dict(self.rung.kept))
+            self.of.memory.remember(self._key, self.of.ladder.kept(self.rung))
 
     def retry(self) -> None:
         """Get ready for the next attempt, one rung leaner; raise where there can be none.
@@ -148,6 +150,7 @@ class Call:
             seconds=seconds,
             memory=shortage.held(),
             warning=self.rung.warning,
+            refused=found.kind is not Kind.OOM,
         )
 
     def _tell(self, record: Retry) -> None:
@@ -159,8 +162,9 @@ class Call:
 def line(record: Retry) -> str:
     """Return what is logged of a retry."""
     warning = f"; {record.warning}" if record.warning else ""
+    what = f"{record.message}:" if record.refused else "out of memory at"
     return (
-        f"{record.function}: out of memory at {record.tried} (attempt {record.attempt});"
+        f"{record.function}: {what} {record.tried} (attempt {record.attempt});"
         f" tries {record.next}{warning}"
     )
 
@@ -184,6 +188,8 @@ def run(protected: Protected, arguments: Arguments) -> Any:
         else:
             call.held()
             return result
+        finally:
+            protected.ladder.finished(call.rung)
         call.retry()
 
 
@@ -203,6 +209,8 @@ async def run_async(protected: Protected, arguments: Arguments) -> Any:
         else:
             call.held()
             return result
+        finally:
+            protected.ladder.finished(call.rung)
         call.retry()
 
 

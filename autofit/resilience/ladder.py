@@ -23,6 +23,21 @@ class Ladder(ABC):
     def leaner(self, rung: Rung) -> Rung | None:
         """Return the next rung down; ``None`` when there is none."""
 
+    def off(self) -> Rung:
+        """Return what the function is given while the decorators are off."""
+        return self.start(None)
+
+    def finished(self, rung: Rung) -> None:  # noqa: B027 - most have nothing to clean up
+        """Clean up after an attempt, however it ended."""
+
+    def kept(self, rung: Rung) -> Mapping[str, int | str]:
+        """Return what to remember of a rung that held, as ``start`` takes it."""
+        return dict(rung.kept)
+
+    def refused(self, rung: Rung) -> bool:
+        """Return whether the rung turned out to be one that cannot be tried here."""
+        return False
+
 
 class BatchSizes(Ladder):
     """Batch sizes from the one asked for down to ``smallest``, and the accumulation for each.

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Memory ran out in a decorated function, and it is about to be tried again."""
+    """Memory ran out in a decorated function, and it is about to be tried again.
+
+    ``refused``: not memory, but a technique of the plan that cannot keep its promise on the model.
+    """
 
     function: str
     """Module and qualified name."""
@@ -19,7 +22,7 @@ class Retry:
     next: str
     """What it is given now: ``"batch_size 128, accumulation 2"``."""
     message: str
-    """First line of what the allocator said."""
+    """First line of what the allocator said, or why the technique is refused."""
     requested: int | None = None
     """Bytes asked for by the allocation that failed, where the message says so."""
     seconds: float = 0.0
@@ -30,6 +33,7 @@ class Retry:
     """The ranks that ran out of memory, when there is more than one rank."""
     warning: str = ""
     """What is not as it was asked (the effective batch), if anything."""
+    refused: bool = False
 
 
 Hook = Callable[[Retry], None]

@@ -3,6 +3,7 @@
 from typing import assert_type
 
 import autofit
+from autofit.resilience import ActivePlan
 
 
 @autofit.resilient(batch_size=256)
@@ -23,8 +24,25 @@ async def coroutine(batch_size: int, name: str) -> float:
     return batch_size * 1.0
 
 
+@autofit.resilient
+def planned(plan: ActivePlan, name: str) -> float:
+    """Train."""
+    return float(plan.accumulation)
+
+
+@autofit.resilient(plan={"precision": "bf16"}, effective_batch=32)
+def given(plan: ActivePlan, name: str) -> float:
+    """Train."""
+    return float(plan.accumulation)
+
+
 class Trainer:
     """Has a method of each form."""
+
+    @autofit.resilient
+    def planned(self, plan: ActivePlan, name: str) -> float:
+        """Train."""
+        return float(plan.accumulation)
 
     @autofit.resilient(batch_size=256)
     def sized(self, batch_size: int, name: str) -> float:
@@ -34,7 +52,10 @@ class Trainer:
 
 assert_type(sized("x", epochs=2), float)
 assert_type(accumulating("x"), float)
+assert_type(planned("x"), float)
+assert_type(given("x"), float)
 assert_type(Trainer().sized("x"), float)
+assert_type(Trainer().planned("x"), float)
 sized(32, "x")  # type: ignore[call-arg, arg-type]
 sized(3)  # type: ignore[arg-type]
 Trainer().sized(32, "x")  # type: ignore[call-arg, arg-type]

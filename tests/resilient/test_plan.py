@@ -1,0 +1,241 @@
+"""``@autofit.resilient`` on ``train(plan, ...)``: the ladder, and a plan followed by hand."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.exceptions import UsageError
+from autofit.plan import Plan
+from autofit.resilience import ActivePlan, Retry
+
+pytestmark = pytest.mark.quick
+
+Capped = Callable[..., Any]
+
+
+def short() -> None:
+    torch.empty(1 << 56)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(x).tanh())  # type: ignore[no-any-return]
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(8, 8))
+
+
+def test_bare_it_starts_as_it_is() -> None:
+    @autofit.resilient
+    def train(plan: ActivePlan, name: str) -> tuple[Plan, str]:
+        return plan.plan, name
+
+    assert train("x") == (Plan(), "x")
+
+
+def test_the_ladder_of_a_model_that_is_applied() -> None:
+    tried = []
+
+    @autofit.resilient
+    def train(plan: ActivePlan) -> None:
+        tried.append(str(plan))
+        model, optimizer = plan.apply(blocks(), None)
+        assert optimizer is None
+        model(torch.randn(4, 8)).sum().backward()
+        short()
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        train()
+    assert tried == [
+        "as it is",
+        "micro 2",
+        "micro 1",
+        "checkpointing half, micro 1",
+        "checkpointing, micro 1",
+    ]
+
+
+def test_only_what_the_function_follows_is_changed() -> None:
+    by_hand = []
+
+    @autofit.resilient(effective_batch=10)
+    def loops(plan: ActivePlan) -> None:
+        by_hand.append((plan.micro_batch, plan.accumulation))
+        short()
+
+    with pytest.raises(RuntimeError):
+        loops()
+    assert by_hand == [(None, 1), (5, 2), (3, 4), (2, 5), (1, 10)]
+
+    ignored = []
+
+    @autofit.resilient(effective_batch=10)
+    def ignores(plan: ActivePlan) -> None:
+        ignored.append(plan)
+        short()
+
+    with pytest.raises(RuntimeError) as caught:
+        ignores()
+    assert len(ignored) == 1
+    assert "nothing leaner is left" in caught.value.__notes__[0]
+
+
+def test_a_given_plan_is_where_it_starts() -> None:
+    @autofit.resilient(plan={"precision": "bf16", "micro_batch": "4"}, effective_batch=12)
+    def train(plan: ActivePlan) -> tuple[str, int | None, int, torch.dtype]:
+        with plan.autocast("cpu"):
+            dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        return str(plan), plan.micro_batch, plan.accumulation, dtype
+
+    assert train() == ("bf16, micro 4", 4, 3, torch.bfloat16)
+
+
+def test_autocast_of_a_plan_as_it_is_does_nothing() -> None:
+    found: list[AbstractContextManager[object]] = []
+
+    @autofit.resilient
+    def train(plan: ActivePlan) -> torch.dtype:
+        found.append(plan.autocast())
+        with found[-1]:
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    assert train() == torch.float32
+
+
+def test_the_applied_plan_gives_the_gradients_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, batch = blocks(), torch.randn(6, 8)
+    model(batch).pow(2).mean().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    sizes = []
+    model.get_submodule("0.0").register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+
+    @autofit.resilient(plan={"checkpointing": "all", "micro_batch": "2"})
+    def train(plan: ActivePlan) -> None:
+        plan.apply(model)[0](batch).pow(2).mean().backward()
+
+    train()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+    assert 2 in sizes  # the probe sees uneven chunks besides
+    sizes.clear()
+    model(batch)  # the function has ended, and with it the plan
+    assert sizes == [6]
+    assert type(model).__call__ is nn.Module.__call__
+
+
+def test_a_technique_that_cannot_keep_its_promise_is_left_out() -> None:
+    told: list[Retry] = []
+
+    @autofit.resilient(plan={"checkpointing": "all", "micro_batch": "2"}, on_retry=told.append)
+    def train(plan: ActivePlan) -> str:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        plan.apply(model)[0](torch.randn(6, 8)).sum().backward()
+        return str(plan)
+
+    assert train() == "as it is"
+    assert [retry.refused for retry in told] == [True, True]
+    assert "BatchNorm" in told[-1].message
+    assert train() == "as it is"
+    assert len(told) == 2
+
+
+def test_methods_and_coroutines() -> None:
+    class Trainer:
+        @autofit.resilient(effective_batch=4)
+        def train(self, plan: ActivePlan) -> int | None:
+            if plan.micro_batch != 2:
+                short()
+            return plan.micro_batch
+
+        @autofit.resilient
+        async def later(self, plan: ActivePlan) -> str:
+            await asyncio.sleep(0)
+            return str(plan)
+
+    assert Trainer().train() == 2
+    assert asyncio.run(Trainer().later()) == "as it is"
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    resilient: Any = autofit.resilient
+    with pytest.raises(UsageError, match="there is no strategy 'x'"):
+        resilient(plan={"x": "y"})(lambda plan: None)
+    with pytest.raises(UsageError, match="micro_batch auto"):
+        resilient(plan={"micro_batch": "auto"})(lambda plan: None)
+    with pytest.raises(UsageError, match="give one of exact"):
+        resilient(allow="everything")(lambda plan: None)
+    with pytest.raises(UsageError, match="not both"):
+        resilient(batch_size=1, plan={})
+
+
+def test_off_it_is_as_given() -> None:
+    @autofit.resilient(effective_batch=4)
+    def train(plan: ActivePlan) -> None:
+        assert plan.micro_batch is None
+        short()
+
+    autofit.resilient.set_active(False)
+    with pytest.raises(RuntimeError, match="allocate"):
+        train()
+
+
+def test_a_real_training_comes_down_the_ladder(capped: Capped) -> None:
+    said = capped(
+        """
+retries, memory = [], []
+base = tensor(16)
+start = meter.current()
+
+def tell(retry):
+    retries.append([retry.tried, retry.next]); memory.append(retry.memory)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 1024), nn.Linear(1024, 256)
+    def forward(self, x):
+        return x + self.second(self.first(x).relu())
+
+@autofit.resilient(on_retry=tell)
+def train(plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plan.apply(model, optimizer)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(64, 32, 256)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+def plainly():
+    autofit.resilient.set_active(False)
+    meter.set_cap(None)
+    return train()
+
+losses = train()
+say(losses=losses, plain=plainly(), retries=retries, start=start, memory=memory)
+""",
+        mib=70,
+    )
+    assert said["losses"] == pytest.approx(said["plain"], rel=1e-5)
+    assert said["retries"][0] == ["plan: as it is", "plan: micro 32"]
+    for held in said["memory"]:
+        assert abs(held - said["start"]) <= 0.01 * said["start"]
