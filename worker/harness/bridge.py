@@ -259,7 +259,8 @@ class Call:
         return leaves, outputs
 
     def _means(self) -> list[int]:
-        return [i for i, join in enumerate(self.layout.joins) if join.scalar]
+        joins = enumerate(self.layout.joins)
+        return [i for i, join in joins if join.scalar and not join.detached]
 
     def _can_be_eager(self) -> bool:
         """Whether each chunk's backward can run at once, in forward.

@@ -40,8 +40,13 @@ def digest(
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` folded into at most ``BUCKETS`` float64 sums."""
-    flat = tensor.detach().reshape(-1)
+    """Return ``tensor`` folded into at most ``BUCKETS`` float64 sums; imaginary parts follow."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        return _fold_sparse(tensor.coalesce())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.reshape(-1)
     if flat.numel() <= BUCKETS:
         return flat.to(torch.float64)
     whole = flat.numel() // BUCKETS * BUCKETS
@@ -50,18 +55,36 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
     return folded
 
 
-def difference(found: Digest, expected: Digest) -> float:
+def _fold_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """Fold what a sparse gradient holds; the whole would be as large as the weights."""
+    values = tensor.values().reshape(tensor._nnz(), -1)
+    size = min(BUCKETS, tensor.numel())
+    places = torch.zeros(tensor._nnz(), dtype=torch.long, device=tensor.device)
+    for index, length in zip(tensor.indices(), tensor.shape[: tensor.sparse_dim()], strict=True):
+        places = places * length + index
+    entries = places[:, None] * values.shape[1] + torch.arange(
+        values.shape[1], device=tensor.device
+    )
+    folded = torch.zeros(size, dtype=torch.float64, device=tensor.device)
+    return folded.index_add_(0, (entries % size).reshape(-1), values.reshape(-1).double())
+
+
+def difference(found: Sequence[Digest], expected: Digest) -> float:
     """Return the largest relative difference of a parameter's gradient.
 
-    Relative to the gradient's own norm, or to a tenth of the mean norm where that is larger: some
-    gradients are zero but for rounding (the bias of attention keys). ``inf`` for NaN.
+    ``found``: of the parts, to be added up. Relative to the norm of the largest among the gradient
+    and its parts (parts that cancel leave their rounding behind), or to a tenth of the mean norm
+    where that is larger: some gradients are zero but for rounding (the bias of attention keys).
+    ``inf`` for NaN.
     """
     norms = torch.stack([vector.norm() for vector in expected])
     floor = max(float(norms.mean()) * 0.1, torch.finfo(torch.float64).tiny)
     worst = 0.0
-    for one, other, norm in zip(found, expected, norms.tolist(), strict=True):
-        shape = max(one.numel(), other.numel())
-        distance = float((one.expand(shape) - other.expand(shape)).norm()) / max(norm, floor)
+    for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
+        shape = max(vector.numel() for vector in (*parts, whole))
+        total = sum(part.expand(shape) for part in parts)
+        scale = max(*(float(vector.norm()) for vector in (*parts, whole)), floor)
+        distance = float((total - whole.expand(shape)).norm()) / scale
         if not distance <= worst:
             worst = distance if distance == distance else float("inf")
     return worst

@@ -20,6 +20,7 @@ autograd saves in host memory (``hosted``), and the chunks are smaller from the 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,9 +32,11 @@ from torch.utils.hooks import RemovableHandle
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.bridge import Call
+from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.random_state import RandomState
 from autofit.worker.harness.seams import Seams
 
 OnShortage = Callable[[BaseException, str, int], bool]
@@ -53,6 +56,7 @@ class Elastic:
         micro_batch: int,
         *,
         find_layout: Callable[[Batch], Layout],
+        doubt: Callable[[], None],
         on_shortage: OnShortage,
         ranks: Ranks | None = None,
     ) -> None:
@@ -70,6 +74,9 @@ class Elastic:
         """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
+        self._doubt = doubt
+        self._has_split = False
+        """A call has gone well."""
         self._on_shortage = on_shortage
         self._ranks = ranks
         self._buffers: list[torch.Tensor] = []
@@ -106,9 +113,46 @@ class Elastic:
         if self._listened():
             reason = "a hook of the script on the parameters would see the gradient of each part"
             raise Refused(reason, "micro_batch")
-        batch = Batch.of(args, kwargs)
-        layout = self._layout(batch)
-        return self._around(lambda: Call(self, forward, batch, layout)())
+        batch = Batch.of(args, without_cache(self._module(), kwargs))
+        try:
+            return self._split(forward, batch)
+        except Refused as refusal:
+            if not self._has_split or self._ranks is not None:
+                raise
+            late = str(refusal)
+        return self._whole(late, forward, args, kwargs)
+
+    def _split(self, forward: Forward, batch: Batch) -> Any:
+        for last in (False, True):
+            layout = self._layout(batch)
+            if not layout.size(batch):
+                raise Refused("it holds no samples")
+            start = RandomState.now() if layout.draws else None
+            try:
+                output = self._around(lambda: Call(self, forward, batch, layout)())  # noqa: B023
+            except Refused:  # the parts show that what was proven does not hold for this batch
+                if start is not None:
+                    start.restore()
+                self._doubt()
+                if last:
+                    raise
+            else:
+                self._has_split = True
+                return output
+        raise AssertionError("the second attempt returns or raises")
+
+    def _whole(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a batch in one piece that cannot be split, unlike those before it.
+
+        Nothing has been done with it yet, so this is the script's own training.
+        """
+        said = f"a batch runs in one piece: {reason}"
+        warnings.warn(f"autofit: {said}", stacklevel=2)
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"autofit: {said}")
+            raise
 
     def _around(self, run: Callable[[], Any]) -> Any:
         return run() if self._ranks is None else self._ranks.forward(run)

@@ -1,8 +1,9 @@
 """Does anything of a forward outlive its output? Then a split batch would not be the same.
 
-A loss kept in an attribute of the model, features stored by a hook: the script uses them beside the
-output, and under a split they would come from one part of the batch. Nor may the forward use
-tensors from elsewhere that need gradients: the split knows of the parameters and arguments only.
+A loss kept in an attribute of the model, features stored by a hook or in a queue, a count of the
+calls: the script uses them beside the output, and under a split they would come from one part of
+the batch, or count its parts. Nor may the forward change its arguments, or use tensors from
+elsewhere that need gradients: the split knows of the parameters and arguments only.
 """
 
 from __future__ import annotations
@@ -13,11 +14,102 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.joining import Batch, same
+
+DEPTH = 3
+"""How deep containers in a module's attributes are looked into."""
+ITEMS = 64
+"""How many items of a container are looked at, from its end."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers", "training"}
+"""Attributes that every module has: hooks, parameters, children."""
+
+State = dict[str, Any]
+"""What a module remembers, by name: plain values, copies of tensors."""
+
+
+def refuse_listeners(module: nn.Module) -> None:
+    """Raise ``Refused`` where the script listens to the gradients inside a root."""
+    for name, each in module.named_modules():
+        hooks = [*each._backward_hooks.values(), *each._backward_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks):
+            where = f"on {name}" if name else "on the model"
+            raise Refused(f"a backward hook of the script {where} would see each part's gradient")
+
+
+def refuse_changed_arguments(part: Batch, before: list[int | None]) -> None:
+    """Raise ``Refused`` when a forward changed its arguments; ``before``: their ``versions``."""
+    if versions(part) != before:
+        raise Refused("the model changes its arguments in place")
+
+
+def versions(part: Batch) -> list[int | None]:
+    """Return how often each tensor among the arguments has been changed."""
+    return [
+        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+        for leaf in part.leaves
+    ]
+
+
+def refuse_memory(module: nn.Module, whole: Batch, chunk: Batch, forward: Forward) -> None:
+    """Raise ``Refused`` when the module remembers something of a call, or of its samples.
+
+    Has run before on the same samples, so that what is kept for good (tables of positions) is
+    there already.
+    """
+    before = state(module)
+    for part in (whole, chunk):
+        args, kwargs = part.call(part.leaves)
+        with torch.no_grad():
+            forward(*args, **kwargs)
+        after = state(module)
+        for name in before.keys() | after.keys():
+            if not same_state(before.get(name), after.get(name)):
+                if name.startswith("buffer"):
+                    raise Refused(f"the model changes its {name} in every forward")
+                raise Refused(f"the model keeps something of a forward for later: its {name}")
+
+
+def state(module: nn.Module) -> State:
+    """Return what a module and its children remember beside their parameters."""
+    found: State = {}
+    for prefix, each in module.named_modules():
+        path = f"{prefix}." if prefix else ""
+        for name, buffer in each._buffers.items():
+            found[f"buffer {path}{name}"] = _remembered(buffer, DEPTH)
+        for name, value in each.__dict__.items():
+            if name not in _OF_TORCH:
+                found[f"attribute {path}{name}"] = _remembered(value, DEPTH)
+    return found
+
+
+def _remembered(value: Any, depth: int) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return None if isinstance(value, nn.Parameter) else value.detach().clone()
+    if isinstance(value, nn.Module) or depth == 0:
+        return type(value)
+    if isinstance(value, dict):
+        items = list(value.items())[-ITEMS:]
+        return len(value), [(str(key), _remembered(item, depth - 1)) for key, item in items]
+    if isinstance(value, (list, tuple, set)) or hasattr(value, "popleft"):
+        return len(value), [_remembered(item, depth - 1) for item in list(value)[-ITEMS:]]
+    return type(value)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Return whether two values of ``state`` are equal."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_state, one, other))
+    return same(one, other)
 
 
 class _Saved:
@@ -29,8 +121,50 @@ class _Saved:
         self.tensor = tensor
 
 
-def refuse_escapes(batch: Batch, forward: Forward, parameters: Iterable[torch.Tensor]) -> None:
-    """Run ``forward`` once; raise ``Refused`` when it leaves part of a graph, or uses another."""
+class Witness(TorchDispatchMode):
+    """Sees every tensor that a forward makes; holds none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+        """Of the numbers with fractions among them."""
+        self._made: dict[int, StorageWeakRef] = {}
+        self._given: dict[int, StorageWeakRef] = {}
+        """What was there before."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in _strided((args, kwargs)):
+            self._note(tensor, self._given)
+        output = func(*args, **(kwargs or {}))
+        for tensor in _strided(output):
+            if tensor.is_floating_point():
+                self.dtypes.add(tensor.dtype)
+            self._note(tensor, self._made)
+        return output
+
+    def _note(self, tensor: torch.Tensor, among: dict[int, StorageWeakRef]) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference.cdata not in self._made and reference.cdata not in self._given:
+            among[reference.cdata] = reference
+
+    def left(self, known: Iterable[torch.Tensor]) -> int:
+        """Return how many of the tensors made are still there and are not ``known``."""
+        own = {tensor.untyped_storage()._cdata for tensor in known}
+        return sum(not ref.expired() for key, ref in self._made.items() if key not in own)
+
+
+def _strided(tree: Any) -> list[torch.Tensor]:
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+def refuse_escapes(module: nn.Module, part: Batch, forward: Forward) -> set[torch.dtype]:
+    """Run ``forward`` once with a graph; raise ``Refused`` when something of it stays behind.
+
+    Returns the data types that it computes in.
+    """
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: torch.Tensor) -> _Saved:
@@ -38,18 +172,31 @@ def refuse_escapes(batch: Batch, forward: Forward, parameters: Iterable[torch.Te
         saved.append(weakref.ref(holder))
         return holder
 
-    args, kwargs = batch.call(batch.leaves)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+    args, kwargs = part.call(part.leaves)
+    witness = Witness()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor), witness:
         output = forward(*args, **kwargs)
-    own = {id(parameter) for parameter in parameters}
+    own = {id(parameter) for parameter in module.parameters()}
     foreign = any(id(leaf) not in own for leaf in _graph_leaves(tree_leaves(output)))
     del output
-    if any(each() is not None for each in saved):
+    torch.clear_autocast_cache()
+    known = _strided(list(_held(module)))
+    if any(each() is not None for each in saved) or witness.left(known):
         gc.collect()
-    if any(each() is not None for each in saved):
+    if any(each() is not None for each in saved) or witness.left(known):
         raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
     if foreign:
         raise Refused("the model uses tensors that need gradients and are not its parameters")
+    return witness.dtypes
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    """Yield the tensors in a module's buffers and attributes, which ``state`` compares."""
+    for each in module.modules():
+        yield from each._buffers.values()
+        for name, value in each.__dict__.items():
+            if name not in _OF_TORCH:
+                yield from tree_leaves(value)
 
 
 def _graph_leaves(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:

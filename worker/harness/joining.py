@@ -7,13 +7,15 @@ each output of the chunks becomes the output of the whole. The probe finds it; t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autofit.exceptions import Refused
 
 Cut = tuple[int, int]
 """A range of samples: the first, and the one after the last."""
@@ -31,33 +33,50 @@ class Rule(StrEnum):
     SUM = "sum"
     """A sum over samples."""
     SAME = "same"
-    """Every chunk gives the same: a number, a string, ``None``."""
+    """Every chunk gives the same: a number, a string, ``None``. Looked at again in every call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The integer argument whose entries a mean loss counts (cross-entropy's ``target``)."""
+    """The argument by whose entries a mean loss divides (cross-entropy's ``target``, a mask)."""
 
     leaf: int
     """Position among the flattened arguments."""
-    ignore_index: int
-    shift: int
+    ignore_index: int = 0
+    """Entries equal to it do not count."""
+    shift: int = 0
     """1 where the model drops each sample's first label (next-token prediction), else 0."""
+    values: bool = False
+    """The entries are the counts themselves: lengths, weights."""
+    weights: torch.Tensor | None = field(default=None, compare=False)
+    """How much a label of each class counts (cross-entropy's ``weight``)."""
 
-    def counts(self, labels: torch.Tensor, dim: int) -> list[int]:
+    def counts(self, labels: torch.Tensor, dim: int) -> list[float]:
         """Return how many labels of each sample count; waits for the device once."""
-        rows = labels.movedim(dim, 0)
-        counted = rows if rows.ndim == 1 else rows[..., self.shift :]
-        counts: list[int] = (counted != self.ignore_index).reshape(len(rows), -1).sum(1).tolist()
+        rows = labels.detach().movedim(dim, 0)
+        counted = (rows if rows.ndim == 1 else rows[..., self.shift :]).reshape(len(rows), -1)
+        if self.values:
+            each = counted.double()
+        elif self.weights is not None:
+            known = counted != self.ignore_index
+            classes = counted.clamp(0, len(self.weights) - 1).to(self.weights.device)
+            each = self.weights[classes].double() * known.to(self.weights.device)
+        else:
+            each = counted != self.ignore_index
+        counts: list[float] = each.sum(1).tolist()
         return counts
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The rule for one output, and the dimension it joins along."""
+    """The rule for one output, the dimension it joins along, the labels it counts."""
 
     rule: Rule
     dim: int = 0
+    labels: Labels | None = None
+    """Set when the rule is ``TOKENS``."""
+    detached: bool = False
+    """No gradient comes through it: a metric."""
 
     @property
     def scalar(self) -> bool:
@@ -93,8 +112,6 @@ class Layout:
     """Which of the flattened arguments carry the batch."""
     joins: tuple[Join, ...]
     """A rule for each flattened output."""
-    labels: Labels | None = None
-    """Set when a rule is ``TOKENS``."""
     draws: bool = False
     """The forward draws random numbers."""
 
@@ -117,13 +134,12 @@ class Layout:
         }
         return len(sizes) == 1 and None not in sizes
 
-    def weights(self, rule: Rule, batch: Batch) -> Weights:
-        """Return how much each sample counts in a scalar output that joins by ``rule``."""
-        if rule is Rule.SUM:
+    def weights(self, join: Join, batch: Batch) -> Weights:
+        """Return how much each sample counts in a scalar output that joins by ``join``."""
+        if join.rule is Rule.SUM:
             return Weights(None)
-        if rule is Rule.TOKENS:
-            assert self.labels is not None
-            return Weights(self.labels.counts(batch.leaves[self.labels.leaf], self.dim))
+        if join.labels is not None:
+            return Weights(join.labels.counts(batch.leaves[join.labels.leaf], self.dim))
         return Weights([1] * self.size(batch))
 
 
@@ -131,7 +147,7 @@ class Layout:
 class Weights:
     """What each sample counts in a mean, in samples or labels; ``None`` where they add up."""
 
-    counts: list[int] | None
+    counts: Sequence[float] | None
 
     def of(self, cut: Cut) -> float:
         """Return the weight of a chunk's own mean in the mean of the whole.
@@ -141,7 +157,60 @@ class Weights:
         if self.counts is None:
             return 1.0
         total = sum(self.counts)
-        return sum(self.counts[cut[0] : cut[1]]) / total if total else float("nan")
+        if not total:  # nothing counts: all chunks say the same, 0/0 or zero
+            return (cut[1] - cut[0]) / len(self.counts)
+        return sum(self.counts[cut[0] : cut[1]]) / total
+
+
+def joined(join: Join, column: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return one output of the whole from those of its chunks.
+
+    ``weights``: of each chunk, where ``join`` is scalar. Raises ``Refused`` where the parts do not
+    fit together.
+    """
+    if len(column) == 1:
+        return column[0]
+    if join.rule is Rule.CONCATENATE:
+        try:
+            return torch.cat(list(column), dim=join.dim)
+        except RuntimeError as error:
+            shapes = {_beside(part, join.dim) for part in column}
+            if len(shapes) < 2:
+                raise
+            raise Refused("the shape of the model's output differs between parts") from error
+    if join.scalar:
+        return _total(column, weights)
+    first = column[0]
+    if all(same(part, first) for part in column[1:]):
+        return first
+    raise Refused("what was the same for all parts of a batch depends on the samples now")
+
+
+def _beside(part: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(part.shape) if axis != dim)
+
+
+def _total(column: Sequence[Any], weights: Sequence[float]) -> Any:
+    pairs = [(part, weight) for part, weight in zip(column, weights, strict=True) if weight]
+    if not isinstance(column[0], torch.Tensor):
+        total = sum(part * weight for part, weight in pairs)
+        return type(column[0])(total)
+    scaled = [part if weight == 1.0 else part * weight for part, weight in pairs]
+    return torch.stack(scaled).sum(0).to(column[0].dtype)
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Return whether two outputs, or attributes, are equal; NaN equals itself."""
+    if isinstance(expected, torch.Tensor):
+        return (
+            isinstance(value, torch.Tensor)
+            and value.shape == expected.shape
+            and value.dtype == expected.dtype
+            and bool(torch.allclose(value, expected, rtol=0.0, atol=0.0, equal_nan=True))
+        )
+    if type(value) is not type(expected):
+        return False
+    return bool(value == expected) or (value != value and expected != expected)
 
 
 def cuts(start: int, stop: int, largest: int) -> list[Cut]:

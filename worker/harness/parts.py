@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from autofit.worker.harness.joining import Batch, Cut, Layout, Rule, Weights
+from autofit.exceptions import Refused
+from autofit.worker.harness.joining import Batch, Cut, Join, Layout, Rule, Weights, joined
 
 Gradients = list[torch.Tensor | None]
 
@@ -18,35 +19,32 @@ class Parts:
     def __init__(self, layout: Layout, size: int) -> None:
         self._layout = layout
         self._size = size
-        self._weights: dict[Rule, Weights] = {}
+        self._weights: dict[Join, Weights] = {}
 
     def weight(self, batch: Batch, output: int, cut: Cut) -> float:
         """Return the weight of a chunk's number in that of the whole."""
-        rule = self._layout.joins[output].rule
-        if rule not in self._weights:
-            self._weights[rule] = self._layout.weights(rule, batch)
-        return self._weights[rule].of(cut)
+        join = self._layout.joins[output]
+        if join not in self._weights:
+            self._weights[join] = self._layout.weights(join, batch)
+        return self._weights[join].of(cut)
 
     def join(self, batch: Batch, cuts: Sequence[Cut], parts: list[list[Any]]) -> list[Any]:
-        """Return the outputs of the whole; takes them out of ``parts``."""
+        """Return the outputs of the whole; takes them out of ``parts``.
+
+        Raises ``Refused`` where they do not fit together.
+        """
         if len(parts) == 1:
             return parts[0]
-        joined: list[Any] = []
+        if any(len(part) != len(self._layout.joins) for part in parts):
+            raise Refused("the model's output has another structure for a part of the batch")
+        outputs: list[Any] = []
         for index, join in enumerate(self._layout.joins):
             column = [part[index] for part in parts]
             for part in parts:
                 part[index] = None  # a joined output and its parts need not exist together
-            if join.rule is Rule.CONCATENATE:
-                joined.append(torch.cat(column, dim=join.dim))
-            elif join.scalar:
-                weights = [self.weight(batch, index, cut) for cut in cuts]
-                pairs = zip(column, weights, strict=True)
-                joined.append(
-                    torch.stack([part * weight for part, weight in pairs if weight]).sum(0)
-                )
-            else:
-                joined.append(column[0])
-        return joined
+            weights = [self.weight(batch, index, cut) for cut in cuts] if join.scalar else []
+            outputs.append(joined(join, column, weights))
+        return outputs
 
     def shares(
         self, batch: Batch, incoming: Mapping[int, torch.Tensor | None], cut: Cut
@@ -68,7 +66,7 @@ class Parts:
         self, batch: Batch, inputs: Sequence[int], found: Sequence[tuple[Cut, Gradients]]
     ) -> Gradients:
         """Return the gradients of the arguments at ``inputs``."""
-        joined: Gradients = []
+        gradients_of_all: Gradients = []
         for position, index in enumerate(inputs):
             whole = torch.zeros_like(batch.leaves[index])
             for (start, stop), gradients in found:
@@ -79,5 +77,5 @@ class Parts:
                     whole.narrow(self._layout.dim, start, stop - start).add_(gradient)
                 else:
                     whole.add_(gradient)
-            joined.append(whole)
-        return joined
+            gradients_of_all.append(whole)
+        return gradients_of_all

@@ -16,10 +16,10 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Fidelity, Forward
 from autofit.strategies.facts import Facts
+from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
 from autofit.worker.harness.joining import Batch, Layout
-from autofit.worker.harness.probe import SAMPLES, batched_leaves, pattern, preserved, tolerance
-from autofit.worker.harness.probe import detached as without_graph
+from autofit.worker.harness.probe import SAMPLES, batched_leaves, few, preserved, tolerance
 from autofit.worker.harness.roots import HarnessRoot
 
 ROUNDING = 0.25
@@ -41,7 +41,7 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     expected = _gradients(root, root.plain, few)
     root.apply(plan)
     found = _gradients(root, root.forward, few)
-    exact = tolerance(list(root.module.parameters()))
+    exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
     allowed = max(ROUNDING, exact) if fidelity is Fidelity.ROUNDING else exact
     if (error := mean_difference(found, expected)) > allowed:
         names = [name for name, _ in plan.replace(micro_batch=AS_IS).changes]
@@ -52,12 +52,9 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
 
 
 def _few(batch: Batch) -> Batch:
-    batched = batched_leaves(batch, 0)
-    if not batched:
-        return Batch(without_graph(batch.leaves), batch.spec)
-    layout = Layout(0, batched, ())
-    samples = min(SAMPLES, layout.size(batch))
-    return Batch(without_graph(layout.take(batch, (0, samples))), batch.spec)
+    """Return a copy of the first samples: the model may change its arguments."""
+    layout = Layout(0, batched_leaves(batch, 0), ())
+    return few(batch, layout, range(min(SAMPLES, layout.size(batch)) if layout.batched else 0))
 
 
 def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Digest:

@@ -48,6 +48,10 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         for generator, state in zip(_cuda_generators(), self.cuda, strict=False):
             generator.set_state(state)
+        self.restore_elsewhere()
+
+    def restore_elsewhere(self) -> None:
+        """Set the generators that are not torch's back to this state."""
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:

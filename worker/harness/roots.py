@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import TreeSpec
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -19,6 +18,7 @@ from autofit.worker.harness import ddp
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.facts import unwrapped
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.seams import Calls, Seams
 
@@ -38,7 +38,7 @@ class HarnessRoot:
         self.facts: RootFacts | None = None
         self.plan = Plan()
         self.elastic: Elastic | None = None
-        self._layouts: dict[tuple[TreeSpec, bool], Layout | Refused] = {}
+        self._layouts = Layouts(lambda: self.module, self._find_layout)
         self.own_call: Forward = calls.plain(module)
         """The root's own call, inside nothing of ours."""
         self._call = self.own_call
@@ -119,6 +119,7 @@ class HarnessRoot:
             self._seams,
             micro_batch,
             find_layout=self.layout,
+            doubt=self._layouts.doubt,
             on_shortage=self._on_shortage,
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
         )
@@ -135,25 +136,22 @@ class HarnessRoot:
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
         return handle.remove
 
-    def layout(self, batch: Batch) -> Layout:
-        """Return how such a call is split, proven when its structure is seen for the first time.
+    def layout(self, batch: Batch, *, gradients: bool = True) -> Layout:
+        """Return how such a call is split, proven when its kind is seen for the first time.
 
         Raises ``Refused`` when it cannot be, each time for the same reason. Proven on the plain
         root, in its own precision: what a plan's precision does is proven apart, and within
         rounding only.
         """
-        key = (batch.spec, self.module.training)
-        if key not in self._layouts:
-            try:
-                ddp.refuse_what_cannot_be_split(self.outer)
-                with ddp.refuse_communication():
-                    self._layouts[key] = find_layout(self.module, self.plain, batch)
-            except Refused as refusal:
-                self._layouts[key] = refusal
-        found = self._layouts[key]
-        if isinstance(found, Refused):
-            raise Refused(str(found), "micro_batch")
-        return found
+        try:
+            return self._layouts.of(batch, gradients=gradients)
+        except Refused as refusal:
+            raise Refused(str(refusal), "micro_batch") from refusal
+
+    def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
+        ddp.refuse_what_cannot_be_split(self.outer)
+        with ddp.refuse_communication():
+            return find_layout(self.module, self.plain, batch, gradients=gradients)
 
     def _compose(self) -> None:
         self.forward, self._call = self.plain, self.own_call

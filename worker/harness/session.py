@@ -23,6 +23,7 @@ from autofit.strategies.facts import Facts
 from autofit.worker import oom
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.bridge import inside
+from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
@@ -206,7 +207,7 @@ class Session:
         Now, before the weights have moved: a model that has diverged answers every sample alike,
         and then any way to put its parts together looks right.
         """
-        batch = Batch.of(args, kwargs)
+        batch = Batch.of(args, without_cache(root.module, kwargs))
         assert root.facts is not None
         try:
             return root.layout(batch).size(batch)

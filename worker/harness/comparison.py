@@ -1,0 +1,325 @@
+"""The whole of a few samples against three uneven chunks of them: by which rules do they join?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.digest import Digest, difference, digest
+from autofit.worker.harness.fixed_draws import FixedDraws
+from autofit.worker.harness.hints import Observer, guesses, variants
+from autofit.worker.harness.joining import Batch, Cut, Join, Labels, Layout, Rule, joined, same
+from autofit.worker.harness.random_state import RandomState
+from autofit.worker.oom import Kind, classify
+
+Candidates = list[list[Join]]
+"""The rules that may still hold, for each output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A root's flattened output."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> Output:
+        """Flatten what a root returned."""
+        return cls(*tree_flatten(value))
+
+
+class Undecided(Refused):
+    """Nothing can be proven on these samples; others may tell."""
+
+
+class Runner:
+    """Runs parts of a batch so that the same samples give the same each time."""
+
+    def __init__(self, forward: Forward, layout: Layout, draws: FixedDraws | None) -> None:
+        self.forward = forward
+        self.layout = layout
+        self._draws = draws
+        self._start = RandomState.now()
+
+    def run(self, part: Batch, cut: Cut) -> Output:
+        """Return the root's output for some samples of ``part``."""
+        if self._draws is not None:
+            self._draws.cut = cut
+            self._start.restore_elsewhere()
+        args, kwargs = part.call(self.layout.take(part, cut))
+        return Output.of(self.forward(*args, **kwargs))
+
+
+class Comparison:
+    """Looks for the rules; raises ``Refused`` where none hold."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        part: Batch,
+        whole: Batch,
+        parameters: Sequence[torch.Tensor],
+        tolerance: float,
+        seen: Observer,
+    ) -> None:
+        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only."""
+        self.runner = runner
+        self.layout = runner.layout
+        self.part = part
+        self.whole = Batch([_detached(leaf) for leaf in whole.leaves], whole.spec)
+        self.parameters = parameters
+        self.tolerance = tolerance
+        self.size = self.layout.size(part)
+        self.cuts = uneven(self.size)
+        self.labels = seen.labels(part, self.layout)
+        self.guesses = guesses(part, self.layout, seen)
+        self.variants = list(variants(part, whole, self.layout, self.labels, seen))
+
+    def find(self) -> Layout:
+        """Return the layout with its joins."""
+        whole, chunks = self._outputs(self.part)
+        self._refuse_without_graph(whole)
+        candidates = [self._possible(leaf) for leaf in whole.leaves]
+        candidates = self._holding(candidates, self.part, whole, chunks)
+        masked = [self.part]
+        for variant in self.variants:
+            if (found := self._try(variant.batch)) is not None:
+                candidates = self._holding(candidates, variant.batch, *found)
+                masked += [variant.batch] if variant.masked else []
+        candidates = self._same_in_all_sizes(candidates)
+        joins = tuple(map(self._choose, candidates, whole.leaves))
+        layout = replace(self.layout, joins=joins)
+        if self.parameters:
+            for part in masked:
+                self._check_gradients(layout, part)
+            self._check_power(layout, whole)
+        return layout
+
+    def _outputs(self, part: Batch, cuts: Sequence[Cut] = ()) -> tuple[Output, list[Output]]:
+        whole = self.runner.run(part, (0, self.layout.size(part)))
+        chunks = [self.runner.run(part, cut) for cut in cuts or self.cuts]
+        if any(chunk.spec != whole.spec for chunk in chunks):
+            raise Refused("the model's output has another structure for a part of the batch")
+        return whole, chunks
+
+    def _try(self, part: Batch) -> tuple[Output, list[Output]] | None:
+        """Return the outputs of a variant; ``None`` where the model takes no such batch."""
+        try:
+            with torch.no_grad():
+                found = self._outputs(part)
+        except Refused:
+            raise
+        except Exception as error:
+            if classify(error).kind is not Kind.NOT_OOM:
+                raise
+            return None
+        numbers = [leaf for leaf in found[0].leaves if is_number(leaf)]
+        return found if all(bool(torch.isfinite(leaf).all()) for leaf in numbers) else None
+
+    def _refuse_without_graph(self, whole: Output) -> None:
+        with torch.no_grad():
+            again = self.runner.run(self.part, (0, self.size))
+        for one, other in zip(again.leaves, whole.leaves, strict=True):
+            if is_number(other) and not (is_number(one) and self.close(one, other)):
+                raise Refused("the model answers differently without gradients")
+
+    # --- rules -----------------------------------------------------------------------------
+
+    def _possible(self, leaf: Any) -> list[Join]:
+        """Return the rules that an output may join by, the most telling first."""
+        constant = [Join(Rule.SAME)]
+        if not isinstance(leaf, torch.Tensor):
+            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            whole = isinstance(leaf, int)
+            return constant + (([Join(Rule.SUM)] if whole else self._means()) if number else [])
+        if leaf.ndim == 0 or leaf.shape == (1,):
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                return [*constant, Join(Rule.SUM)]
+            return self._means() if leaf.requires_grad else [*constant, *self._means()]
+        rows = [Join(Rule.CONCATENATE, dim) for dim in range(leaf.ndim)]
+        return rows if leaf.requires_grad else [*rows, *constant]
+
+    def _means(self) -> list[Join]:
+        def counted(labels: Sequence[Labels]) -> list[Join]:
+            return [Join(Rule.TOKENS, labels=each) for each in labels]
+
+        plain = [Join(Rule.SAMPLES), Join(Rule.SUM)]
+        return [*counted(self.labels), *plain, *counted(self.guesses)]
+
+    def _holding(
+        self,
+        candidates: Candidates,
+        part: Batch,
+        whole: Output,
+        chunks: Sequence[Output],
+        cuts: Sequence[Cut] = (),
+    ) -> Candidates:
+        """Return the candidates that give this whole from these chunks."""
+        holding = []
+        for index, (expected, possible) in enumerate(zip(whole.leaves, candidates, strict=True)):
+            column = [chunk.leaves[index] for chunk in chunks]
+            arguments = (part, cuts or self.cuts, column, expected)
+            good = [join for join in possible if self._holds(join, *arguments)]
+            if not good:
+                raise Refused(_mismatch(expected))
+            holding.append(good)
+        return holding
+
+    def _holds(
+        self, join: Join, part: Batch, cuts: Sequence[Cut], column: Sequence[Any], expected: Any
+    ) -> bool:
+        if join.rule is Rule.CONCATENATE:
+            rows, rest = divmod(expected.shape[join.dim], self.layout.size(part))
+            if rest or not rows:
+                return False
+            for value, (start, stop) in zip(column, cuts, strict=True):
+                if value.ndim != expected.ndim or value.shape[join.dim] != rows * (stop - start):
+                    return False
+        weights: list[float] = []
+        if join.scalar:
+            shares = self.layout.weights(join, part)
+            weights = [shares.of(cut) for cut in cuts]
+        try:
+            return self.close(joined(join, column, weights), expected)
+        except Refused:
+            return False
+
+    def _same_in_all_sizes(self, candidates: Candidates) -> Candidates:
+        """Return the rules that hold for the whole batch and parts of every size.
+
+        By values, without a graph; on half the batch where memory has no room for the whole.
+        """
+        if not self.parameters:
+            return candidates
+        size = self.layout.size(self.whole)
+        while size > self.size:
+            part = Batch(self.layout.take(self.whole, (0, size)), self.whole.spec)
+            cuts = growing(size)
+            try:
+                with torch.no_grad():
+                    outputs = self._outputs(part, cuts)
+                return self._holding(candidates, part, *outputs, cuts)
+            except Refused as refusal:
+                raise Refused("the model answers parts of another size otherwise") from refusal
+            except Exception as error:
+                if classify(error).kind is not Kind.OOM:
+                    raise
+                clear_frames(error.__traceback__)
+            size //= 2
+        return candidates
+
+    def _choose(self, holding: list[Join], leaf: Any) -> Join:
+        rules = {join.rule for join in holding}
+        if Rule.SUM in rules and rules & {Rule.SAMPLES, Rule.TOKENS} and Rule.SAME not in rules:
+            raise Undecided("the model returns zero for every sample: nothing can be proven on it")
+        detached = not (isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        return replace(holding[0], detached=detached)
+
+    def close(self, found: Any, expected: Any) -> bool:
+        """Return whether two outputs are equal but for the order of sums."""
+        return close(found, expected, self.tolerance)
+
+    # --- gradients -------------------------------------------------------------------------
+
+    def _check_power(self, layout: Layout, whole: Output) -> None:
+        """Refuse where samples in another order would have passed as well."""
+        for leaf, join in zip(whole.leaves, layout.joins, strict=True):
+            if join.rule is not Rule.CONCATENATE or not leaf.requires_grad:
+                continue
+            rows = leaf.shape[join.dim] // self.size
+            if self.close(leaf.roll(rows, join.dim), leaf):
+                raise Undecided("the model answers every sample alike: nothing can be proven on it")
+
+    def _check_gradients(self, layout: Layout, part: Batch) -> None:
+        expected = self._digest(layout, part, (0, self.size))
+        found = [self._digest(layout, part, cut) for cut in self.cuts]
+        if expected is None or all(each is None for each in found):
+            return
+        pieces = [each for each in found if each is not None]
+        if (error := difference(pieces, expected)) > self.tolerance:
+            raise Refused(f"the gradients of a split batch differ by {error:.1e}, relative")
+        if part is self.part and not any(bool(each.any()) for each in expected):
+            raise Undecided("no gradient reaches the weights: nothing can be proven on it")
+
+    def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
+        """Return the gradients of some samples' outputs; ``None`` where none has any."""
+        output = self.runner.run(part, cut)
+        outputs, cotangents = [], []
+        for leaf, join in zip(output.leaves, layout.joins, strict=True):
+            if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+                continue
+            weight = layout.weights(join, part).of(cut) if join.scalar else None
+            if weight == 0.0:
+                continue
+            outputs.append(leaf)
+            if weight is not None:
+                cotangents.append(torch.full_like(leaf, weight))
+            else:
+                rows = leaf.shape[join.dim] // (cut[1] - cut[0])
+                cotangents.append(pattern(leaf, join.dim, cut[0] * rows))
+        return digest(outputs, cotangents, self.parameters) if outputs else None
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether an output is a tensor of real or complex numbers."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def close(found: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether two outputs are equal but for the order of sums."""
+    if isinstance(expected, float) and isinstance(found, float):
+        return same(found, expected) or abs(found - expected) <= tolerance * abs(expected)
+    if not is_number(expected):
+        return same(found, expected)
+    if not is_number(found) or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    exact = torch.complex128 if expected.is_complex() else torch.float64
+    one, other = found.detach().to(exact), expected.detach().to(exact)
+    distance, scale = (one - other).norm(), other.norm()
+    return bool(distance <= tolerance * scale) or same(found, expected)
+
+
+def uneven(samples: int) -> list[Cut]:
+    """Cut 4 samples into 2, 1, 1; fewer into ones."""
+    first = max(1, samples - 2)
+    return [(0, first), *((start, start + 1) for start in range(first, samples))]
+
+
+def growing(samples: int) -> list[Cut]:
+    """Cut into 1, 1, 2, 4, 8, ... samples: parts of every size."""
+    bounds = [0, 1]
+    while bounds[-1] < samples:
+        bounds.append(min(2 * bounds[-1], samples))
+    return list(pairwise(bounds))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:
+    """Return a fixed incoming gradient for rows ``first`` and on: smooth, none alike."""
+    rows = torch.arange(first, first + like.shape[dim], device=like.device, dtype=torch.float64)
+    shape = [1] * like.ndim
+    shape[dim] = -1
+    rest = torch.arange(like.numel() // max(like.shape[dim], 1), device=like.device)
+    other = [size for axis, size in enumerate(like.shape) if axis != dim]
+    columns = torch.cos(rest.double()).view(other).unsqueeze(dim)
+    real = torch.sin(1.0 + rows).view(shape) * columns
+    return (torch.complex(real, 1.0 - real) if like.is_complex() else real).to(like.dtype)
+
+
+def _mismatch(expected: Any) -> str:
+    if not isinstance(expected, torch.Tensor):
+        return f"the model returns a {type(expected).__name__} that depends on the batch"
+    kind = "a number" if expected.numel() == 1 else f"a tensor of shape {tuple(expected.shape)}"
+    return f"the model returns {kind} that its parts' outputs do not add up to"

@@ -1,0 +1,180 @@
+"""How each kind of call of a root is split: proven when it first comes, and again when it differs.
+
+A kind is a structure of arguments, the modes of all modules, flags and numbers among the arguments
+and the modules' attributes. Within a kind a later batch can show what the first one hid: padding,
+samples that do not count, another class. Its *traits* tell, and the split is proven on it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.exceptions import Refused
+from autofit.worker.harness.comparison import Undecided
+from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.oom import Kind, classify
+
+KINDS = 8
+"""Kinds of calls that differ in numbers only; further numbers are taken for more of the same."""
+SMALL = 1 << 17
+"""Entries of an argument of fractions that is looked at in every call."""
+
+Find = Callable[[Batch, bool], Layout]
+"""Proves how a call is split, with its gradients or by values alone."""
+Key = tuple[Any, ...]
+Traits = frozenset[tuple[int, str]]
+Range = tuple[int, int]
+
+
+@dataclass
+class _Proven:
+    """One kind of call."""
+
+    layout: Layout | Refused
+    traits: Traits = frozenset()
+    """What the batches showed on which the layout was proven."""
+    ranges: dict[int, Range] = field(default_factory=dict)
+    """The whole numbers seen in arguments that have one for each sample."""
+    refused: dict[Traits, Refused] = field(default_factory=dict)
+    """What further traits did to the promise."""
+
+
+class Layouts:
+    """The layouts of one root."""
+
+    def __init__(self, module: Callable[[], nn.Module], find: Find) -> None:
+        self._module = module
+        self._find = find
+        self._kinds: dict[Key, dict[Key, _Proven]] = {}
+
+    def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
+        """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
+        module = self._module()
+        coarse = (gradients, *_structure(module, batch))
+        alike = self._kinds.setdefault(coarse, {})
+        exact = _numbers(module, batch)
+        proven = alike.get(exact)
+        if proven is None and len(alike) >= KINDS:
+            proven = next(reversed(alike.values()))
+        if proven is None:
+            proven = alike[exact] = self._prove(batch, gradients)
+            if isinstance(proven.layout, Undecided):
+                del alike[exact]
+        if isinstance(proven.layout, Refused):
+            raise type(proven.layout)(str(proven.layout))
+        return self._again(proven, proven.layout, batch) if gradients else proven.layout
+
+    def doubt(self) -> None:
+        """Forget what is proven: a call has shown otherwise."""
+        self._kinds.clear()
+
+    def _prove(self, batch: Batch, gradients: bool) -> _Proven:
+        try:
+            layout = self._find(batch, gradients)
+        except Refused as refusal:
+            return _Proven(refusal)
+        proven = _Proven(layout)
+        if gradients and layout.fits(batch):
+            proven.traits, proven.ranges = _traits(batch, layout)
+        return proven
+
+    def _again(self, proven: _Proven, layout: Layout, batch: Batch) -> Layout:
+        """Return the layout, proven on ``batch`` too if that shows what none before it did."""
+        if not layout.fits(batch):
+            raise Refused("the model's arguments do not all have the same number of samples")
+        if not any(join.scalar or join.detached for join in layout.joins):
+            return layout
+        traits, ranges = _traits(batch, layout)
+        further = traits - proven.traits
+        wider = {i: _union(proven.ranges.get(i, seen), seen) for i, seen in ranges.items()}
+        if not further and all(wider[i] == proven.ranges.get(i) for i in wider):
+            return layout
+        if further in proven.refused:
+            raise Refused(str(proven.refused[further]))
+        try:
+            proven.layout = self._find_again(batch)
+        except Undecided:
+            return layout
+        except Refused as refusal:
+            proven.refused[further] = refusal
+            raise
+        proven.traits |= traits
+        proven.ranges |= wider
+        return proven.layout
+
+    def _find_again(self, batch: Batch) -> Layout:
+        """Prove the layout on ``batch``; raise ``Undecided`` where memory has no room for it."""
+        try:
+            return self._find(batch, True)
+        except Exception as error:
+            if classify(error).kind is not Kind.OOM:
+                raise
+        raise Undecided("memory ran out while the split was proven on another kind of batch")
+
+
+def _union(one: Range, other: Range) -> Range:
+    return min(one[0], other[0]), max(one[1], other[1])
+
+
+def _structure(module: nn.Module, batch: Batch) -> Key:
+    """Return what must be the same for two calls to be of one kind."""
+    kinds = tuple(
+        (leaf.ndim, leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, (bool, str, type(None)))
+        else type(leaf)
+        for leaf in batch.leaves
+    )
+    return batch.spec, kinds, tuple(each.training for each in module.modules())
+
+
+def _numbers(module: nn.Module, batch: Batch) -> Key:
+    """Return the numbers that a call may depend on: arguments, and attributes of the modules."""
+    plain = (bool, int, float, str)
+    arguments = tuple(leaf for leaf in batch.leaves if type(leaf) in plain)
+    attributes = tuple(
+        value
+        for each in module.modules()
+        for value in each.__dict__.values()
+        if type(value) in plain
+    )
+    return arguments, attributes
+
+
+def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:
+    """Return what a batch shows, and the range of its classes; waits for the device once."""
+    names: list[tuple[int, str]] = []
+    flags: list[torch.Tensor] = []
+    ranged: list[int] = []
+    bounds: list[torch.Tensor] = []
+    for index in layout.batched:
+        leaf = batch.leaves[index].detach()
+        fraction = leaf.is_floating_point()
+        if leaf.is_complex() or not leaf.numel() or (fraction and leaf.numel() > SMALL):
+            continue
+        rows = leaf.movedim(layout.dim, 0).reshape(leaf.shape[layout.dim], -1)
+        zeros = (rows == 0).sum(1)
+        shown = {"zeros": zeros.any(), "uneven zeros": (zeros != zeros[0]).any()}
+        if fraction:
+            shown["fractions"] = ((rows != 0) & (rows != 1)).any()
+            shown["nan"] = rows.isnan().any()
+        elif leaf.dtype != torch.bool:
+            shown["negative"] = (rows < 0).any()
+            if leaf.ndim == 1:
+                ranged.append(index)
+                bounds += [leaf.min(), leaf.max()]
+        names += [(index, name) for name in shown]
+        flags += shown.values()
+    if not names:
+        return frozenset(), {}
+    device = flags[0].device
+    both = torch.stack([each.to(device, torch.int64) for each in (*flags, *bounds)]).tolist()
+    values = both[len(flags) :]
+    ranges = dict(zip(ranged, zip(values[::2], values[1::2], strict=True), strict=True))
+    return frozenset(n for n, flag in zip(names, both, strict=False) if flag), ranges
