@@ -1,16 +1,21 @@
 """Loss scaling that never leaves the root, for float16 autocast.
 
 The script's own loss, clipping and ``.grad`` stay unscaled, so its loop needs no ``GradScaler``:
-the gradient that enters the root is multiplied by the scale, every parameter's gradient is divided
-by it (a power of two: exact) before it reaches ``.grad``. A step whose gradients overflowed is
+the gradient that enters the root is multiplied by the scale, and what leaves it, towards the
+parameters and the arguments, is divided by it (a power of two: exact). While the root's forward
+runs, its parameters are replaced by views that do the division: what reaches a weight on another
+way, a penalty of the script's loop, say, was never scaled. A step whose gradients overflowed is
 left out and the scale halved, as ``torch.amp.GradScaler`` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -34,25 +39,59 @@ class _Scale(torch.autograd.Function):
         return gradient * ctx.scaler.scale, None
 
 
+class _Unscale(torch.autograd.Function):
+    """Identity whose gradient is divided by the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scaler: Scaler) -> torch.Tensor:
+        ctx.scaler = scaler
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / ctx.scaler.scale, None
+
+
 class Scaler:
     """The scale of one root, and the steps since it last changed."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.scale = START
         self._parameters = parameters
         self._good_steps = 0
 
-    def wrap(self, forward: Forward) -> Forward:
-        """Scale what flows back into the root through its floating-point outputs."""
+    def wrap(self, forward: Forward, module: nn.Module) -> Forward:
+        """Scale what flows back into ``module`` through its outputs, until it leaves it again."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return tree_map(self._scaled, forward(*args, **kwargs))
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            args, kwargs = tree_map(self._unscaled, (args, kwargs))
+            with self._parameters_replaced(module):
+                outputs = forward(*args, **kwargs)
+            return tree_map(self._scaled, outputs)
 
         return call
 
-    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Divide a parameter's gradient by the scale, before it is accumulated."""
-        return gradient / self.scale
+    @contextmanager
+    def _parameters_replaced(self, module: nn.Module) -> Iterator[None]:
+        """Within it, the module computes with views of its parameters."""
+        views: dict[int, torch.Tensor] = {}
+        before = []
+        for each in module.modules():
+            for name, parameter in each._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    before.append((each, name, parameter))
+                    views.setdefault(id(parameter), self._unscaled(parameter))
+        try:
+            for each, name, parameter in before:
+                each._parameters[name] = views[id(parameter)]  # type: ignore[assignment]
+            _flatten(module)
+            yield
+        finally:
+            for each, name, parameter in before:
+                each._parameters[name] = parameter
+            _flatten(module)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Leave the step out if a gradient overflowed; adapt the scale."""
@@ -75,23 +114,32 @@ class Scaler:
             parameter.grad = None  # an optimizer passes over parameters without a gradient
 
     def _scaled(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point():
-            return _Scale.apply(leaf, self)  # type: ignore[no-untyped-call]
-        return leaf
+        return _Scale.apply(leaf, self) if _flows(leaf) else leaf  # type: ignore[no-untyped-call]
+
+    def _unscaled(self, leaf: Any) -> Any:
+        return _Unscale.apply(leaf, self) if _flows(leaf) else leaf  # type: ignore[no-untyped-call]
+
+
+def _flows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point()
+
+
+def _flatten(module: nn.Module) -> None:
+    """Let recurrent layers, which keep a second list of their weights, look them up again."""
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each._flat_weights = [getattr(each, name) for name in each._flat_weights_names]
 
 
 def scale_inside(root: Root) -> Undo:
     """Scale the gradients inside ``root``, from now until taken back."""
     parameters = [p for p in root.module.parameters() if p.requires_grad]
     scaler = Scaler(parameters)
-    hooks = [parameter.register_hook(scaler.unscale) for parameter in parameters]
-    undo_wrap = root.around_forward(scaler.wrap)
+    undo_wrap = root.around_forward(lambda forward: scaler.wrap(forward, root.module))
     undo_step = root.before_step(scaler.before_step)
 
     def undo() -> None:
         undo_step()
         undo_wrap()
-        for hook in hooks:
-            hook.remove()
 
     return undo

@@ -6,11 +6,13 @@ plan splits every root, and returns what a training leaves behind.
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy.random
 import pytest
 import torch
 from torch import Tensor, nn
@@ -314,6 +316,77 @@ def an_error_in_forward() -> Any:
     return left(model)
 
 
+def one_head_detached() -> Any:
+    class Heads(Scorer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            hidden = torch.tanh(self.first(x))
+            return self.last(hidden), self.other(hidden)
+
+    model = Heads().double()
+    for _ in range(2):
+        scores, other = model(batch()[0])
+        (scores.square().mean() * other.detach().mean() + other[:0].sum()).backward()
+    return left(model)
+
+
+def the_same_output_twice() -> Any:
+    class Twice(Scorer):
+        def forward(self, x: Tensor) -> Any:
+            scores = super().forward(x)
+            return {"x": x, "scores": scores, "logits": scores}
+
+    model = Twice().double()
+    x, y = batch()
+    said = model(x)
+    (F.cross_entropy(said["scores"], y) + said["logits"].square().mean()).backward()
+    return left(model), said["x"]
+
+
+def evaluated_between_forward_and_backward() -> Any:
+    model = Scorer().double()
+    for _ in range(2):
+        x, y = batch()
+        loss = F.cross_entropy(model(x), y)
+        model.eval()
+        with torch.no_grad():
+            score = model(batch(7)[0]).mean()
+        model.train()
+        loss.backward()
+    return left(model), score
+
+
+def gradients_set_to_zero(losing: bool) -> Any:
+    model = Losing().double() if losing else Scorer().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = batch()
+        (model(x, y) if losing else F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    return left(model), list(model.parameters())
+
+
+def backward_from_a_tensor() -> Any:
+    model = Scorer().double()
+    for _ in range(2):
+        model(batch()[0]).backward(torch.randn(12, 3).double())
+    return left(model)
+
+
+def saved_on_the_host_by_the_script() -> Any:
+    model = Scorer().double()
+    for _ in range(2):
+        x, y = batch()
+        with torch.autograd.graph.save_on_cpu():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    return left(model)
+
+
 SCENARIOS = {
     "in place on scores": in_place_on_scores,
     "in place on the loss": in_place_on_the_loss,
@@ -336,6 +409,13 @@ SCENARIOS = {
     "through one root alone": through_one_root_into_another_alone,
     "checkpointed by the script": checkpointed_by_the_script,
     "an error in forward": an_error_in_forward,
+    "one head detached": one_head_detached,
+    "the same output twice": the_same_output_twice,
+    "evaluated in between": evaluated_between_forward_and_backward,
+    "set to zero, loss outside": lambda: gradients_set_to_zero(False),
+    "set to zero, loss inside": lambda: gradients_set_to_zero(True),
+    "backward from a tensor": backward_from_a_tensor,
+    "saved on the host by the script": saved_on_the_host_by_the_script,
 }
 
 
@@ -417,8 +497,91 @@ def test_an_optimizer_inside_backward_is_refused() -> None:
         model(batch()[0])
 
 
-def test_a_change_between_forward_and_backward_is_noticed() -> None:
+def test_a_hook_on_a_layers_gradient_is_refused() -> None:
     model = Scorer().double()
+    model.last.register_full_backward_hook(lambda layer, into, out: None)
+    with running(5), pytest.raises(Refused, match="hook"):
+        model(batch()[0])
+
+
+def test_a_checkpoint_around_the_whole_model() -> None:
+    """Recomputed within backward, where it is no root: left alone, or refused."""
+
+    def scenario(reentrant: bool) -> Any:
+        model = Scorer().double()
+        x, y = batch()
+        x.requires_grad_()
+        for _ in range(2):
+            F.cross_entropy(checkpoint(model, x, use_reentrant=reentrant), y).backward()
+        return left(model), x.grad
+
+    torch.testing.assert_close(*both(lambda: scenario(True), 5), rtol=1e-12, atol=1e-12)
+    with pytest.raises(Refused, match="checkpoint"):
+        both(lambda: scenario(False), 5)
+
+
+def drawn_by_torch(model: Any) -> float:
+    return float(torch.rand(()))
+
+
+def drawn_by_python(model: Any) -> float:
+    return random.random()
+
+
+def drawn_by_numpy(model: Any) -> float:
+    return float(numpy.random.rand())
+
+
+def drawn_later(model: Any) -> float:
+    return float(torch.rand(())) if model.late else 1.0
+
+
+def generators() -> tuple[Any, ...]:
+    """Return the state of all."""
+    state: Any = numpy.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), state[1].tolist(), state[2]
+
+
+@pytest.mark.parametrize("draw", [drawn_by_torch, drawn_by_python, drawn_by_numpy, drawn_later])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_forward_drew_its_backward_draws(draw: Callable[[Any], float], again: bool) -> None:
+    """The output is linear in the weight, which is one: its sum is the weight's gradient."""
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1).double())
+            self.late = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            drawn = draw(self) if self.training else 1.0
+            return x * self.scale * drawn
+
+    model = Drawing()
+    with running(5):
+        for step in range(4):
+            model.zero_grad()
+            model.late = step >= 2
+            output = model(batch()[0])
+            after = generators()
+            output.sum().backward(retain_graph=again)
+            assert generators() == after
+            if again:
+                output.sum().backward()
+            expected = output.sum().detach().view(1) * (1 + again)
+            torch.testing.assert_close(model.scale.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_change_between_forward_and_backward_is_noticed() -> None:
+    class Shifted(Scorer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Buffer(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.shift
+
+    model = Shifted().double()
     x, _ = batch()
     with running(5):
         loss = model(x).square().mean()
@@ -429,6 +592,10 @@ def test_a_change_between_forward_and_backward_is_noticed() -> None:
         loss = model(x).square().mean()
         x.mul_(2)
         with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+        loss = model(x).square().mean()
+        model.shift.fill_(2)
+        with pytest.raises(Refused, match="changed between"):
             loss.backward()
         loss = model(x).square().mean()
         model.eval()

@@ -80,6 +80,7 @@ class Elastic:
         self._on_shortage = on_shortage
         self._ranks = ranks
         self._buffers: list[torch.Tensor] = []
+        self._layer_hooks: list[Mapping[int, Any]] = []
         self._hooks: list[RemovableHandle] = []
         self._look_again()
 
@@ -94,6 +95,12 @@ class Elastic:
         modules = list(module.modules()) if module is not None else []
         self.own = _all(each._parameters for each in modules)
         self._buffers = _all(each._buffers for each in modules)
+        self._layer_hooks = [
+            hooks
+            for each in modules
+            for hooks in (each._backward_hooks, each._backward_pre_hooks)
+            if hooks
+        ]
         found = [parameter for parameter in self.own if parameter.requires_grad]
         if [id(p) for p in found] != [id(p) for p in self.parameters]:
             self.remove()
@@ -111,7 +118,7 @@ class Elastic:
             return self._around(lambda: forward(*args, **kwargs))
         self._look_again()
         if self._listened():
-            reason = "a hook of the script on the parameters would see the gradient of each part"
+            reason = "a hook of the script on the gradients would see those of each part"
             raise Refused(reason, "micro_batch")
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         try:
@@ -183,11 +190,14 @@ class Elastic:
         return (module.training if module is not None else False), versions
 
     def _listened(self) -> bool:
-        """Return whether a hook of the script sees the parameters' gradients as they arrive."""
+        """Return whether a hook of the script sees the gradients of weights or of layers."""
         return any(
             not str(getattr(hook, "__module__", "")).startswith("autofit.")
-            for parameter in self.parameters
-            for hooks in (parameter._post_accumulate_grad_hooks, parameter._backward_hooks)
+            for hooks in (
+                *(parameter._post_accumulate_grad_hooks for parameter in self.parameters),
+                *(parameter._backward_hooks for parameter in self.parameters),
+                *self._layer_hooks,
+            )
             for hook in (hooks or {}).values()
         )
 

@@ -107,6 +107,8 @@ class Session:
 
     def inner_call(self) -> None:
         """Notice autocast that the script entered inside a root, where no plan did."""
+        if not self.roots:  # inside a backward: a checkpoint around the whole model, say
+            return
         if not self.facts.autocast and self.roots[-1].plan.neutral and learn.autocast_on():
             self._learn(autocast=True)
 
