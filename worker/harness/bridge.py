@@ -335,6 +335,19 @@ class Call:
             before.restore()
         return found
 
+    def finish(
+        self,
+        incoming: dict[int, torch.Tensor],
+        parameters: Sequence[nn.Parameter],
+        state: RandomState,
+        ambient: Ambient,
+    ) -> None:
+        """Accumulate into ``parameters`` for a forward that ran whole, and whose graph is gone."""
+        self._ambient = ambient
+        with inside(self.owner.seams), torch.enable_grad():
+            for piece in cuts(0, self._size, self.owner.micro_batch)[::-1]:
+                self._accumulate(piece, dict(incoming), parameters, None)
+
     def _receivers(self) -> list[nn.Parameter] | None:
         """Return the parameters that this backward pass is for; ``None`` for all it leads to."""
         if not torch._C._will_engine_execute_node(self._anchor.grad_fn):  # type: ignore[arg-type]

@@ -112,10 +112,7 @@ class Conduct:
         if self._spec.mode == "run":
             from autofit.worker.harness.real import RealRun
 
-            plan = self._plan(0)
-            if plan.neutral:
-                return  # nothing to attach: the script runs as it is
-            self._session = RealRun(plan, self._reporter, self._meter)
+            self._session = RealRun(self._plan(0), self._reporter, self._meter)
         else:
             from autofit.worker.harness.trial import Trial
 

@@ -36,7 +36,7 @@ from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.joining import Batch, Layout
-from autofit.worker.harness.random_state import RandomState
+from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
 
 OnShortage = Callable[[BaseException, str, int], bool]
@@ -117,9 +117,7 @@ class Elastic:
         if not torch.is_grad_enabled():
             return self._around(lambda: forward(*args, **kwargs))
         self._look_again()
-        if self._listened():
-            reason = "a hook of the script on the gradients would see those of each part"
-            raise Refused(reason, "micro_batch")
+        self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         try:
             return self._split(forward, batch)
@@ -141,7 +139,7 @@ class Elastic:
                 if start is not None:
                     start.restore()
                 self._doubt()
-                if last:
+                if last or self._ranks is not None:  # the other ranks would wait for another call
                     raise
             else:
                 self._has_split = True
@@ -163,6 +161,27 @@ class Elastic:
 
     def _around(self, run: Callable[[], Any]) -> Any:
         return run() if self._ranks is None else self._ranks.forward(run)
+
+    def finish(
+        self,
+        forward: Forward,
+        batch: Batch,
+        incoming: dict[int, torch.Tensor],
+        parameters: list[nn.Parameter],
+        state: RandomState,
+        ambient: Ambient,
+    ) -> None:
+        """Bring the gradient of a call that has run elsewhere into ``.grad`` of ``parameters``.
+
+        ``incoming``: the gradient of each output used; ``state``, ``ambient``: of that forward.
+        """
+        Call(self, forward, batch, self._layout(batch)).finish(incoming, parameters, state, ambient)
+
+    def refuse_listeners(self) -> None:
+        """Raise ``Refused`` where a hook of the script would see the gradient of each part."""
+        if self._listened():
+            reason = "a hook of the script on the gradients would see those of each part"
+            raise Refused(reason, "micro_batch")
 
     def came_back(self) -> None:
         """Notice that a call's backward is done."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -12,6 +17,7 @@ from autofit.worker.harness.outside import Outside
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import SETTLED, Session
+from autofit.worker.harness.standby import Standby
 from autofit.worker.meter import Meter
 from autofit.worker.records import Learned, OutOfMemory, Shortage
 
@@ -28,6 +34,8 @@ class RealRun(Session):
         self.over = False
         self._plan = plan
         self._reporter = reporter
+        self._standby = Standby(self.seams, self._is_shortage)
+        self.seams.loader = False
         self.outside = Outside(meter, self._cleared)
         self.away = self.outside.away
 
@@ -47,6 +55,28 @@ class RealRun(Session):
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """End the run: without the plan it would be another training, or run out of memory."""
         raise refusal
+
+    def new_root(self, module: nn.Module) -> None:
+        """Stand by while the root runs whole.
+
+        Not under ``DistributedDataParallel``: what a failed backward pass has sent is sent.
+        """
+        super().new_root(module)
+        if not isinstance(module, DistributedDataParallel):
+            self.roots[-1].standby = self._standby
+
+    def backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run the script's backward pass, in smaller parts where memory runs out."""
+        keeps = self.seams.keeps_graph
+        super().backward(tensors, lambda: self._standby.backward(tensors, run, keeps_graph=keeps))
+
+    def grad(self, inputs: Any) -> None:
+        """Notice ``torch.autograd.grad``: what is differentiated so is not run in parts."""
+        self._standby.grad()
+        super().grad(inputs)
+
+    def _is_shortage(self, error: BaseException) -> bool:
+        return oom.classify(error, corroborated=self.meter.short()).kind is oom.Kind.OOM
 
     def shortage(self, found: OutOfMemory) -> None:
         """Tell the parent, which tells the user and the store."""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,6 +22,7 @@ from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.standby import Standby
 
 
 class HarnessRoot:
@@ -38,6 +40,8 @@ class HarnessRoot:
         self.facts: RootFacts | None = None
         self.plan = Plan()
         self.elastic: Elastic | None = None
+        self.standby: Standby | None = None
+        """Rescues calls that run whole."""
         self._layouts = Layouts(lambda: self.module, self._find_layout)
         self.own_call: Forward = calls.plain(module)
         """The root's own call, inside nothing of ours."""
@@ -63,10 +67,16 @@ class HarnessRoot:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run the root as the plan has it."""
         if self.elastic is None:
-            return self._call(*args, **kwargs)
+            if self.standby is not None and torch.is_grad_enabled():
+                return self.standby.call(self, args, kwargs)
+            return self.run_whole(args, kwargs)
         if isinstance(wrapper := self.outer, DistributedDataParallel):
             args, kwargs = ddp.moved(wrapper, args, kwargs)
         return self.elastic(self.forward, args, kwargs)
+
+    def run_whole(self, args: Any, kwargs: Any) -> Any:
+        """Run the root's own call inside what the plan puts around it."""
+        return self._call(*args, **kwargs)
 
     def apply(self, plan: Plan) -> None:
         """Take the present plan back and apply another; raise ``Refused`` with the reason.
@@ -130,6 +140,17 @@ class HarnessRoot:
             self.elastic = None
 
         return undo
+
+    def split_from_now_on(self, micro_batch: int) -> None:
+        """Split the batch beside what the plan does; raise ``Refused`` if a call would refuse."""
+        undo = self.split(micro_batch)
+        assert self.elastic is not None
+        try:
+            self.elastic.refuse_listeners()
+        except Refused:
+            undo()
+            raise
+        self._undos.append(undo)
 
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""

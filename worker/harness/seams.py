@@ -55,11 +55,15 @@ class Seams:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
+        self.loader = True
+        """The loader's ``next`` is watched too."""
         self.inside = 0
         """Above zero while a root's own forward or backward runs.
 
         A plain counter and not a thread's: CUDA runs backward in a thread of its own.
         """
+        self.keeps_graph = False
+        """The backward pass that runs leaves its graph for another one, or is one of parts only."""
         self.data_seconds = 0.0
         """Spent in the loader's ``next`` since someone set it to zero."""
         self.order: Callable[[Callable[[Any], Any], Any], Any] = lambda plain, iterator: plain(
@@ -78,8 +82,9 @@ class Seams:
             post.remove,
             self._replace(torch.autograd, "backward", self._backward),
             self._replace(torch.autograd, "grad", self._grad),
-            self._replace(_BaseDataLoaderIter, "__next__", self._next),
         ]
+        if self.loader:
+            self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
         self.look_for_roots()
 
     def detach(self) -> None:
@@ -127,6 +132,7 @@ class Seams:
                 return plain(tensors, *args, **kwargs)
             if kwargs.get("inputs") is not None:
                 self.handler.grad(kwargs["inputs"])
+            self.keeps_graph = _is_partial(args, kwargs)
             return self.handler.backward(tensors, lambda: plain(tensors, *args, **kwargs))
 
         return backward
@@ -153,6 +159,16 @@ class Seams:
                 self.data_seconds += time.perf_counter() - started
 
         return following
+
+
+def _is_partial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a backward pass leaves its graph for another one, or leaves out leaves.
+
+    ``args``, ``kwargs``: of ``torch.autograd.backward``, after its tensors.
+    """
+    retain, create = (*args[1:3], False, False)[:2]
+    keeps = retain or create or kwargs.get("retain_graph") or kwargs.get("create_graph")
+    return bool(keeps) or kwargs.get("inputs") is not None
 
 
 class Calls:

@@ -1,0 +1,338 @@
+"""Rescue of a root that runs plainly: nothing of it is changed until memory has run out.
+
+A plan that does not split the batch leaves a root as the script has it: its own graph, its own
+gradients, bit by bit. Beside that a few things are noted at each call: the arguments, the state of
+the random generators, and in backward the gradient that reaches each output. When memory runs out
+
+* in forward, the call starts over in chunks, and so does every later one;
+* in backward, the graph can be of no more use, but the script holds it. What it saved is let go
+  (``SavedTensor.register_hooks`` puts nothing in its place), and the batch runs again in chunks,
+  for the parameters alone whose ``.grad`` has not changed, from the gradients that were noted. The
+  script's own call of ``backward`` then returns as if nothing had happened.
+
+How the batch is split is proven only then. Where it cannot be, the error goes on its way with the
+reason added; so it does where a gradient cannot be told from its surroundings: the script keeps
+the graph for another pass, the arguments need gradients, the loss uses parameters by itself, or
+two outputs of which one is made from the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from autofit.exceptions import Refused
+from autofit.worker.harness.bridge import inside
+from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.random_state import Ambient, RandomState
+from autofit.worker.harness.seams import Seams
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.roots import HarnessRoot
+
+Edge = tuple[Node, int]
+"""A node of the graph, and which of its outputs."""
+_OURS = "autofit"
+"""Names, in a node's own dictionary, the root's outputs that it made."""
+
+
+@dataclass(eq=False)
+class PlainCall:
+    """What is known of one call of a root that ran plainly."""
+
+    root: HarnessRoot
+    batch: Batch | None
+    """``None`` once backward is through."""
+    training: bool
+    start: RandomState
+    ambient: Ambient
+    versions: list[int] = field(default_factory=list)
+    """After forward, of the tensors among the arguments and of the model's own."""
+    cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What backward has brought to each output."""
+
+
+class Standby:
+    """Watches the plain calls of a run's roots."""
+
+    def __init__(self, seams: Seams, is_shortage: Callable[[BaseException], bool]) -> None:
+        self._seams = seams
+        self._is_shortage = is_shortage
+        self._tensors: dict[int, list[torch.Tensor]] = {}
+        """Parameters and buffers of each root (by ``id``) that has been called."""
+        self._running: list[PlainCall] | None = None
+        """Calls whose outputs the running backward pass has reached; ``None`` while none runs."""
+        self._unusual = False
+        """The script differentiates otherwise than by one backward pass through each graph."""
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run the root plainly; in chunks, and from now on, when memory runs out."""
+        call = self._note(root, args, kwargs)
+        try:
+            output = root.run_whole(args, kwargs)
+        except Exception as error:
+            if not self._is_shortage(error):
+                raise
+            failure = error
+        else:
+            self._follow(call, output)
+            return output
+        with _reported(failure, self._is_shortage):
+            self._split(call, failure, "forward")
+        failure.__traceback__ = None  # it holds this frame, which holds the batch
+        call.start.restore()
+        return root.call(args, kwargs)
+
+    def _note(self, root: HarnessRoot, args: Any, kwargs: Any) -> PlainCall:
+        if id(root) not in self._tensors:
+            self._tensors[id(root)] = _tensors(root.module)
+        batch = Batch.of(args, kwargs)
+        return PlainCall(
+            root=root,
+            batch=batch,
+            training=root.module.training,
+            start=RandomState.now(),
+            ambient=Ambient.now(),
+        )
+
+    def _versions(self, root: HarnessRoot, batch: Batch) -> list[int]:
+        arguments = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [*arguments, *self._tensors[id(root)]]
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def _follow(self, call: PlainCall, output: Any) -> None:
+        """Note which node made each output, and what reaches it in backward."""
+        assert call.batch is not None
+        call.versions = self._versions(call.root, call.batch)
+        for index, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                _made_by(leaf.grad_fn)[leaf.output_nr] = call, index
+                leaf.register_hook(self._receiver(call, index))
+
+    def _receiver(self, call: PlainCall, index: int) -> Callable[[torch.Tensor], None]:
+        def receive(cotangent: torch.Tensor) -> None:
+            if self._running is None:
+                return
+            if not call.cotangents:
+                self._running.append(call)
+            call.cotangents[index] = cotangent
+
+        return receive
+
+    def grad(self) -> None:
+        """Notice that the script calls ``torch.autograd.grad``."""
+        self._unusual = True
+
+    def _split(self, call: PlainCall, error: BaseException, phase: str) -> None:
+        """Run the root in chunks from now on; raise ``Refused`` when that is no way out."""
+        if self._unusual:
+            reason = "the script calls torch.autograd.grad, or keeps a graph for another backward"
+            raise Refused(reason)
+        root, batch = call.root, call.batch
+        assert batch is not None
+        traceback.clear_frames(error.__traceback__)
+        with inside(self._seams), torch.enable_grad():
+            size = root.layout(batch).size(batch)
+        if size < 2:
+            raise Refused("a single sample cannot be split")
+        root.split_from_now_on(size)
+        assert root.elastic is not None
+        root.elastic.shrink(error, phase, size)
+
+    # --- backward --------------------------------------------------------------------------
+
+    def backward(self, tensors: Any, run: Callable[[], None], *, keeps_graph: bool) -> None:
+        """Run the script's backward pass; end it in chunks when memory runs out."""
+        self._unusual |= keeps_graph
+        before = self._gradients()
+        calls: list[PlainCall] = []
+        failure = None
+        self._running = calls
+        try:
+            run()
+        except Exception as error:
+            if not self._is_shortage(error):
+                raise
+            failure = error
+        finally:
+            self._running = None
+        if failure is not None:
+            with _reported(failure, self._is_shortage):
+                self._go_on(tensors, calls, before, failure)
+            failure.__traceback__ = None
+        for call in calls:
+            call.cotangents.clear()
+            if not keeps_graph:
+                call.batch = None
+
+    def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None, int]]:
+        """Return each parameter, its gradient and that one's version."""
+        parameters = {id(t): t for found in self._tensors.values() for t in found if t.is_leaf}
+        return [
+            (p, p.grad, 0 if p.grad is None else p.grad._version)
+            for p in parameters.values()
+            if p.requires_grad
+        ]
+
+    def _go_on(
+        self,
+        tensors: Any,
+        calls: Sequence[PlainCall],
+        before: Sequence[tuple[torch.Tensor, torch.Tensor | None, int]],
+        error: BaseException,
+    ) -> None:
+        """Bring the rest of the gradients into ``.grad``; raise ``Refused`` when they are lost."""
+        traceback.clear_frames(error.__traceback__)
+        graph = Graph(tensors)
+        self._refuse_what_is_lost(graph, calls)
+        missing = {id(p) for p, grad, version in before if not _changed(p, grad, version)}
+        graph.release()
+        gc.collect()
+        for call in calls:
+            if call.root.elastic is None:
+                self._split(call, error, "backward")
+        now = RandomState.now()
+        for call in calls:
+            self._finish(call, graph, missing)
+        now.restore()
+
+    def _refuse_what_is_lost(self, graph: Graph, calls: Sequence[PlainCall]) -> None:
+        if graph.leaves:
+            raise Refused("the gradients do not come through the model's output alone")
+        if {id(call) for call in graph.used} != {id(call) for call in calls}:
+            raise Refused("it ran out before the gradients had reached the model")
+        for call, outputs in graph.used.items():
+            if call.root.elastic is not None or call.batch is None:
+                raise Refused("the model was called several times before this backward pass")
+            if not outputs <= call.cotangents.keys():
+                raise Refused("it ran out before the gradients had reached the model")
+            if any(_needs_gradient(leaf) for leaf in call.batch.leaves):
+                raise Refused("the model's arguments need gradients too")
+            changed = call.versions != self._versions(call.root, call.batch)
+            if changed or call.training != call.root.module.training:
+                raise Refused("the weights, the batch or the mode changed since forward")
+            if graph.inner_leaves - {id(t) for t in _tensors(call.root.module)}:
+                raise Refused("the gradients lead elsewhere than to the model's parameters")
+
+    def _finish(self, call: PlainCall, graph: Graph, missing: set[int]) -> None:
+        elastic, batch = call.root.elastic, call.batch
+        assert elastic is not None
+        assert batch is not None
+        incoming = {index: call.cotangents[index] for index in sorted(graph.used[call])}
+        parameters = [p for p in elastic.parameters if id(p) in missing]
+        elastic.finish(call.root.forward, batch, incoming, parameters, call.start, call.ambient)
+
+
+class Graph:
+    """What is behind the tensors that the script differentiates."""
+
+    def __init__(self, tensors: Any) -> None:
+        first = tensors if isinstance(tensors, (tuple, list)) else [tensors]
+        edges = [(t.grad_fn, t.output_nr) for t in first if isinstance(t, torch.Tensor)]
+        self.leaves: set[int] = set()
+        """Leaves (by ``id``) that are reached on another way than through a root."""
+        self.inner_leaves: set[int] = set()
+        """Those that are reached through a root."""
+        self.used: dict[PlainCall, set[int]] = {}
+        """The roots' calls behind the tensors, and which of their outputs are used."""
+        self._nodes: set[Node] = set()
+        behind: list[Edge] = []
+        for edge, made in self._walk([(n, nr) for n, nr in edges if n is not None], self.leaves):
+            call, index = made
+            self.used.setdefault(call, set()).add(index)
+            behind.append(edge)
+        for _ in self._walk(behind, self.inner_leaves, through=True):
+            raise Refused("an output of the model is made from another one that is used as well")
+
+    def _walk(
+        self, edges: list[Edge], leaves: set[int], *, through: bool = False
+    ) -> Iterator[tuple[Edge, tuple[PlainCall, int]]]:
+        """Visit the nodes behind ``edges``; yield the outputs of roots that are met on the way.
+
+        ``through``: from such outputs on; yield those only that are used by the script as well.
+        """
+        todo = [(edge, through) for edge in edges]
+        while todo:
+            (node, number), first = todo.pop()
+            made = _made_by(node).get(number)
+            if made is not None and not first:
+                if not through or made[1] in self.used.get(made[0], ()):
+                    yield (node, number), made
+                if not through:
+                    continue
+            if node in self._nodes:
+                continue
+            self._nodes.add(node)
+            if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+                leaves.add(id(variable))
+            todo += [((n, nr), False) for n, nr in node.next_functions if n is not None]
+
+    def release(self) -> None:
+        """Let go what the graph has saved for backward; it can be of no more use."""
+        for node in self._nodes:
+            for name in dir(node):
+                if name.startswith("_raw_saved_"):
+                    _empty(node, name)
+
+
+def _made_by(node: Node) -> dict[int, tuple[PlainCall, int]]:
+    """Return the roots' outputs that ``node`` made; kept in the dictionary that each node has."""
+    metadata: Any = node.metadata  # a property, though torch declares a method
+    made: dict[int, tuple[PlainCall, int]] = metadata.setdefault(_OURS, {})
+    return made
+
+
+def _empty(node: Node, name: str) -> None:
+    try:
+        saved = getattr(node, name)
+    except RuntimeError:  # released by backward
+        return
+    for each in saved if isinstance(saved, (tuple, list)) else [saved]:
+        with contextlib.suppress(RuntimeError):  # released, never there, or under other hooks
+            each.register_hooks(lambda tensor: None, _gone)
+
+
+def _gone(packed: None) -> torch.Tensor:
+    raise RuntimeError("memory ran out in a backward pass through this graph: it is gone")
+
+
+class _reported:
+    """Raises the shortage again, the reason added, when the rescue is refused or fails for it."""
+
+    def __init__(self, failure: BaseException, is_shortage: Callable[[BaseException], bool]):
+        self._failure = failure
+        self._is_shortage = is_shortage
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Refused):
+            self._failure.add_note(f"autofit could not go on in smaller parts: {error}")
+        elif error is None or not self._is_shortage(error):
+            return
+        raise self._failure from None
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _changed(parameter: torch.Tensor, gradient: torch.Tensor | None, version: int) -> bool:
+    now = parameter.grad
+    return now is not gradient or (now is not None and now._version != version)
