@@ -28,6 +28,7 @@ RESCUED = [
     "accumulation:backward",
     "checkpointed:backward",
     "dropout:forward",
+    "dropout:backward",
     "in_place_on_the_output:backward",
 ]
 RESCUED_TOO = [

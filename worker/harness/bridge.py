@@ -343,10 +343,11 @@ class Call:
         ambient: Ambient,
     ) -> None:
         """Accumulate into ``parameters`` for a forward that ran whole, and whose graph is gone."""
-        self._ambient = ambient
+        self._ambient, self._mark, self._drew = ambient, self.owner.mark(), self.layout.draws
+        self._cuts, self._states = [(0, self._size)], [state]
         with inside(self.owner.seams), torch.enable_grad():
-            for piece in cuts(0, self._size, self.owner.micro_batch)[::-1]:
-                self._accumulate(piece, dict(incoming), parameters, None)
+            for cut, drawn in self._chunks_backwards():
+                self._accumulate(cut, dict(incoming), parameters, drawn)
 
     def _receivers(self) -> list[nn.Parameter] | None:
         """Return the parameters that this backward pass is for; ``None`` for all it leads to."""
