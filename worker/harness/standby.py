@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.worker.harness.bridge import inside
+from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
@@ -43,6 +44,7 @@ Edge = tuple[Node, int]
 """A node of the graph, and which of its outputs."""
 _OURS = "autofit"
 """Names, in a node's own dictionary, the root's outputs that it made."""
+_CACHE = "past_key_values"
 
 
 @dataclass(eq=False)
@@ -57,8 +59,16 @@ class PlainCall:
     ambient: Ambient
     versions: list[int] = field(default_factory=list)
     """After forward, of the tensors among the arguments and of the model's own."""
+    before_cache: int | None = None
+    """Outputs before a cache of keys and values, if it returned one: chunks return none."""
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
     """What backward has brought to each output."""
+
+    def without_cache(self) -> Batch:
+        """Return the arguments as chunks are given them."""
+        assert self.batch is not None
+        args, kwargs = self.batch.call(self.batch.leaves)
+        return Batch.of(args, without_cache(self.root.module, kwargs))
 
 
 class Standby:
@@ -115,6 +125,9 @@ class Standby:
         """Note which node made each output, and what reaches it in backward."""
         assert call.batch is not None
         call.versions = self._versions(call.root, call.batch)
+        if isinstance(output, dict) and _CACHE in output:
+            keys = list(output)[: list(output).index(_CACHE)]
+            call.before_cache = len(tree_leaves([output[key] for key in keys]))
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 _made_by(leaf.grad_fn)[leaf.output_nr] = call, index
@@ -139,8 +152,7 @@ class Standby:
         if self._unusual:
             reason = "the script calls torch.autograd.grad, or keeps a graph for another backward"
             raise Refused(reason)
-        root, batch = call.root, call.batch
-        assert batch is not None
+        root, batch = call.root, call.without_cache()
         traceback.clear_frames(error.__traceback__)
         with inside(self._seams), torch.enable_grad():
             size = root.layout(batch).size(batch)
@@ -215,6 +227,8 @@ class Standby:
         for call, outputs in graph.used.items():
             if call.root.elastic is not None or call.batch is None:
                 raise Refused("the model was called several times before this backward pass")
+            if call.before_cache is not None and max(outputs) >= call.before_cache:
+                raise Refused("an output that the loss uses comes after a cache")
             if not outputs <= call.cotangents.keys():
                 raise Refused("it ran out before the gradients had reached the model")
             if any(_needs_gradient(leaf) for leaf in call.batch.leaves):
@@ -226,9 +240,8 @@ class Standby:
                 raise Refused("the gradients lead elsewhere than to the model's parameters")
 
     def _finish(self, call: PlainCall, graph: Graph, missing: set[int]) -> None:
-        elastic, batch = call.root.elastic, call.batch
+        elastic, batch = call.root.elastic, call.without_cache()
         assert elastic is not None
-        assert batch is not None
         incoming = {index: call.cotangents[index] for index in sorted(graph.used[call])}
         parameters = [p for p in elastic.parameters if id(p) in missing]
         elastic.finish(call.root.forward, batch, incoming, parameters, call.start, call.ambient)
