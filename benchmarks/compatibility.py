@@ -1,5 +1,6 @@
 """Run launches and searches over real scripts, unmodified, and write ``docs/compatibility.md``.
 
+    python benchmarks/public_data.py FOLDER
     python benchmarks/compatibility.py --public FOLDER [--only NAME ...] [--skip-search] [--render]
 
 Each script of ``compatibility.toml`` runs in a throw-away copy of its folder: first one launch with
@@ -180,20 +181,26 @@ def _entries(public: Path) -> list[Entry]:
 # --- launches ---------------------------------------------------------------------------------
 
 
-def plans_for(hardware: Hardware) -> list[Plan]:
-    """Return the neutral plan, then each level that ``hardware`` has, alone."""
+def plans_for(hardware: Hardware, batch: int | None = None) -> list[Plan]:
+    """Return the neutral plan, then each level that ``hardware`` has, alone.
+
+    With the ``batch`` known, also a quarter of it at a time: where the size that is fastest is the
+    whole batch, that one says whether a split is possible at all.
+    """
     alone = [
         Plan.of({strategy.name: level.name})
         for strategy in strategies.REGISTRY
         for level in strategy.levels[1:]
         if strategy.unavailable(level.name, hardware) is None
     ]
-    return [Plan(), *alone]
+    forced = [Plan.of({"micro_batch": str(-(-batch // 4))})] if batch and batch > 1 else []
+    return [Plan(), *alone, *forced]
 
 
 def examine(entry: Entry, hardware: Hardware) -> Row:
     """Launch until every plan has a report; a launch that dies is followed by one without it."""
     plans, outcomes, row = plans_for(hardware), dict[Plan, Outcome](), Row()
+    forced = False
     while missing := [plan for plan in plans if plan not in outcomes]:
         asked = tuple(dict.fromkeys([Plan(), *missing]))
         with scratch_copy(entry.folder) as folder:
@@ -207,11 +214,19 @@ def examine(entry: Entry, hardware: Hardware) -> Row:
                 outcomes[report.plan] = _outcome(report)
         row = _row(row, events, left)
         _say(entry, reports)
+        if not forced and (batch := _batch(events)) is not None:
+            forced, plans = True, plans_for(hardware, batch)
         if len(outcomes) == known or Plan() not in outcomes:
             break
         if outcomes[Plan()].verdict != "measured":
             break
     return Row(**{**_shallow(row), "outcomes": tuple(outcomes.values())})
+
+
+def _batch(events: Sequence[LaunchEvent]) -> int | None:
+    """Return the samples in one call of the model, as the launch learned them."""
+    facts = [event.facts for event in events if isinstance(event, Learned)]
+    return facts[-1].batch if facts else None
 
 
 def _launch(
@@ -353,7 +368,8 @@ def page(entries: Sequence[Entry], results: dict[str, Any]) -> str:
         " was *applied* (proven on the script's own batch, then measured): peak memory, seconds of"
         " an optimizer step, and both against the script as it is. The machine is small:"
         " read the times as rough. `micro auto` looks for the fastest"
-        " size that fits, with memory to spare here: it may be the whole batch in one piece.",
+        " size that fits, with memory to spare here: it may be the whole batch in one piece."
+        " A quarter of the batch at a time is forced, to see whether a split is possible.",
         _strategy_table(known, rows),
         "Where they come from, and how they were called:",
         _sources(known, rows),
@@ -375,10 +391,11 @@ def _ran_on(machine: dict[str, Any]) -> str:
 
 
 def _strategy_table(entries: Sequence[Entry], rows: dict[str, Any]) -> str:
-    plans = list(dict.fromkeys(o["plan"] for e in entries for o in rows[e.name]["outcomes"]))
+    found = (_column(o["plan"]) for e in entries for o in rows[e.name]["outcomes"])
+    plans = list(dict.fromkeys(found))
     lines = [["script", *plans]]
     for entry in entries:
-        outcomes = {each["plan"]: each for each in rows[entry.name]["outcomes"]}
+        outcomes = {_column(each["plan"]): each for each in rows[entry.name]["outcomes"]}
         neutral = outcomes.get("as it is")
         ended = f"nothing to measure: it ended after {rows[entry.name]['steps']} optimizer steps"
         cells = [_cell(outcomes[plan], neutral) if plan in outcomes else "" for plan in plans]
@@ -386,6 +403,11 @@ def _strategy_table(entries: Sequence[Entry], rows: dict[str, Any]) -> str:
             cells[0] = _escaped(ended)
         lines.append([entry.name, *cells])
     return _markdown(lines)
+
+
+def _column(plan: str) -> str:
+    size = plan.removeprefix("micro ")
+    return "a quarter of the batch" if size.isdigit() else plan
 
 
 def _cell(outcome: dict[str, Any], neutral: dict[str, Any] | None) -> str:
