@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from autofit.exceptions import UsageError
@@ -58,6 +59,13 @@ class TakesPlan(Protocol):
     def __call__(
         self, function: Callable[Concatenate[S, ActivePlan, P], R], /
     ) -> Callable[Concatenate[S, P], R]: ...
+
+
+class Same(Protocol):
+    """Decorates a function and leaves its type as it is."""
+
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
+        """Decorate it."""
 
 
 class Resilient:
@@ -147,6 +155,78 @@ class Resilient:
         decorate = functools.partial(_planned, options, plan, allow, effective_batch)
         return decorate if function is None else decorate(function)
 
+    @overload
+    def step(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+    @overload
+    def step(
+        self,
+        *,
+        dim: int = 0,
+        reduction: str | Callable[[Any], float] = "mean",
+        backward: Callable[[Any], object] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+        smallest: int = 1,
+        grow: bool = True,
+        mixes_samples: bool = False,
+        storage: str | None = None,
+        on_retry: Hook | Iterable[Hook] = (),
+        remember: bool = True,
+    ) -> Same: ...
+    def step(
+        self,
+        function: Any = None,
+        *,
+        dim: int = 0,
+        reduction: str | Callable[[Any], float] = "mean",
+        backward: Callable[[Any], object] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+        smallest: int = 1,
+        grow: bool = True,
+        mixes_samples: bool = False,
+        storage: str | None = None,
+        on_retry: Hook | Iterable[Hook] = (),
+        remember: bool = True,
+    ) -> Any:
+        """Decorate a function that takes a batch and returns its loss; the backward is done here.
+
+        When memory runs out the batch is cut along ``dim`` and the gradients of the parts add up
+        to that of the whole. ``reduction``: the loss is a ``"mean"`` over samples, a ``"sum"``, or
+        a mean over what a function of the batch counts (its tokens). ``backward``: instead of
+        ``torch.autograd.backward``, such as ``accelerator.backward``. ``join``: puts the outputs of
+        the parts together, instead of the rules in ``docs/resilient.md``. ``grow``: after 100 good
+        steps try twice as many samples. ``mixes_samples``: split under BatchNorm too.
+        """
+        options = Options(
+            attempts=1, on_retry=on_retry, checkpoint=None, remember=remember, storage=storage
+        )
+        if not callable(reduction) and reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction={reduction!r}: give mean, sum, or a function of the batch")
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            place = Place.first("batch", function, parameters(function))
+
+            def make() -> Any:
+                from autofit.resilience.stepping import Step
+
+                return Step(
+                    function=function,
+                    name=name_of(function),
+                    place=place,
+                    dim=dim,
+                    reduction=reduction,
+                    backward=backward,
+                    join=join,
+                    smallest=smallest,
+                    grows=grow,
+                    mixes_samples=mixes_samples,
+                    hooks=options.hooks,
+                    memory=_memory(name_of(function), options),
+                )
+
+            return _around(function, functools.cache(make), "autofit.resilience.stepping")
+
+        return decorate if function is None else decorate(function)
+
     active = staticmethod(switches.active)
     set_active = staticmethod(switches.set_active)
     set_hooks = staticmethod(switches.set_hooks)
@@ -163,8 +243,7 @@ class Resilient:
         protection = getattr(function, _ATTRIBUTE, None)
         if protection is None:
             raise UsageError(f"{name_of(function)} is not decorated with @resilient")
-        if (memory := protection().memory) is not None:
-            memory.forget()
+        protection().forget()
 
 
 _ATTRIBUTE = "__autofit_resilient__"
@@ -243,7 +322,6 @@ def _wrapped(
     @functools.cache
     def protection() -> Any:
         from autofit.resilience.call import Protected
-        from autofit.resilience.memory import Memory
 
         name = name_of(function)
         return Protected(
@@ -251,30 +329,45 @@ def _wrapped(
             name=name,
             ladder=make_ladder(),
             places=tuple(places),
-            memory=Memory(name) if options.remember else None,
+            memory=_memory(name, options),
             attempts=options.attempts,
             hooks=options.hooks,
             checkpoint=options.checkpoint,
         )
 
+    wrapper = _around(function, protection, "autofit.resilience.call")
+    wrapper.__signature__ = without(function, places)  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _memory(name: str, options: Options) -> Any:
+    from autofit.resilience.memory import Memory
+
+    return Memory(name) if options.remember else None
+
+
+def _around(
+    function: Callable[..., Any], protection: Callable[[], Any], home: str
+) -> Callable[..., Any]:
+    """Return ``function`` run by ``run`` or ``run_async`` of the module ``home``, imported late."""
+    run: Any = None
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            from autofit.resilience.call import run_async
-
-            return await run_async(protection(), (args, kwargs))
+            nonlocal run
+            run = run or import_module(home).run_async
+            return await run(protection(), (args, kwargs))
 
     else:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            from autofit.resilience.call import run
-
+            nonlocal run
+            run = run or import_module(home).run
             return run(protection(), (args, kwargs))
 
     setattr(wrapper, _ATTRIBUTE, protection)
-    wrapper.__signature__ = without(function, places)  # type: ignore[attr-defined]
     return wrapper
 
 

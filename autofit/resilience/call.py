@@ -40,6 +40,11 @@ class Protected:
     hooks: tuple[Hook, ...] = ()
     checkpoint: object = None
 
+    def forget(self) -> None:
+        """Start every call where it was asked to."""
+        if self.memory is not None:
+            self.memory.forget()
+
     def unprotected(self, arguments: Arguments) -> Arguments:
         """Return what the function is given while the decorators are off."""
         return inject(self.places, self.ladder.off().values, arguments)

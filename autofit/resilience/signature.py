@@ -98,3 +98,15 @@ def inject(places: Sequence[Place], values: Sequence[object], arguments: Argumen
         else:
             args.insert(place.position, value)
     return tuple(args), kwargs
+
+
+def taken(place: Place, arguments: Arguments) -> tuple[Any, Arguments]:
+    """Return the value at ``place`` and the other arguments; ``TypeError`` where it is missing."""
+    args, kwargs = arguments
+    position = place.position
+    if position is not None and position < len(args):
+        return args[position], ((*args[:position], *args[position + 1 :]), kwargs)
+    if place.name not in kwargs:
+        raise TypeError(f"the batch is missing: the argument {place.name!r}")
+    rest = {name: value for name, value in kwargs.items() if name != place.name}
+    return kwargs[place.name], (args, rest)

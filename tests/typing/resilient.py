@@ -36,6 +36,22 @@ def given(plan: ActivePlan, name: str) -> float:
     return float(plan.accumulation)
 
 
+@autofit.resilient.step
+def step(batch: list[int], scale: float = 1.0) -> float:
+    """Train."""
+    return scale
+
+
+@autofit.resilient.step(reduction="sum")
+async def later(batch: list[int]) -> float:
+    """Train."""
+    return 1.0
+
+
+assert_type(step([1], scale=2.0), float)
+step("x")  # type: ignore[arg-type]
+
+
 class Trainer:
     """Has a method of each form."""
 
@@ -64,6 +80,7 @@ Trainer().sized(32, "x")  # type: ignore[call-arg, arg-type]
 async def awaited() -> None:
     """A coroutine function stays one."""
     assert_type(await coroutine("x"), float)
+    assert_type(await later([1]), float)
 
 
 @autofit.resilient(batch_size=256)  # type: ignore[arg-type]

@@ -1,0 +1,364 @@
+"""One call of a step function: in one piece, or in parts when memory runs out. Imports torch.
+
+The work is a generator: it yields what the function is to be given and is sent what came of it,
+so that functions and coroutine functions share it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.exceptions import CannotRetry, UsageError
+from autofit.resilience import outside, shortage, switches
+from autofit.resilience.leaves import Gradients, Leaves
+from autofit.resilience.limits import Limit
+from autofit.resilience.memory import Memory
+from autofit.resilience.parts import Batch, Cut, Weight, detached, joined, loss_of
+from autofit.resilience.records import Hook, Retry
+from autofit.resilience.shapes import Key, key_of
+from autofit.resilience.signature import Arguments, Place, inject, taken
+from autofit.worker.harness.joining import cuts
+from autofit.worker.harness.random_state import RandomState
+from autofit.worker.oom import Diagnosis, Kind
+
+log = logging.getLogger("autofit.resilient")
+
+Outcome = list[Any]
+"""``[value, error]``: emptied by whoever takes it, so that nobody holds a graph."""
+Work = Generator[Arguments, Outcome, Any]
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A decorated step function, and what it has learned."""
+
+    function: Callable[..., Any]
+    name: str
+    place: Place
+    dim: int
+    reduction: str | Weight
+    backward: Callable[[torch.Tensor], object] | None
+    join: Callable[[list[Any]], Any] | None
+    smallest: int
+    grows: bool
+    mixes_samples: bool
+    """Split even where the model looks at the batch as a whole (BatchNorm)."""
+    hooks: tuple[Hook, ...]
+    memory: Memory | None
+    leaves: Leaves = field(default_factory=Leaves)
+    limits: dict[Key, Limit] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Take every batch in one piece again."""
+        self.limits.clear()
+        if self.memory is not None:
+            self.memory.forget()
+
+    def off(self, arguments: Arguments) -> Work:
+        """Run it in one piece."""
+        value, error = yield arguments
+        if error is not None:
+            raise error
+        loss = loss_of(value)
+        if loss.requires_grad:
+            _backward(self.backward, loss, 1.0, None)
+        return detached(value)
+
+    def work(self, arguments: Arguments) -> Work:
+        """Run it, in parts if need be."""
+        if not switches.active():
+            return (yield from self.off(arguments))
+        return (yield from _Run(self, arguments).work())
+
+    def limit(self, key: Key) -> Limit:
+        """Return the limit for such batches; none where nothing is known."""
+        if key not in self.limits:
+            kept = self.memory.recall(key) if self.memory else None
+            known = (kept or {}).get("samples")
+            self.limits[key] = Limit(known) if isinstance(known, int) and known > 0 else Limit()
+        return self.limits[key]
+
+
+class _Run:
+    """One call of a step."""
+
+    def __init__(self, step: Step, arguments: Arguments) -> None:
+        self.step = step
+        value, self.rest = taken(step.place, arguments)
+        self.batch = Batch.of(value, step.dim)
+        self.samples = self.batch.samples
+        self.key = (*_shapes(self.batch), *key_of(self.rest))
+        self.limit = step.limit(self.key)
+        self._bound = self.limit.samples
+        self.attempt = 0
+        self.random = RandomState.now()
+        self.witness = shortage.Witness()
+        self.start: Gradients | None = None
+        """The gradients before the first backward of this call."""
+        self.outputs: list[Any] = []
+        self.done: list[Cut] = []
+        self.weights: list[float] = []
+        self._failed: torch.Tensor | None = None
+        self._again = False
+        """The failed part has left nothing: the step begins again."""
+        self._reached: list[nn.Module] | None = None
+
+    def work(self) -> Work:
+        """Take part after part; begin again, or go on smaller, when one does not fit."""
+        yield from self._parts((0, self.samples), None, last=True)
+        self._held()
+        if len(self.outputs) > 1 and self.step.join is not None:
+            return self.step.join(self.outputs)
+        return joined(self.outputs, self.done, self.weights, self.step.dim)
+
+    def _parts(self, whole: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Work:
+        """Bring the gradients of some samples to the parameters: to ``only`` some, if given."""
+        waiting = self._cut(whole)
+        while waiting:
+            cut, final = waiting[0], last and len(waiting) == 1
+            error = yield from self._part(cut, only, last=final)
+            if error is None:
+                waiting.pop(0)
+                continue
+            missing = self._recover(error, cut)
+            del error
+            if self._again:
+                waiting = self._cut(whole)
+                continue
+            rest = [each for old in waiting[1:] for each in self._cut(old)]
+            if missing is None:
+                waiting = [*self._cut(cut), *rest]
+                continue
+            ids = {id(each) for each in missing}
+            yield from self._parts(
+                cut, missing if only is None else [p for p in only if id(p) in ids], last=final
+            )
+            waiting = rest
+
+    def _cut(self, cut: Cut) -> list[Cut]:
+        return cuts(*cut, self.limit.samples) if cut[1] > cut[0] else [cut]
+
+    # --- one part ----------------------------------------------------------------------------
+
+    def _part(self, cut: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Work:
+        """Run one part; return the error if memory ran out in it, raise any other."""
+        with ExitStack() as stack:
+            if cut != (0, self.samples):
+                self._modules()
+                if not last:
+                    self._keep_local(stack)
+            outcome = yield inject([self.step.place], [self.batch.take(cut)], self.rest)
+            value, error = outcome
+            outcome.clear()
+            if error is None:
+                error = self._take(value, cut, only)
+        del value
+        if error is None or self._short(error):
+            return error
+        raise error
+
+    def _take(self, value: Any, cut: Cut, only: list[torch.Tensor] | None) -> Exception | None:
+        """Differentiate a part's loss and keep its output; return the error, if there is one."""
+        step = self.step
+        loss = loss_of(value)
+        weight = self._weight(cut)
+        try:
+            if loss.requires_grad and weight:
+                step.leaves.learn(loss, step.function, self._whole())
+                self.before = step.leaves.now()
+                if self.done and self.before.empty and self.start is not None:
+                    raise UsageError(
+                        f"{step.name} empties the gradients or steps: leave both to its caller,"
+                        " for it is called once for each part of a batch"
+                    )
+                self.start = self.start or self.before
+                _backward(step.backward, loss, weight, only)
+        except Exception as error:  # noqa: BLE001 - sorted by the caller, outside this frame
+            self._failed = loss
+            return error
+        self.outputs.append(detached(value))
+        self.done.append(cut)
+        self.weights.append(weight)
+        return None
+
+    def _whole(self) -> Arguments:
+        return inject([self.step.place], [None], self.rest)
+
+    def _weight(self, cut: Cut) -> float:
+        reduction = self.step.reduction
+        if cut == (0, self.samples) or reduction == "sum":
+            return 1.0
+        if callable(reduction):
+            total = float(reduction(self.batch.take((0, self.samples))))
+            return float(reduction(self.batch.take(cut))) / total if total else 0.0
+        return (cut[1] - cut[0]) / self.samples
+
+    def _modules(self) -> list[nn.Module]:
+        """Return every module the function can reach, found when the batch is first split."""
+        if self._reached is None:
+            found = outside.modules(self.step.function, self._whole())
+            self._reached = [inner for module in found for inner in module.modules()]
+            self._refuse_to_split(self._reached)
+        return self._reached
+
+    def _refuse_to_split(self, modules: list[nn.Module]) -> None:
+        mixing = (m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        if not self.step.mixes_samples and any(module.training for module in mixing):
+            raise CannotRetry(
+                f"{self.step.name}: BatchNorm in training mode sees the whole batch, and other"
+                " statistics in its parts; give mixes_samples=True to split all the same"
+            )
+
+    def _keep_local(self, stack: ExitStack) -> None:
+        """Reduce gradients over the ranks once, with the last part."""
+        for module in self._modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+
+    # --- after a failure -----------------------------------------------------------------------
+
+    def _short(self, error: Exception) -> bool:
+        self.found: Diagnosis = shortage.diagnose(error, self.witness)
+        return self.found.kind is Kind.OOM
+
+    def _recover(self, error: Exception, cut: Cut) -> list[torch.Tensor] | None:
+        """Free what the failed part holds and make the limit smaller.
+
+        Returns the parameters that have not received the failed part's gradient; ``None`` where
+        none has. Raises where nothing smaller is left.
+        """
+        received = self._failed is not None
+        unknown = self._failed is not None and self.step.leaves.unknown(self._failed)
+        self._failed = None
+        shortage.give_back(error)
+        self.attempt += 1
+        part = cut[1] - cut[0]
+        if part <= self.step.smallest or not self.limit.failed(part):
+            error.add_note(f"autofit: {self.step.name} ran out of memory with {part} samples")
+            raise error
+        self.limit.samples = max(self.limit.samples, self.step.smallest)
+        self._again = self.start is None or self.start.empty
+        if unknown:
+            raise CannotRetry(self._why("parameters that it had not used before")) from error
+        if self._again:
+            self._begin_again()
+        elif received and self.step.backward is not None:
+            raise CannotRetry(self._why("a backward= of its own")) from error
+        self._tell(part)
+        return self.before.missing() if received and not self._again else None
+
+    def _begin_again(self) -> None:
+        if self.start is not None:
+            self.start.clear()
+        self.start = None
+        self.outputs, self.done, self.weights = [], [], []
+        self.random.restore()
+
+    def _why(self, what: str) -> str:
+        return (
+            f"{self.step.name} ran out of memory in backward with {what}: which gradients have"
+            " arrived cannot be told; call it with empty gradients, or with smaller batches"
+        )
+
+    def _tell(self, part: int) -> None:
+        record = Retry(
+            function=self.step.name,
+            attempt=self.attempt,
+            tried=f"{part} samples at a time",
+            next=f"{self.limit.samples} samples at a time",
+            message=self.found.message,
+            requested=self.found.requested,
+            memory=shortage.held(),
+        )
+        log.warning(
+            "%s: out of memory with %s; goes on with %s", record.function, record.tried, record.next
+        )
+        for hook in (*switches.hooks(), *self.step.hooks):
+            hook(record)
+
+    def _held(self) -> None:
+        self.limit.held(self.samples, self.step.grows)
+        if self.limit.samples != self._bound and self.step.memory is not None:
+            self.step.memory.remember(self.key, {"samples": self.limit.samples})
+
+
+def _shapes(batch: Batch) -> Key:
+    """Return what is alike in batches of another number of samples."""
+    return tuple(
+        (*leaf.shape[: batch.dim], *leaf.shape[batch.dim + 1 :], leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf).__name__
+        for leaf in batch.leaves
+    )
+
+
+def _backward(
+    own: Callable[[torch.Tensor], object] | None,
+    loss: torch.Tensor,
+    weight: float,
+    only: list[torch.Tensor] | None,
+) -> None:
+    """Bring ``weight`` times the loss's gradient into ``.grad``, of ``only`` some if given."""
+    if own is not None:
+        own(loss * weight if weight != 1.0 else loss)
+    elif only != []:
+        gradient = None if weight == 1.0 else torch.full_like(loss, weight)
+        torch.autograd.backward(loss, gradient, inputs=only)
+
+
+# --- wrappers ---------------------------------------------------------------------------------
+
+
+def run(step: Step, arguments: Arguments) -> Any:
+    """Run the step and return what it returns for the whole batch."""
+    work = step.work(arguments)
+    outcome: Any = None
+    while True:
+        try:
+            given = work.send(outcome)
+        except StopIteration as end:
+            return end.value
+        outcome = None
+        outcome = _called(step.function, *given)
+        del given
+
+
+async def run_async(step: Step, arguments: Arguments) -> Any:
+    """Await the step and return what it returns for the whole batch."""
+    work = step.work(arguments)
+    outcome: Any = None
+    while True:
+        try:
+            given = work.send(outcome)
+        except StopIteration as end:
+            return end.value
+        outcome = None
+        outcome = await _awaited(step.function, *given)
+        del given
+
+
+def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    try:
+        attempted = switches.Attempted()
+        value = function(*args, **kwargs)
+        attempted.done()
+    except Exception as error:  # noqa: BLE001 - raised again by the work unless it is an OOM
+        return [None, error]
+    return [value, None]
+
+
+async def _awaited(function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+    try:
+        attempted = switches.Attempted()
+        value = await function(*args, **kwargs)
+        attempted.done()
+    except Exception as error:  # noqa: BLE001 - raised again by the work unless it is an OOM
+        return [None, error]
+    return [value, None]
