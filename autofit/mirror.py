@@ -20,7 +20,7 @@ from autofit.worker.records import Verdict
 if TYPE_CHECKING:
     import optuna
 
-VERSION = 1
+VERSION = 2
 """Of the search space: Optuna refuses a parameter whose choices have changed."""
 PATIENCE = 20
 """Proposals in a row that are known already, after which Optuna has nothing new to say."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autofit import strategies
-from autofit.ladder import ORDERED
+from autofit.ladder import ORDERED, lower
 from autofit.plan import Plan
 from autofit.results import ranked
 from autofit.storage import TrialRecord
@@ -69,7 +69,6 @@ def _derived(plan: Plan, ground: Ground) -> Iterator[Plan]:
     if size is not None and size > 1 and ground.allows("micro_batch", str(size // 2)):
         yield plan.replace(**{split.name: str(-(-size // 2))})
     for name in ORDERED:
-        levels = [level.name for level in strategies.get(name).levels]
-        for level in levels[levels.index(plan[name]) + 1 :]:
+        for level in lower(name, plan[name]):
             if ground.allows(name, level):
                 yield plan.replace(**{name: level})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -11,10 +12,15 @@ from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS
+from autofit.units import parse_size
 from autofit.worker.records import Script, TrialReport, Verdict
 
 OUTCLASSED = 1.2
 """A level this much faster than another beside the same levels is faster beside others too."""
+FRAGMENTED = 0.05
+"""Share of the memory lost to fragmentation from which another allocator setting is worth a try."""
+UNALLOCATED = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
+"""In the error of torch's CUDA allocator."""
 
 
 def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) -> str | None:
@@ -28,7 +34,37 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
             return f"{trial.plan} fits with the whole batch; this would only be slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less and does not fit"
-    return _outclassed(plan, finished)
+    return _needless(plan, finished, batch) or _outclassed(plan, finished)
+
+
+def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:
+    """Return why another setting of the allocator would gain nothing, or cannot be known yet.
+
+    It costs a launch of its own, so it is tried where the same plan without it has shown that
+    memory was short and that fragmentation lost a part of it.
+    """
+    if plan["allocator"] == AS_IS:
+        return None
+    plain = plan.replace(allocator=AS_IS)
+    trial = next((each for each in finished if each.plan == plain), None)
+    if trial is None:
+        return f"{plain} comes first"
+    if _whole(trial, batch):
+        return f"{plain} fits with the whole batch"
+    if _lost(trial) < FRAGMENTED:
+        return f"{plain} loses next to nothing to fragmentation"
+    return None
+
+
+def _lost(trial: TrialRecord) -> float:
+    """Return the share of the memory that the allocator held and could not use."""
+    if trial.verdict is Verdict.OUT_OF_MEMORY and trial.report and trial.report.out_of_memory:
+        found = UNALLOCATED.search(trial.report.out_of_memory.message)
+        return parse_size(found[1].replace(" ", "")) / trial.budget if found else 0.0
+    measured = trial.measurement
+    if measured is None or not measured.peak_reserved:
+        return 0.0
+    return 1.0 - measured.peak_allocated / measured.peak_reserved
 
 
 def _outclassed(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:

@@ -17,6 +17,7 @@ from autofit.storage import State, Store, StudyRecord
 from autofit.strategies import Facts, Fidelity
 from autofit.supervisor import ATTEMPT, Ended, supervise
 from autofit.worker import meter, oom
+from autofit.worker.environment import under
 from autofit.worker.records import (
     ChildSpec,
     LaunchRequest,
@@ -104,7 +105,7 @@ class _Attempts:
             timeout=float("inf"),
         )
         spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
-        environment = {**self.environment, **plan.environment, ATTEMPT: str(attempt)}
+        environment = {**under(plan, self.environment), ATTEMPT: str(attempt)}
         kills = oom.oom_kills()
         with started(spec, environment) as running:
             heard = self._hear(running)

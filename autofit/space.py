@@ -28,7 +28,8 @@ class Space:
         """Return every plan a search may launch besides the neutral one, cheapest first.
 
         The batch is split in every plan where it can be: the ramp tries the whole batch too, so
-        a plan without a split would be measured twice.
+        a plan without a split would be measured twice. A level that is never worse than ``as_is``
+        takes its place.
         """
         names = [name for name, _ in self.levels]
         combinations = itertools.product(*(self._tried(name, each) for name, each in self.levels))
@@ -38,7 +39,11 @@ class Space:
 
     @staticmethod
     def _tried(name: str, levels: tuple[str, ...]) -> tuple[str, ...]:
-        return (AUTO,) if name == "micro_batch" and AUTO in levels else levels
+        if name == "micro_batch" and AUTO in levels:
+            return (AUTO,)
+        strategy = strategies.get(name)
+        better = any(strategy.level(each).instead for each in levels)
+        return tuple(each for each in levels if not (better and each == AS_IS))
 
 
 def space(

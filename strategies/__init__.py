@@ -4,16 +4,20 @@ if __name__ == "strategies":
     raise ModuleNotFoundError("import it as autofit.strategies")
 
 from autofit.exceptions import UsageError
+from autofit.strategies.allocator import Allocator
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, Hardware, RootFacts
 from autofit.strategies.micro_batch import MicroBatch
+from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.precision import Precision
 
 REGISTRY: tuple[Strategy, ...] = (
     Precision(),
     Checkpointing(),
+    Optimizer(),
     MicroBatch(),
+    Allocator(),
 )
 """Every strategy, in the order in which a plan names and applies them."""
 

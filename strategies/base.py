@@ -11,9 +11,11 @@ registered by one line in ``strategies/__init__.py``, and keeps these promises, 
    at facts only; whether the promise *holds* on this model and batch is what the probe measures.
 4. ``on_root`` changes the root (through the seams it is given) and returns how to take that back.
    A level that says ``undo`` leaves no trace once taken back: no attribute, hook or wrapper.
-5. Below ``Fidelity.RECIPE`` the outputs and parameter gradients of a step stay what they were:
-   equal up to the order of floating-point sums (``EXACT``, and ``REDRAW`` without random draws),
-   or within the lower precision's rounding (``ROUNDING``).
+5. ``on_optimizer`` changes one optimizer (through the seams it is given) likewise. The script's own
+   object, groups and schedule stay what they are, and what it saves is what plain Python saves.
+6. Below ``Fidelity.RECIPE`` the outputs, the parameter gradients and the update of a step stay what
+   they were: equal up to the order of floating-point sums (``EXACT``, and ``REDRAW`` without random
+   draws), or within the lower precision's rounding (``ROUNDING``).
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ Forward = Callable[..., Any]
 
 Wrapper = Callable[[Forward], Forward]
 """Puts something around a forward."""
+
+Stepper = Callable[[Any, Callable[[], None]], None]
+"""Takes an optimizer's step its own way: called with the optimizer and its plain step."""
+
+View = Callable[[Any, dict[str, Any]], dict[str, Any]]
+"""Returns what a parameter's optimizer state looks like to the script: ``(parameter, state)``."""
 
 
 class Fidelity(IntEnum):
@@ -78,6 +86,8 @@ class Level:
     """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict."""
     undo: bool = True
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
+    instead: bool = False
+    """Never slower nor larger than ``as_is``, and exact: a search tries it in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +131,27 @@ class Root(Protocol):
 
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
+
+
+class OptimizerHandle(Protocol):
+    """One optimizer of the script as a strategy's hooks see it.
+
+    Implemented by ``worker/harness/optimizers.py``. What is given to it must hold no reference to
+    the optimizer, which would otherwise never be freed.
+    """
+
+    @property
+    def optimizer(self) -> Any:
+        """The ``torch.optim.Optimizer`` itself, inside what a framework wraps around it."""
+
+    def modules(self) -> tuple[Any, ...]:
+        """Return the roots met so far: none before the first forward."""
+
+    def around_step(self, stepper: Stepper) -> Undo:
+        """Let ``stepper`` take each step; a closure has been evaluated before."""
+
+    def show_state(self, view: View) -> Undo:
+        """Pass the state through ``view`` in ``state_dict``, in pickles and in copies."""
 
 
 class Strategy(ABC):
@@ -175,6 +206,13 @@ class Strategy(ABC):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Change ``root`` before its forward runs; raise ``Refused`` with the reason if it cannot.
+
+        Returns how to take the change back; ``None`` when there is nothing to take back.
+        """
+        return None
+
+    def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
+        """Change one optimizer between two steps; raise ``Refused`` with the reason if it cannot.
 
         Returns how to take the change back; ``None`` when there is nothing to take back.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.records import LaunchRequest
 
@@ -20,6 +21,24 @@ TRACKERS_OFF = {
 }
 """Keeps a trial out of the user's experiment trackers. MLflow itself has no switch: see below."""
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator, comma-separated: the second is read where the first is not set."""
+
+
+def under(plan: Plan, user: Mapping[str, str]) -> dict[str, str]:
+    """Return the ``user``'s environment with what ``plan`` needs in it.
+
+    The user's own settings of torch's allocator stay, and are put where the plan's will be read.
+    """
+    wanted = plan.environment
+    own = next((user[name] for name in ALLOCATOR if user.get(name)), "")
+    if own and ALLOCATOR[0] in wanted:
+        taken = {each.partition(":")[0].strip() for each in own.split(",")}
+        ours = wanted[ALLOCATOR[0]].split(",")
+        new = [each for each in ours if each.partition(":")[0] not in taken]
+        wanted[ALLOCATOR[0]] = ",".join([own, *new])
+    return {**user, **wanted}
+
 
 def child_environment(
     request: LaunchRequest, user: Mapping[str, str], scratch: Path
@@ -30,7 +49,7 @@ def child_environment(
     """
     asked = {**user, **dict(request.environment)}
     for plan in request.plans:
-        asked |= plan.environment
+        asked = under(plan, asked)
     metered = meter.environment(request.device, request.budget, asked)
     mlflow = {"MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri()}
     return {**asked, **metered, **TRACKERS_OFF, **mlflow}

@@ -212,6 +212,7 @@ def test_two_kills_in_a_row_lose_nothing(
 ) -> None:
     """The first leaves a trial half-told; the second comes once that one has been given up."""
     mirror = Mirror(store, study)
+    mirror.enqueue(PLANS[:1])
     assert mirror.ask(PLANS[:1]) == PLANS[0]
     trial = finish(PLANS[0], peak=1500)
     with pytest.MonkeyPatch.context() as patch:

@@ -84,15 +84,19 @@ def test_the_batch_is_split_in_every_plan_where_it_can_be() -> None:
 
 def test_the_neutral_plan_is_never_among_them() -> None:
     plans = tried(without=frozenset({"micro_batch"})).plans()
-    assert len(plans) == 5
+    assert len(plans) == 6
     assert Plan() not in plans
+    unfused = tried(without=frozenset({"micro_batch", "optimizer"})).plans()
+    assert len(unfused) == 5
+    assert Plan() not in unfused
 
 
 def test_plans_come_cheapest_first() -> None:
     plans = tried(hardware=GPU).plans()
     costs = [order_of_retreat(plan) for plan in plans]
     assert costs == sorted(costs)
-    assert plans[0] == Plan.of({"precision": "bf16", "micro_batch": "auto"})
+    first = {"precision": "bf16", "optimizer": "fused", "micro_batch": "auto"}
+    assert plans[0] == Plan.of(first)
 
 
 @pytest.mark.parametrize("allow", list(Fidelity))
@@ -132,6 +136,17 @@ def test_an_unknown_name_says_which_there_are() -> None:
         Plan.of({"magic": "on"})
 
 
+def test_a_level_that_is_never_worse_takes_the_place_of_as_is() -> None:
+    levels = {plan["optimizer"] for plan in tried().plans()}
+    assert levels == {"fused"}, "SGD has no 8-bit state"
+    adam = replace(FACTS, optimizers=("AdamW",))
+    assert {plan["optimizer"] for plan in tried(adam).plans()} == {"fused", "eight_bit"}
+    other = replace(FACTS, optimizers=("AdamW", "RMSprop"))
+    assert {plan["optimizer"] for plan in tried(other).plans()} == {"as_is"}
+    refused = tried(adam, refused=[("optimizer", "fused", "it broke")])
+    assert {plan["optimizer"] for plan in refused.plans()} == {"as_is", "eight_bit"}
+
+
 # --- the ladder -----------------------------------------------------------------------------
 
 
@@ -142,6 +157,12 @@ def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
     assert not leaner(HALF, HALF)
     assert not leaner(ALL, BF16)
     assert leaner(BF16.replace(checkpointing="all"), BF16)
+    eight, fused = (Plan.of({"optimizer": level}) for level in ("eight_bit", "fused"))
+    assert leaner(eight, fused)
+    assert leaner(eight, Plan())
+    assert leaner(eight.replace(checkpointing="half"), fused)
+    assert not leaner(eight, fused.replace(checkpointing="half"))
+    assert not leaner(fused, Plan()), "it is not slower"
 
 
 def test_rungs_never_lead_back_up() -> None:
@@ -150,7 +171,7 @@ def test_rungs_never_lead_back_up() -> None:
     assert Plan() not in down
     assert HALF not in down
     assert down == sorted(down, key=order_of_retreat)
-    assert ALL in down
+    assert ALL.replace(optimizer="fused") in down
 
 
 # --- rules ----------------------------------------------------------------------------------
@@ -210,6 +231,39 @@ def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> Non
     assert dominated(ALL, [ended(HALF, verdict=Verdict.OUT_OF_MEMORY)], 8) is None
     for verdict in (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.TIMED_OUT):
         assert dominated(HALF, [ended(ALL, verdict=verdict)], 8) is None
+
+
+def test_another_allocator_is_tried_where_fragmentation_cost_memory(
+    ended: Ended, measurement: Callable[..., Measurement]
+) -> None:
+    plan = SPLIT.replace(allocator="expandable")
+
+    def measured(allocated: int, *sizes: int) -> TrialRecord:
+        trial = ended(SPLIT, verdict=Verdict.MEASURED)
+        assert trial.report is not None
+        figures = tuple(
+            replace(measurement(size), peak_allocated=allocated, peak_reserved=100)
+            for size in sizes
+        )
+        return replace(trial, report=replace(trial.report, measurements=figures))
+
+    def short(message: str) -> TrialRecord:
+        trial = replace(ended(SPLIT, verdict=Verdict.OUT_OF_MEMORY), budget=10 << 30)
+        report = trial.report
+        assert report is not None
+        assert report.out_of_memory is not None
+        found = replace(report.out_of_memory, message=message)
+        return replace(trial, report=replace(report, out_of_memory=found))
+
+    assert dominated(SPLIT, [], 8) is None
+    assert dominated(plan, [], 8) == "micro auto comes first"
+    assert "whole batch" in (dominated(plan, [measured(60, 4, 8)], 8) or "")
+    assert "next to nothing" in (dominated(plan, [measured(99, 8, 4)], 8) or "")
+    assert dominated(plan, [measured(60, 8, 4)], 8) is None
+    lost = "CUDA out of memory. Of this, {} is reserved by PyTorch but unallocated."
+    assert dominated(plan, [short(lost.format("2.00 GiB"))], 8) is None
+    assert dominated(plan, [short(lost.format("20.00 MiB"))], 8) is not None
+    assert dominated(plan, [short("DefaultCPUAllocator: can't allocate memory")], 8) is not None
 
 
 OWN = 'Traceback ...\n  File "/project/train.py", line 3, in <module>\nNameError: los'

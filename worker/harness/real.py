@@ -48,6 +48,18 @@ class RealRun(Session):
         """Return the plan of the run."""
         return self._plan
 
+    def plans(self) -> tuple[Plan, ...]:
+        """Return the plan of the run."""
+        return (self._plan,)
+
+    def optimizer_plan(self) -> Plan:
+        """Return the plan of the run, from the first optimizer on."""
+        return self._plan
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """End the run: without the plan it would be another training, or run out of memory."""
+        raise refusal
+
     def splits(self) -> bool:
         """Return whether the plan splits the batch."""
         return self._plan["micro_batch"] != AS_IS

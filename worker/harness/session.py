@@ -25,6 +25,7 @@ from autofit.worker.harness import facts as learn
 from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.optimizers import Optimizers, changes_of
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
@@ -43,6 +44,7 @@ class Session:
         self.meter = meter
         self.seams = Seams(self)
         self.calls = Calls()
+        self.optimizers = Optimizers(self)
         self.roots: list[HarnessRoot] = []
         self.facts = Facts()
         self.phase = OUTSIDE
@@ -58,11 +60,14 @@ class Session:
         """Attach to torch, which the script has just imported."""
         self.meter.arm()
         self.seams.attach()
+        if any(changes_of(plan) for plan in self.plans()):
+            self.optimizers.attach()
 
     def stop(self) -> None:
         """Leave torch, and the roots, as they were."""
         for root in self.roots:
             root.take_back()
+        self.optimizers.detach()
         self.calls.clear()
         self.seams.detach()
 
@@ -70,6 +75,18 @@ class Session:
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan that ``root`` should run under now."""
+        raise NotImplementedError
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Return every plan that this session may be under."""
+        raise NotImplementedError
+
+    def optimizer_plan(self) -> Plan:
+        """Return the plan under which the next optimizer step is taken."""
+        raise NotImplementedError
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Answer a strategy that cannot keep its promise on an optimizer."""
         raise NotImplementedError
 
     def splits(self) -> bool:
@@ -97,6 +114,10 @@ class Session:
         """Notice that ``facts`` has changed."""
 
     # --- seams -----------------------------------------------------------------------------
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Return the roots met so far."""
+        return tuple(root.module for root in self.roots)
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""

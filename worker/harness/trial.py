@@ -231,6 +231,20 @@ class Trial(Session):
         """Return the present stage's plan."""
         return self._stage.plan if self._stage is not None else Plan()
 
+    def plans(self) -> tuple[Plan, ...]:
+        """Return the plans of the launch."""
+        return self._request.plans
+
+    def optimizer_plan(self) -> Plan:
+        """Return the present stage's plan; before the first, what all plans share."""
+        return self._stage.plan if self._stage is not None else self._request.plans[0].fixed
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """End this plan and go to the next within the same step."""
+        assert self._stage is not None, "it has a plan once the model has been called"
+        self._stage.refusal = refusal
+        self._advance()
+
     def splits(self) -> bool:
         """Return whether a plan of the launch splits the batch."""
         return any(plan["micro_batch"] != AS_IS for plan in self._request.plans)

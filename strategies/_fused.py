@@ -1,0 +1,107 @@
+"""torch's fused kernels behind an optimizer that was made without them.
+
+The flags are set for the time of a step only: ``param_groups``, what is saved and what a
+``GradScaler`` asks for are the script's own in between. On CUDA the fused kernels want each
+parameter's ``step`` counter on the device; whatever leaves the optimizer shows it on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.optimizer import FUSED
+
+CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FUSED)
+DEVICES = ("cpu", "cuda")
+
+
+def fuse(handle: OptimizerHandle) -> Undo | None:
+    """Take each step with the fused kernels; ``None`` where the script does so itself."""
+    optimizer = handle.optimizer
+    if reason := why_not(optimizer):
+        raise Refused(reason)
+    if all(group["fused"] for group in optimizer.param_groups):
+        return None
+    undo_step = handle.around_step(fused_step)
+    undo_show = handle.show_state(show)
+
+    def undo() -> None:
+        undo_show()
+        undo_step()
+        place_steps(handle.optimizer, on_device=False)
+        vars(handle.optimizer).pop("_need_device_dtype_check_for_fused", None)  # torch's own note
+
+    return undo
+
+
+def why_not(optimizer: Optimizer) -> str | None:
+    """Return why the fused kernels would not do what ``optimizer`` does, or ``None``."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in CLASSES:
+        return f"{name} has no fused implementation; torch's own {', '.join(FUSED)} have"
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        return f"{name} is differentiable, its fused implementation is not"
+    for parameter in parameters(optimizer):
+        if not parameter.is_floating_point():
+            return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.device.type not in DEVICES:
+            return f"a parameter is on {parameter.device.type}"
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            return "a gradient is sparse"
+    return None
+
+
+def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of all groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def fused_step(optimizer: Any, step: Callable[[], None]) -> None:
+    """Take one step with the flags set, and give them back."""
+    groups = optimizer.param_groups
+    said = [(group["fused"], group["foreach"]) for group in groups]
+    place_steps(optimizer, on_device=True)
+    for group in groups:
+        group["fused"], group["foreach"] = True, False
+    try:
+        step()
+    finally:
+        for group, (fused, foreach) in zip(groups, said, strict=True):
+            group["fused"], group["foreach"] = fused, foreach
+
+
+def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
+    """Put each ``step`` counter where the kernels want it: the first tells of them all."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state or not isinstance(state.get("step"), torch.Tensor):
+                continue
+            step = state["step"]
+            at_home = group["fused"] or group.get("capturable", False)
+            moved = _on_device(step, parameter) if on_device or at_home else _on_host(step)
+            if moved is step:
+                break
+            state["step"] = moved
+
+
+def show(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state as the plain implementation would have it."""
+    step = state.get("step")
+    return {**state, "step": _on_host(step)} if isinstance(step, torch.Tensor) else state
+
+
+def _on_device(step: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return step.to(device=parameter.device, dtype=torch.float32)
+
+
+def _on_host(step: torch.Tensor) -> torch.Tensor:
+    double = torch.get_default_dtype() is torch.float64
+    return step.to(device="cpu", dtype=torch.float64 if double else torch.float32)

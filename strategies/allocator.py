@@ -1,0 +1,42 @@
+"""Settings of torch's CUDA allocator that waste less of the device."""
+
+from __future__ import annotations
+
+from autofit.strategies.base import AS_IS, Level, Memory, Strategy
+from autofit.strategies.facts import Hardware
+
+
+class Allocator(Strategy):
+    """Segments that grow, so that memory freed in one size serves another.
+
+    Set in the environment before the process starts: torch reads it once. What the user has set
+    there stays (``worker/environment.py`` adds to it).
+    """
+
+    name = "allocator"
+    summary = "how torch's allocator holds the device's memory"
+    source = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
+    lowers = frozenset({Memory.WORKSPACE})
+    levels = (
+        Level(name=AS_IS, summary="the allocator as the environment has it"),
+        Level(
+            name="expandable",
+            summary="segments that grow: less is lost to fragmentation",
+            slowdown=1.01,
+            undo=False,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"expandable segments"``."""
+        return f"{level} segments"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """Only CUDA's allocator has segments."""
+        if level != AS_IS and hardware.device != "cuda":
+            return "only CUDA's allocator has segments"
+        return None
+
+    def environment(self, level: str) -> dict[str, str]:
+        """Ask for expandable segments, by the name that torch reads first from 2.9 on."""
+        return {} if level == AS_IS else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

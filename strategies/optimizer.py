@@ -1,0 +1,90 @@
+"""The script's own optimizer, computed otherwise: fused kernels, or state in 8 bits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from autofit.strategies.base import (
+    AS_IS,
+    Fidelity,
+    Level,
+    Memory,
+    OptimizerHandle,
+    Strategy,
+    Undo,
+)
+from autofit.strategies.facts import Facts, Hardware
+
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Classes of ``torch.optim`` that have a fused implementation, on the CPU and on CUDA."""
+EIGHT_BIT = ("Adam", "AdamW")
+"""Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
+
+
+class Optimizer(Strategy):
+    """Another implementation behind the script's own optimizer object.
+
+    Its groups, schedule, clipping and closure stay the script's. What it saves is what plain
+    Python saves, and it loads that. 8-bit state is blockwise-quantised (Dettmers et al., 2022);
+    small tensors and embeddings keep 32 bits, as bitsandbytes advises.
+    """
+
+    name = "optimizer"
+    summary = "the script's own optimizer, in a faster implementation or with smaller state"
+    source = "https://arxiv.org/abs/2110.02861"
+    lowers = frozenset({Memory.OPTIMIZER_STATE, Memory.WORKSPACE})
+    levels = (
+        Level(name=AS_IS, summary="the script's own implementation"),
+        Level(
+            name="fused",
+            summary="one kernel for all parameters (Adam, AdamW, SGD, Adagrad)",
+            slowdown=0.97,
+            instead=True,
+        ),
+        Level(
+            name="eight_bit",
+            summary="Adam's and AdamW's state in 8 bits, by bitsandbytes",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=1.1,
+            undo=False,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"fused optimizer"`` or ``"8-bit optimizer"``."""
+        return {"eight_bit": "8-bit optimizer"}.get(level, f"{level} optimizer")
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Fused kernels keep more bits than the plain ones where weights are in half precision."""
+        half = facts is not None and any("16" in root.dtype for root in facts.roots)
+        return Fidelity.ROUNDING if level == "fused" and half else self.level(level).fidelity
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """8-bit state needs bitsandbytes."""
+        if level == "eight_bit" and find_spec("bitsandbytes") is None:
+            return "bitsandbytes is not installed: pip install bitsandbytes"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """Only optimizers that have such an implementation; the rest is seen in the process."""
+        if level == AS_IS:
+            return None
+        known = EIGHT_BIT if level == "eight_bit" else FUSED
+        others = [name for name in facts.optimizers if name not in known]
+        if others:
+            return f"{others[0]} has no {level} implementation; {', '.join(known)} have"
+        if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
+            return "the model's weights are float64"
+        return None
+
+    def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
+        """Step another way; refused where that would not be the script's own algorithm."""
+        if level == AS_IS:
+            return None
+        if level == "fused":
+            from autofit.strategies._fused import fuse
+
+            return fuse(handle)
+        from autofit.strategies._eight_bit import to_eight_bit
+
+        return to_eight_bit(handle)

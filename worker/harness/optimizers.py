@@ -1,0 +1,261 @@
+"""The seam at the optimizers: each one steps under the plan of the moment.
+
+The script keeps its own optimizer object. The way in is the ``step`` of its *class*, replaced as
+the first object of the class is made: inside torch's own step hooks, so that whatever a scheduler,
+a scaler or a framework captures of an optimizer leads here.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import Stepper, Strategy, Undo, View
+
+Changes = tuple[tuple[Strategy, str], ...]
+"""The part of a plan that changes optimizers."""
+
+
+def changes_of(plan: Plan) -> Changes:
+    """Return the strategies of ``plan`` that change optimizers, with their levels."""
+    plain = Strategy.on_optimizer
+    return tuple(pair for pair in plan if type(pair[0]).on_optimizer is not plain)
+
+
+class Owner(Protocol):
+    """Says what the optimizers are to do: a session."""
+
+    def optimizer_plan(self) -> Plan:
+        """Return the plan under which the next step is taken."""
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Answer a strategy that cannot keep its promise; raise, or have another plan ready."""
+
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Return the roots met so far."""
+
+
+class HarnessOptimizer:
+    """One optimizer of the script; implements ``strategies.base.OptimizerHandle``."""
+
+    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._owner = owner
+        self._plan = Plan()
+        self._changes: Changes = ()
+        self._steppers: list[Stepper] = []
+        self._views: list[View] = []
+        self._undos: list[Undo] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer itself."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "an optimizer outlives its steps"
+        return optimizer
+
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Return the roots met so far."""
+        return self._owner.modules()
+
+    def apply(self, plan: Plan) -> None:
+        """Take what another plan did back and apply this one; raise ``Refused`` with the reason.
+
+        After a refusal the optimizer is as the script has it.
+        """
+        if plan is self._plan:
+            return
+        changes = changes_of(plan)
+        if changes != self._changes:
+            self.take_back()
+            try:
+                for strategy, level in changes:
+                    self._change(strategy, level)
+            except BaseException:
+                self.take_back()
+                raise
+        self._plan, self._changes = plan, changes
+
+    def take_back(self) -> None:
+        """Leave the optimizer as the script has it."""
+        while self._undos:
+            self._undos.pop()()
+        self._plan, self._changes = Plan(), ()
+
+    def step(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Take a step as the plan has it; returns what the script's closure returned."""
+        optimizer = self.optimizer
+        if not self._steppers:
+            return plain(optimizer, *args, **kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        def take() -> None:
+            plain(optimizer)
+
+        for stepper in self._steppers:
+            take = functools.partial(stepper, optimizer, take)
+        with torch.no_grad():
+            take()
+        return loss
+
+    # --- seams for strategies --------------------------------------------------------------
+
+    def around_step(self, stepper: Stepper) -> Undo:
+        """Let ``stepper`` take each step, around those that were given before."""
+        self._steppers.append(stepper)
+        return lambda: self._steppers.remove(stepper)
+
+    def show_state(self, view: View) -> Undo:
+        """Pass the state through ``view`` wherever it leaves the optimizer."""
+        reference = self._optimizer
+        optimizer = self.optimizer
+
+        def shown(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+            state = document["state"]
+            for index, parameter in enumerate(_parameters(optimizer)):
+                if state.get(index):
+                    state[index] = view(parameter, state[index])
+            return document
+
+        def getstate() -> dict[str, Any]:
+            held = reference()
+            assert held is not None, "it is being pickled"
+            state = type(held).__getstate__(held)
+            shown = {p: view(p, each) if each else each for p, each in held.state.items()}
+            return {**state, "state": defaultdict(dict, shown)}
+
+        handle = optimizer.register_state_dict_post_hook(shown)
+        optimizer.__getstate__ = getstate  # type: ignore[method-assign]
+
+        def undo() -> None:
+            handle.remove()
+            if (held := reference()) is not None:
+                del held.__getstate__
+
+        return undo
+
+    def _change(self, strategy: Strategy, level: str) -> None:
+        try:
+            undo = strategy.on_optimizer(level, self)
+        except Refused as refusal:
+            raise Refused(str(refusal), strategy.name) from None
+        if undo is not None:
+            self._undos.append(undo)
+
+
+class Optimizers:
+    """All optimizers of the process, from ``attach`` to ``detach``."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._held: weakref.WeakKeyDictionary[Optimizer, HarnessOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._undos: list[Undo] = []
+        self._dispatching: set[type[Optimizer]] = set()
+
+    def attach(self) -> None:
+        """Patch torch: the classes that are made from now on, and those that have been."""
+        torchs: Any = Optimizer  # its methods are replaced
+        patch_step, load = Optimizer._patch_step_function, Optimizer.load_state_dict
+
+        def patch(optimizer: Optimizer) -> None:
+            self._take_over(type(optimizer))
+            patch_step(optimizer)
+
+        @functools.wraps(load)
+        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            with suppress(Refused):  # said at its first step, where it can be answered
+                self._handle(optimizer).apply(self._owner.optimizer_plan())
+            load(optimizer, *args, **kwargs)
+
+        def undo() -> None:
+            torchs._patch_step_function = patch_step
+            torchs.load_state_dict = load
+
+        torchs._patch_step_function = patch
+        torchs.load_state_dict = load_state_dict
+        self._undos.append(undo)
+        for cls in _with_hooked_steps(Optimizer):
+            self._take_over(cls)
+
+    def detach(self) -> None:
+        """Leave torch, and every optimizer, as they were."""
+        for handle in list(self._held.values()):
+            handle.take_back()
+        while self._undos:
+            self._undos.pop()()
+        self._dispatching.clear()
+
+    def _take_over(self, cls: type[Optimizer]) -> None:
+        """Put our dispatch inside torch's step hooks of ``cls``, and of all that inherit them."""
+        owner: Any = next(base for base in cls.__mro__ if "step" in vars(base))
+        if owner in self._dispatching:
+            return
+        self._dispatching.add(owner)
+        before: Any = vars(owner)["step"]
+        plain = before.__wrapped__ if getattr(before, "hooked", False) else before
+        owner.step = _hooked(self._dispatch(plain))
+
+        def undo() -> None:
+            owner.step = _hooked(plain)
+
+        self._undos.append(undo)
+
+    def _dispatch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(optimizer, *args, **kwargs)
+            return self._ready(optimizer).step(plain, args, kwargs)
+
+        return step
+
+    def _ready(self, optimizer: Optimizer) -> HarnessOptimizer:
+        """Return the optimizer under the plan of the moment."""
+        handle = self._handle(optimizer)
+        while True:
+            try:
+                handle.apply(self._owner.optimizer_plan())
+            except Refused as refusal:
+                self._owner.optimizer_refused(refusal)
+            else:
+                return handle
+
+    def _handle(self, optimizer: Optimizer) -> HarnessOptimizer:
+        handle = self._held.get(optimizer)
+        if handle is None:
+            handle = self._held[optimizer] = HarnessOptimizer(optimizer, self._owner)
+        return handle
+
+
+def _hooked(step: Callable[..., Any]) -> Any:
+    """Return ``step`` inside torch's step hooks, marked as torch marks it."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked
+
+
+def _with_hooked_steps(cls: type[Optimizer]) -> Iterable[type[Optimizer]]:
+    for each in cls.__subclasses__():
+        if getattr(vars(each).get("step"), "hooked", False):
+            yield each
+        yield from _with_hooked_steps(each)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
