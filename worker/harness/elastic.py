@@ -35,6 +35,7 @@ from autofit.worker.harness.bridge import Call
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.eager import LossScale
+from autofit.worker.harness.evaluation import Evaluation, FindValues
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
@@ -55,7 +56,7 @@ class Elastic:
         seams: Seams,
         micro_batch: int,
         *,
-        find_layout: Callable[[Batch], Layout],
+        find_layout: FindValues,
         doubt: Callable[[], None],
         on_shortage: OnShortage,
         ranks: Ranks | None = None,
@@ -78,6 +79,7 @@ class Elastic:
         self._has_split = False
         """A call has gone well."""
         self._on_shortage = on_shortage
+        self._evaluation = Evaluation(find_layout, on_shortage)
         self._ranks = ranks
         self._buffers: list[torch.Tensor] = []
         self._layer_hooks: list[Mapping[int, Any]] = []
@@ -115,7 +117,7 @@ class Elastic:
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the root's call in chunks; outputs and gradients are those of the whole."""
         if not torch.is_grad_enabled():
-            return self._around(lambda: forward(*args, **kwargs))
+            return self._around(lambda: self._evaluation(forward, Batch.of(args, kwargs)))
         self._look_again()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
@@ -189,7 +191,7 @@ class Elastic:
             self._ranks.came_back()
 
     def _layout(self, batch: Batch) -> Layout:
-        layout = self._find_layout(batch)
+        layout = self._find_layout(batch, gradients=True)
         if not layout.fits(batch):
             reason = "the model's arguments do not all have the same number of samples"
             raise Refused(reason, "micro_batch")

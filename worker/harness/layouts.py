@@ -67,7 +67,7 @@ class Layouts:
                 del alike[exact]
         if isinstance(proven.layout, Refused):
             raise type(proven.layout)(str(proven.layout))
-        return self._again(proven, proven.layout, batch) if gradients else proven.layout
+        return self._again(proven, proven.layout, batch, gradients)
 
     def doubt(self) -> None:
         """Forget what is proven: a call has shown otherwise."""
@@ -79,11 +79,11 @@ class Layouts:
         except Refused as refusal:
             return _Proven(refusal)
         proven = _Proven(layout)
-        if gradients and layout.fits(batch):
+        if layout.fits(batch):
             proven.traits, proven.ranges = _traits(batch, layout)
         return proven
 
-    def _again(self, proven: _Proven, layout: Layout, batch: Batch) -> Layout:
+    def _again(self, proven: _Proven, layout: Layout, batch: Batch, gradients: bool) -> Layout:
         """Return the layout, proven on ``batch`` too if that shows what none before it did."""
         if not layout.fits(batch):
             raise Refused("the model's arguments do not all have the same number of samples")
@@ -97,7 +97,7 @@ class Layouts:
         if further in proven.refused:
             raise Refused(str(proven.refused[further]))
         try:
-            proven.layout = self._find_again(batch)
+            proven.layout = self._find_again(batch, gradients)
         except Undecided:
             return layout
         except Refused as refusal:
@@ -107,10 +107,10 @@ class Layouts:
         proven.ranges |= wider
         return proven.layout
 
-    def _find_again(self, batch: Batch) -> Layout:
+    def _find_again(self, batch: Batch, gradients: bool) -> Layout:
         """Prove the layout on ``batch``; raise ``Undecided`` where memory has no room for it."""
         try:
-            return self._find(batch, True)
+            return self._find(batch, gradients)
         except Exception as error:
             if classify(error).kind is not Kind.OOM:
                 raise
