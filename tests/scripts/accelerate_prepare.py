@@ -10,13 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 accelerator = Accelerator(cpu=True)
-x = torch.randn(80, 8)
-loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16)
+x = torch.randn(5 * args.batch_size, 8)
+loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=args.batch_size)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)

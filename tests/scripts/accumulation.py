@@ -9,12 +9,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-x = torch.randn(16 * 4 * 20, 8)
-loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16)
+x = torch.randn(80 * args.batch_size, 8)
+loader = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=args.batch_size)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 steps = 0

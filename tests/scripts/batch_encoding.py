@@ -9,6 +9,7 @@ from transformers import BatchEncoding
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -37,7 +38,7 @@ torch.set_default_dtype(torch.float64)
 model = Classifier()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(1, 21):
-    texts = [str((step * 7 + row * 13) ** 3) for row in range(16)]
+    texts = [str((step * 7 + row * 13) ** 3) for row in range(args.batch_size)]
     labels = torch.tensor([len(text) % 3 for text in texts])
     batch = tokenize(texts).to("cpu")
     loss = nn.functional.cross_entropy(model(**batch), labels)

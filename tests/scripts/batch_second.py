@@ -7,6 +7,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -28,7 +29,7 @@ torch.set_default_dtype(torch.float64)
 model = Sequences()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(1, 21):
-    words = torch.randint(20, (10, 16)).cumsum(0) % 20
+    words = torch.randint(20, (10, args.batch_size)).cumsum(0) % 20
     logits = model(words[:-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
     optimizer.zero_grad()

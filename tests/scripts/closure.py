@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -15,7 +16,7 @@ torch.set_default_dtype(torch.float64)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(20):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     y = x[:, :4].argmax(1)
 
     def closure(x=x, y=y):

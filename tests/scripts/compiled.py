@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--backend", default="aot_eager")
 args = parser.parse_args()
 
@@ -17,7 +18,7 @@ model = Net(depth=2)
 compiled = torch.compile(model, backend=args.backend)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(1, 21):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     loss = nn.functional.cross_entropy(compiled(x), x[:, :4].argmax(1))
     optimizer.zero_grad()
     loss.backward()

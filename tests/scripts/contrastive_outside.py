@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -16,10 +17,10 @@ image_model, text_model = Net(outputs=16), Net(inputs=6, outputs=16)
 parameters = [*image_model.parameters(), *text_model.parameters()]
 optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 for step in range(1, 21):
-    images = torch.randn(16, 8)
+    images = torch.randn(args.batch_size, 8)
     left = F.normalize(image_model(images), dim=-1)
     right = F.normalize(text_model(images[:, :6].sin()), dim=-1)
-    loss = F.cross_entropy(5 * left @ right.T, torch.arange(16))
+    loss = F.cross_entropy(5 * left @ right.T, torch.arange(args.batch_size))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -35,7 +36,9 @@ class Scored(nn.Module):
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-loader = DataLoader(list(torch.randn(320, 8)), batch_size=16, collate_fn=collate)
+loader = DataLoader(
+    list(torch.randn(20 * args.batch_size, 8)), batch_size=args.batch_size, collate_fn=collate
+)
 model = Scored()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step, batch in enumerate(loader, start=1):

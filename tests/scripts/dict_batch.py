@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -24,11 +25,11 @@ class Named(nn.Module):
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-rows = torch.randn(320, 8)
+rows = torch.randn(20 * args.batch_size, 8)
 data = [{"inputs": row, "labels": row[:4].argmax()} for row in rows]
 model = Named()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for step, batch in enumerate(DataLoader(data, batch_size=16), start=1):
+for step, batch in enumerate(DataLoader(data, batch_size=args.batch_size), start=1):
     output = model(**batch, scale=0.5)
     optimizer.zero_grad()
     output["loss"].backward()

@@ -1,4 +1,4 @@
-"""Dropout between the blocks; the seed is an argument."""
+"""Dropout between the blocks."""
 
 import argparse
 
@@ -10,13 +10,14 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--rate", type=float, default=0.3)
 args = parser.parse_args()
 
 
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
-        layers = [nn.Sequential(Block(16), nn.Dropout(0.2)) for _ in range(3)]
+        layers = [nn.Sequential(Block(16), nn.Dropout(args.rate)) for _ in range(3)]
         self.first, self.layers, self.head = (
             nn.Linear(8, 16),
             nn.ModuleList(layers),

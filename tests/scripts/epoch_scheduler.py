@@ -9,12 +9,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-x = torch.randn(80, 8)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
+x = torch.randn(5 * args.batch_size, 8)
+loader = DataLoader(
+    TensorDataset(x, x.sum(1, keepdim=True)), batch_size=args.batch_size, shuffle=True
+)
 model = Net(outputs=1)
 decayed = [p for p in model.parameters() if p.ndim > 1]
 others = [p for p in model.parameters() if p.ndim == 1]

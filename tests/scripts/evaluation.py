@@ -29,7 +29,7 @@ def evaluate(model, loader):
 def main(args):
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    train, held_out = loader_of(80, 16), loader_of(120, 60)
+    train, held_out = loader_of(5 * args.batch_size, args.batch_size), loader_of(120, 60)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, nesterov=True, momentum=0.9)
     print(f"before: {evaluate(model, held_out):.4f}")
@@ -51,4 +51,5 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="model.pt")
+    parser.add_argument("--batch-size", type=int, default=16)
     main(parser.parse_args())

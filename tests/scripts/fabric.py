@@ -10,17 +10,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.set_default_dtype(torch.float64)
 fabric = Fabric(accelerator="cpu", devices=1)
 fabric.launch()
 fabric.seed_everything(0)
-x = torch.randn(320, 8)
+x = torch.randn(20 * args.batch_size, 8)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = fabric.setup(model, optimizer)
-loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16))
+loader = fabric.setup_dataloaders(
+    DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=args.batch_size)
+)
 for step, (inputs, labels) in enumerate(loader, start=1):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs), labels)

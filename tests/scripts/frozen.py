@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -22,7 +23,7 @@ for step in range(1, 21):
         for parameter in body:
             parameter.requires_grad = True
         optimizer.add_param_group({"params": body, "lr": 1e-3})
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     optimizer.zero_grad()
     loss.backward()

@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -17,10 +18,10 @@ discriminator = Net(inputs=8, outputs=1)
 for_generator = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
 for_discriminator = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.9))
 criterion = nn.BCEWithLogitsLoss()
-real, fake = torch.ones(16, 1), torch.zeros(16, 1)
+real, fake = torch.ones(args.batch_size, 1), torch.zeros(args.batch_size, 1)
 for step in range(20):
-    images = torch.randn(16, 8) * 0.5 + 1
-    made = generator(torch.randn(16, 4))
+    images = torch.randn(args.batch_size, 8) * 0.5 + 1
+    made = generator(torch.randn(args.batch_size, 4))
 
     for_discriminator.zero_grad()
     on_real = criterion(discriminator(images), real)

@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -16,7 +17,7 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scaler = torch.amp.GradScaler("cpu", growth_interval=5)
 for step in range(20):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     scaler.scale(loss).backward()

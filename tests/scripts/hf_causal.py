@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -23,8 +24,8 @@ config = GPT2Config(
 model = GPT2LMHeadModel(config).double().train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(1, 21):
-    tokens = torch.randint(40, (16, 12)).cumsum(1) % 40
-    lengths = torch.randint(4, 13, (16, 1))
+    tokens = torch.randint(40, (args.batch_size, 12)).cumsum(1) % 40
+    lengths = torch.randint(4, 13, (args.batch_size, 1))
     labels = tokens.masked_fill(torch.arange(12) >= lengths, -100)
     output = model(input_ids=tokens, labels=labels)
     output.loss.backward()

@@ -8,6 +8,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -22,14 +23,14 @@ config = BertConfig(
     num_labels=3,
 )
 model = BertForSequenceClassification(config).double()
-rows = torch.randint(1, 60, (160, 12))
+rows = torch.randint(1, 60, (10 * args.batch_size, 12))
 data = [{"input_ids": row, "labels": int(row[0] % 3)} for row in rows]
 
 with tempfile.TemporaryDirectory() as folder:
     settings = TrainingArguments(
         output_dir=folder,
         max_steps=20,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=args.batch_size,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         warmup_steps=4,

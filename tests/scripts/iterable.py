@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -24,7 +25,7 @@ torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 model = Net()
 optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-for step, (x, y) in enumerate(DataLoader(Stream(), batch_size=16), start=1):
+for step, (x, y) in enumerate(DataLoader(Stream(), batch_size=args.batch_size), start=1):
     loss = nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()
     loss.backward()

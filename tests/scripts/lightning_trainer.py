@@ -35,14 +35,19 @@ class Module(lightning.LightningModule):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 lightning.seed_everything(0)
 torch.set_default_dtype(torch.float64)
-x = torch.randn(80, 8)
+x = torch.randn(5 * args.batch_size, 8)
 data = TensorDataset(x, x[:, :4].argmax(1))
 module = Module()
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 trainer = lightning.Trainer(max_epochs=4, accelerator="cpu", gradient_clip_val=1.0, **quiet)
-trainer.fit(module, DataLoader(data, batch_size=16, shuffle=True), DataLoader(data, batch_size=40))
+trainer.fit(
+    module,
+    DataLoader(data, batch_size=args.batch_size, shuffle=True),
+    DataLoader(data, batch_size=40),
+)
 print(f"{trainer.global_step} steps, validation {trainer.callback_metrics['validation']:.12f}")
 torch.save(module.state_dict(), args.out)

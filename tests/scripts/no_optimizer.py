@@ -8,13 +8,14 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 model = Net()
 for step in range(1, 21):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     model.zero_grad()
     loss.backward()

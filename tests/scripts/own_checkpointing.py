@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -25,7 +26,7 @@ torch.set_default_dtype(torch.float64)
 model = Frugal()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(1, 21):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     optimizer.zero_grad()
     loss.backward()

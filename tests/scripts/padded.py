@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -35,11 +36,15 @@ def collate(rows):
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-rows = [torch.randint(1, 30, (int(length),)) for length in torch.randint(2, 12, (320,))]
+rows = [
+    torch.randint(1, 30, (int(length),)) for length in torch.randint(2, 12, (20 * args.batch_size,))
+]
 model = Tagger()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 criterion = nn.CrossEntropyLoss(ignore_index=-100)
-for step, (words, tags) in enumerate(DataLoader(rows, 16, collate_fn=collate), start=1):
+for step, (words, tags) in enumerate(
+    DataLoader(rows, args.batch_size, collate_fn=collate), start=1
+):
     logits = model(words)
     loss = criterion(logits.flatten(0, 1), tags.flatten())
     optimizer.zero_grad()

@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -16,7 +17,7 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 for step in range(20):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     y = (x[:, :4] * 2).argmax(1)
     loss = nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()

@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -18,7 +19,7 @@ scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, pa
 held_out = torch.randn(32, 8)
 for step in range(20):
     model.train()
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     optimizer.zero_grad()
     loss.backward()

@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -32,7 +33,7 @@ text = torch.randint(20, (1000,)).cumsum(0) % 20
 model = Characters()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(1, 21):
-    starts = torch.randint(len(text) - 13, (16,))
+    starts = torch.randint(len(text) - 13, (args.batch_size,))
     windows = torch.stack([text[start : start + 13] for start in starts])
     loss = nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, 1:].reshape(-1))
     optimizer.zero_grad()

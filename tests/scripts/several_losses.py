@@ -8,6 +8,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -28,7 +29,7 @@ torch.set_default_dtype(torch.float64)
 model = TwoHeads()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for step in range(20):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     logits, again = model(x)
     label_loss = nn.functional.cross_entropy(logits, x[:, :4].argmax(1))
     same_loss = nn.functional.mse_loss(again, x)

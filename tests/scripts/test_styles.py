@@ -172,7 +172,11 @@ STYLES = [
     Style(script="writes.py"),
 ]
 
-ELSEWHERE = {"model.py": "what the others train", "dropout.py": "test_dropout.py"}
+ELSEWHERE = {
+    "model.py": "what the others train",
+    "dropout.py": "test_dropout.py",
+    "dropout_by_hand.py": "test_dropout.py",
+}
 """Files that are no row, and what they are for."""
 
 

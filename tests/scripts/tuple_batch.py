@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -25,10 +26,12 @@ class Pair(nn.Module):
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-data = [((torch.randn(8), torch.randn(8)), torch.randn(4), i % 4) for i in range(320)]
+data = [
+    ((torch.randn(8), torch.randn(8)), torch.randn(4), i % 4) for i in range(20 * args.batch_size)
+]
 model = Pair()
 optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
-for step, (pair, bias, labels) in enumerate(DataLoader(data, batch_size=16), start=1):
+for step, (pair, bias, labels) in enumerate(DataLoader(data, batch_size=args.batch_size), start=1):
     loss = nn.functional.cross_entropy(model((pair, bias), 2.0, "logits"), labels)
     optimizer.zero_grad()
     loss.backward()

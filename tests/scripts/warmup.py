@@ -9,6 +9,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--batch-size", type=int, default=16)
 args = parser.parse_args()
 
 
@@ -22,7 +23,7 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 for step in range(20):
-    x = torch.randn(16, 8)
+    x = torch.randn(args.batch_size, 8)
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     optimizer.zero_grad()
     loss.backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="model.pt")
+parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--folder", type=Path, default=Path("runs"))
 args = parser.parse_args()
 
@@ -19,7 +20,7 @@ torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for step in range(1, 21):
+for step in range(1, args.steps + 1):
     x = torch.randn(16, 8)
     loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
     optimizer.zero_grad()
