@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autofit.storage.owner import Owner
 from autofit.storage.records import (
     EventRecord,
+    FittedKey,
+    FittedRecord,
     Purpose,
     State,
     StudyKey,
@@ -34,6 +36,8 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "EventRecord",
+    "FittedKey",
+    "FittedRecord",
     "Owner",
     "Purpose",
     "State",

@@ -15,7 +15,16 @@ from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
 from autofit.storage import models
 from autofit.storage.owner import Owner
-from autofit.storage.records import EventRecord, Purpose, State, StudyKey, StudyRecord, TrialRecord
+from autofit.storage.records import (
+    EventRecord,
+    FittedKey,
+    FittedRecord,
+    Purpose,
+    State,
+    StudyKey,
+    StudyRecord,
+    TrialRecord,
+)
 from autofit.strategies.facts import Facts, Hardware
 from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -166,4 +175,14 @@ def event_record(row: models.Event) -> EventRecord:
         study=row.study_id,
         trial=row.trial_id,
         created=row.created,
+    )
+
+
+def fitted_record(row: models.Fitted) -> FittedRecord:
+    """Return the record of what held in a function."""
+    return FittedRecord(
+        key=from_json(row.key, FittedKey),
+        kept=row.kept,
+        versions=row.versions,
+        updated=row.updated,
     )

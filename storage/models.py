@@ -171,3 +171,17 @@ class Event(Base):
     study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
     trial_id: Mapped[int | None] = mapped_column(ForeignKey("trial.id"))
     created: Mapped[datetime]
+
+
+class Fitted(Base):
+    """What held in a decorated function, for arguments of one shape on one kind of device."""
+
+    __tablename__ = "fitted"
+    __table_args__ = (UniqueConstraint("fingerprint"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    key: Mapped[dict[str, Any]]
+    kept: Mapped[dict[str, Any]]
+    versions: Mapped[dict[str, Any]]
+    updated: Mapped[datetime]

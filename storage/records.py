@@ -179,3 +179,36 @@ class EventRecord:
     """``TrialRecord.id``."""
     created: datetime
     """In UTC."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedKey:
+    """Which calls of a decorated function are alike."""
+
+    function: str
+    """Module and qualified name."""
+    arguments: str
+    """Digest of the arguments' shapes."""
+    device: str
+    """The model, as the driver names it."""
+    memory: int
+    """Bytes of it that the process may use."""
+    ranks: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of this key as canonical JSON, hexadecimal."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedRecord:
+    """What held in a decorated function."""
+
+    key: FittedKey
+    kept: Mapping[str, int | str]
+    """Plain JSON: ``{"batch_size": 64}``, ``{"plan": ...}`` or ``{"samples": 8}``."""
+    versions: Mapping[str, str]
+    updated: datetime
+    """In UTC."""

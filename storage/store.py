@@ -17,9 +17,18 @@ from sqlalchemy.orm import Session, undefer
 from autofit.exceptions import StorageError
 from autofit.plan import Plan
 from autofit.storage import convert, engine
-from autofit.storage.models import Event, Held, Study, Trial
+from autofit.storage.models import Event, Fitted, Held, Study, Trial
 from autofit.storage.owner import TOLERANCE, Owner
-from autofit.storage.records import EventRecord, Purpose, State, StudyKey, StudyRecord, TrialRecord
+from autofit.storage.records import (
+    EventRecord,
+    FittedKey,
+    FittedRecord,
+    Purpose,
+    State,
+    StudyKey,
+    StudyRecord,
+    TrialRecord,
+)
 from autofit.storage.url import default_url
 from autofit.strategies.facts import Facts, Hardware
 from autofit.worker.records import Script, Trace, TrialReport, Verdict
@@ -361,6 +370,27 @@ class Store:
             query = query.filter_by(study_id=study.id)
         with self._read() as session:
             return tuple(convert.event_record(row) for row in session.scalars(query))
+
+    # --- decorated functions ------------------------------------------------------------------
+
+    def fitted(self, key: FittedKey) -> FittedRecord | None:
+        """Return what held last for such calls of a function."""
+        with self._read() as session:
+            row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
+            return None if row is None else convert.fitted_record(row)
+
+    def keep_fitted(
+        self, key: FittedKey, kept: Mapping[str, int | str], *, versions: Mapping[str, str]
+    ) -> FittedRecord:
+        """Keep what held for such calls; it replaces what was known."""
+        with self._write() as session:
+            row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
+            if row is None:
+                row = Fitted(fingerprint=key.fingerprint, key=convert.to_json(key))
+                session.add(row)
+            row.kept, row.versions, row.updated = dict(kept), dict(versions), _now()
+            session.flush()
+            return convert.fitted_record(row)
 
     # --- sessions and rows --------------------------------------------------------------------
 

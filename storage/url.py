@@ -32,3 +32,10 @@ def to_url(storage: str) -> str:
             f" or an SQLAlchemy URL, such as {DEFAULT}"
         )
     return f"sqlite:///{Path(storage).expanduser().absolute()}"
+
+
+def exists(storage: str | None = None) -> bool:
+    """Return whether there may be something to read; SQLAlchemy is not imported for the answer."""
+    url = default_url() if storage is None else to_url(storage)
+    path = url.removeprefix("sqlite:///")
+    return path == url or Path(path).exists()

@@ -343,7 +343,7 @@ def _wrapped(
 def _memory(name: str, options: Options) -> Any:
     from autofit.resilience.memory import Memory
 
-    return Memory(name) if options.remember else None
+    return Memory(name, options.storage) if options.remember else None
 
 
 def _around(

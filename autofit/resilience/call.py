@@ -97,7 +97,8 @@ class Call:
     def held(self) -> None:
         """Remember the rung that the call ended on."""
         if self.of.memory is not None:
-            self.of.memory.remember(self._key, self.of.ladder.kept(self.rung))
+            kept = self.of.ladder.kept(self.rung)
+            self.of.memory.remember(self._key, kept, news=self.attempt > 1)
 
     def retry(self) -> None:
         """Get ready for the next attempt, one rung leaner; raise where there can be none.

@@ -67,14 +67,15 @@ class BatchSizes(Ladder):
 
     def start(self, remembered: Mapping[str, int | str] | None) -> Rung:
         """Return the size asked for, or a smaller one that is known to hold."""
-        size = (remembered or {}).get("batch_size", self.asked)
-        fits = isinstance(size, int) and self.smallest <= size <= self.asked
-        return self.rung(size if fits and isinstance(size, int) else self.asked)
+        rung: Rung | None = self.rung(self.asked)
+        known = (remembered or {}).get("batch_size", self.asked)
+        while rung is not None and isinstance(known, int) and _size(rung) > known:
+            rung = self.leaner(rung)
+        return rung or self.rung(self.asked)
 
     def leaner(self, rung: Rung) -> Rung | None:
         """Return the next smaller size."""
-        size = dict(rung.kept)["batch_size"]
-        assert isinstance(size, int)
+        size = _size(rung)
         smaller = self._smaller(size) if self._reduce is None else self._reduce(size)
         if smaller >= size:
             raise UsageError(
@@ -107,3 +108,9 @@ class BatchSizes(Ladder):
         divisors = (each for each in range(half, 0, -1) if self.asked % each == 0)
         divisor = next(divisors, 0)
         return divisor if divisor > half // 2 else half
+
+
+def _size(rung: Rung) -> int:
+    size = dict(rung.kept)["batch_size"]
+    assert isinstance(size, int)
+    return size

@@ -16,6 +16,7 @@ from autofit.resilience.records import Rung
 from autofit.results import best
 from autofit.retreat import Ground, next_rung
 from autofit.storage import default_url
+from autofit.storage.url import exists
 from autofit.strategies import AS_IS, Fidelity, RootFacts
 from autofit.worker import meter
 from autofit.worker.records import Script
@@ -135,11 +136,3 @@ def running_script() -> Script | None:
     if file is None:
         return None
     return Script(target=os.path.abspath(file), args=tuple(sys.argv[1:]), cwd=os.getcwd())
-
-
-def exists(storage: str | None) -> bool:
-    """Return whether there may be something in the store; SQLAlchemy is not imported for it."""
-    url = storage or default_url()
-    if url.startswith("sqlite:///"):
-        url = url.removeprefix("sqlite:///")
-    return "://" in url or os.path.exists(os.path.expanduser(url))

@@ -286,7 +286,7 @@ class _Run:
     def _held(self) -> None:
         self.limit.held(self.samples, self.step.grows)
         if self.limit.samples != self._bound and self.step.memory is not None:
-            self.step.memory.remember(self.key, {"samples": self.limit.samples})
+            self.step.memory.remember(self.key, {"samples": self.limit.samples}, news=True)
 
 
 def _shapes(batch: Batch) -> Key:

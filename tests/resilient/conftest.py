@@ -52,6 +52,14 @@ def capped(tmp_path: Path) -> Capped:
 
 
 @pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store for this test alone, not made yet."""
+    path = tmp_path / "fitted.db"
+    monkeypatch.setenv("AUTOFIT_STORAGE", str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
 def switches_as_they_were() -> Any:
     """Leave no switch or hook behind."""
     from autofit.resilience import switches

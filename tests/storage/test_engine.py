@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
-OURS = {"study", "trial", "measurement", "event", engine.VERSION_TABLE}
+OURS = {"study", "trial", "measurement", "event", "fitted", engine.VERSION_TABLE}
 
 
 def tables(path: Path) -> set[str]:
