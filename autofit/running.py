@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autofit.advice import PROCESS, where
@@ -23,7 +23,9 @@ from autofit.worker.records import (
     LaunchRequest,
     Learned,
     OutOfMemory,
+    Pressed,
     Raised,
+    Ran,
     Saved,
     Script,
     Shortage,
@@ -105,7 +107,9 @@ class _Attempts:
             timeout=float("inf"),
         )
         spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
-        environment = {**under(plan, self.environment), ATTEMPT: str(attempt)}
+        environment = under(plan, self.environment)
+        if attempt > 1:  # at first the script finds what Python alone would show it
+            environment[ATTEMPT] = str(attempt)
         kills = oom.oom_kills()
         with started(spec, environment) as running:
             heard = self._hear(running)
@@ -128,6 +132,11 @@ class _Attempts:
                         told.add(found.phase)
                         self.say(f"{where(found)}; caches were cleared, and it went through")
                         self.diary.short_of_memory(found, fatal=False)
+                case Pressed():
+                    self.say(f"the allocator keeps retrying: {event.micro_batch} samples at a time")
+                    self.diary.keep("pressed", asdict(event))
+                case Ran():
+                    self.diary.keep("ran", asdict(event))
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
                     self.say(f"{where(found)}; smaller from here on")
                     self.diary.short_of_memory(found, fatal=False)

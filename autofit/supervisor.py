@@ -18,7 +18,7 @@ from autofit.strategies import Facts
 from autofit.worker.records import OutOfMemory
 
 ATTEMPT = "AUTOFIT_ATTEMPT"
-"""Tells the script how often it has been started: 1, 2, ..."""
+"""Tells a script that is started again for which time: 2, 3, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

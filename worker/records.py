@@ -306,6 +306,32 @@ class Uncontained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pressed:
+    """The allocator emptied its cache in steps on end; the batch is cut smaller before it fails."""
+
+    micro_batch: int
+    """Samples at a time from here on."""
+    retries: int
+    """Of the allocator, since the start."""
+    steps: int
+    """Optimizer steps taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a real run came to, told at its end."""
+
+    steps: int
+    """Optimizer steps taken."""
+    peak_allocated: int
+    """Bytes, at the worst moment after the first step."""
+    peak_reserved: int
+    peak_device: int
+    retries: int
+    """Of the allocator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """The script has written a checkpoint."""
 
@@ -315,6 +341,8 @@ class Saved:
 
 Event = (
     Saved
+    | Pressed
+    | Ran
     | Uncontained
     | Learned
     | PlanStarted

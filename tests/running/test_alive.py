@@ -35,7 +35,7 @@ options = parser.parse_args()
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 torch.set_num_threads(1)
-attempt = int(os.environ.get("AUTOFIT_ATTEMPT", "0"))
+attempt = int(os.environ.get("AUTOFIT_ATTEMPT", "1"))
 
 
 class Block(nn.Module):

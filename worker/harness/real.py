@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import SETTLED, Session
 from autofit.worker.harness.standby import Standby
 from autofit.worker.meter import Meter
-from autofit.worker.records import Learned, OutOfMemory, Shortage
+from autofit.worker.records import Learned, OutOfMemory, Pressed, Ran, Shortage
 
 SELDOM = 100
 """Optimizer steps between two looks at how near the limit memory is."""
@@ -34,6 +35,8 @@ class RealRun(Session):
         self.over = False
         self._plan = plan
         self._reporter = reporter
+        self._retries: deque[int] = deque(maxlen=3)
+        """Of the allocator, after the last steps."""
         self._standby = Standby(self.seams, self._is_shortage)
         self.seams.loader = False
         self.outside = Outside(meter, self._cleared)
@@ -108,6 +111,33 @@ class RealRun(Session):
             self.meter.reset()
         elif self.steps == SETTLED or self.steps % SELDOM == 0:
             self.outside.settle()
+        self._watch_headroom()
+
+    def _watch_headroom(self) -> None:
+        """Cut the batch smaller once the allocator empties its cache in two steps on end.
+
+        It gets on by waiting for the device and asking it anew: the error is not far then, and
+        the step is slow already.
+        """
+        self._retries.append(self.meter.retries())
+        split = [r.elastic for r in self.roots if r.elastic and r.elastic.micro_batch > 1]
+        if not split or oom.classify_retries(self._retries).kind is oom.Kind.NOT_OOM:
+            return
+        for elastic in split:
+            elastic.micro_batch = -(-elastic.micro_batch // 2)
+        size = max(elastic.micro_batch for elastic in split)
+        self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
+        self._retries.clear()
 
     def script_ended(self) -> None:
-        """Nothing is left to say."""
+        """Tell what the run came to."""
+        peak = self.meter.peak()
+        self._reporter.send(
+            Ran(
+                steps=self.steps,
+                peak_allocated=peak.allocated,
+                peak_reserved=peak.reserved,
+                peak_device=peak.device,
+                retries=self.meter.retries(),
+            )
+        )

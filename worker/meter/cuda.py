@@ -106,7 +106,10 @@ class CudaMeter:
 
     def retries(self) -> int:
         """Return how often the allocator emptied its cache to go on."""
-        return int(_torch().cuda.memory_stats().get("num_alloc_retries", 0))
+        if not _torch().cuda.is_initialized():
+            return 0
+        stats = _torch().cuda.memory_stats_as_nested_dict()  # unflattened: asked after each step
+        return int(stats.get("num_alloc_retries", 0))
 
     def refused(self) -> int:
         """Return how many allocations failed."""
