@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
 from autofit.exceptions import NothingFits, ScriptError, UsageError, WorkerError
+from autofit.flight import Doubt, Flight, once, together
 from autofit.ladder import rungs
 from autofit.mirror import Mirror
 from autofit.plan import Plan
@@ -25,11 +26,11 @@ from autofit.progress import (
     Remeasuring,
     Result,
     SizeMeasured,
-    StudyOpened,
     TrialEnded,
 )
+from autofit.reference import Reference, leading
 from autofit.results import fits, ranked, result_of
-from autofit.rules import closest, culprit, dominated, judged
+from autofit.rules import BLAMED, culprit, dominated, judged
 from autofit.space import Reason, Space, space
 from autofit.storage import (
     Owner,
@@ -49,6 +50,8 @@ from autofit.worker.records import (
     LaunchRequest,
     Learned,
     Measured,
+    Trace,
+    Traced,
     TrialReport,
     Uncontained,
     Verdict,
@@ -79,19 +82,6 @@ def search(options: SearchOptions, listener: Listener = lambda notice: None) -> 
         return running.run()
 
 
-@dataclass(slots=True)
-class Flight:
-    """A launch under way."""
-
-    trials: tuple[TrialRecord, ...]
-    """One a plan, in the launch's order."""
-    reported: int = 0
-    doubted: tuple[TrialRecord, TrialReport] | None = None
-    """A trial that failed where the neutral plan has not been yet."""
-    steps: int = 0
-    """Where this launch runs the neutral plan for the doubted trial's sake: for how long."""
-
-
 class Search:
     """One search of one study; a context manager that ends its processes."""
 
@@ -106,6 +96,8 @@ class Search:
         self._broken = 0
         self._warned = False
         self._safe_steps = 0
+        self._alone: frozenset[Plan] = frozenset()
+        """Whose loss looked wrong after other plans: to be launched first in a process."""
         self._left_out: tuple[Reason, ...] = ()
         self._stack = ExitStack()
 
@@ -136,7 +128,8 @@ class Search:
         self._drive(self._propose)
         self._require_baseline()
         if not ranked(self._finished(), self._study.budget):
-            self._give_up()
+            asked = self._options.timeout if self._late() else None
+            endings.give_up(self._finished(), self._study.budget, asked)
         self._confirm()
         self._keep_seconds()
         result = result_of(self._store, self._store.study(self._study.id))
@@ -160,25 +153,17 @@ class Search:
                 " wait for it, or start another with --fresh"
             )
         self._store.reclaim(self._study)
-        if not options.fresh and self._script_failed():  # there is nothing to carry on
+        if not options.fresh and endings.failed(self._finished()):  # there is nothing to carry on
             self._study = self._open_study(key, hardware, budget, fresh=True)
         self._slots = options.gpus or 1 if device == "cuda" else 1
-        self._tell(
-            StudyOpened(
-                study=self._study.id,
-                script=options.script,
-                hardware=hardware,
-                slots=self._slots,
-                budget=budget,
-                asked=options.memory is not None,
-                allow=str(options.allow),
-                resumed=len(self._finished()),
-            )
-        )
+        resumed = len(self._finished())
+        self._tell(studies.opened(self._study, options, slots=self._slots, resumed=resumed))
         if self._study.facts is not None:
             self._tell(FactsKnown(facts=self._study.facts))
         for number, trial in enumerate(self._finished()):
             self._announce(number, trial, slot=0)
+        found = self._store.reference(self._study)
+        self._reference = Reference(found, lambda line: self._tell(Line(text=line)))
         self._mirror = Mirror(self._store, self._study)
         self._mirror.catch_up(self._store.trials(self._study, purpose=Purpose.SEARCH))
 
@@ -207,7 +192,7 @@ class Search:
         """Return the plans of the next launch; none when nothing better is likely."""
         finished = self._finished()
         flying = {trial.plan for flight in self._flights.values() for trial in flight.trials}
-        if Plan() in flying or self._spent(len(finished) + len(flying)):
+        if self._awaited(flying) or self._spent(len(finished) + len(flying)):
             return ()
         known = {trial.plan for trial in finished} | flying
         candidates = [plan for plan in self._space().plans() if plan not in known]
@@ -217,14 +202,28 @@ class Search:
         self._require_baseline()
         batch = self._study.facts.batch if self._study.facts else None
         candidates = [plan for plan in candidates if dominated(plan, finished, batch) is None]
+        if (first := self._leading(candidates)) is not None:
+            beside = [plan for plan in candidates if together(plan, [first], self._alone)]
+            return (first, *beside[: self._room(len(known)) - 1])
         self._mirror.enqueue(rungs(Plan(), candidates))
         chosen: list[Plan] = []
         while len(chosen) < self._room(len(known)):
-            plan = self._mirror.ask([p for p in candidates if _together(p, chosen)])
+            plan = self._mirror.ask([p for p in candidates if together(p, chosen, self._alone)])
             if plan is None:
                 break
             chosen.append(plan)
         return tuple(chosen)
+
+    def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
+        """Return the plan that goes first, to be the reference, where the script does not fit."""
+        if self._reference.trace is not None or self._baseline() is Verdict.MEASURED:
+            return None
+        return leading(candidates, self._finished(), self._study.facts)
+
+    def _awaited(self, flying: set[Plan]) -> bool:
+        """Return whether the launch that becomes the reference, or shows there is none, is out."""
+        exact = {plan for plan in flying if leading([plan], (), self._study.facts)}
+        return Plan() in flying or bool(exact and self._leading([*exact]))
 
     def _space(self) -> Space:
         found = space(
@@ -303,7 +302,7 @@ class Search:
     def _hear(self, slot: int, happening: LaunchEvent | WorkerError) -> None:
         flight = self._flights[slot]
         if flight.steps:
-            self._hear_neutral(slot, flight, happening)
+            self._hear_reference(slot, flight, happening)
             return
         match happening:
             case Uncontained():
@@ -315,13 +314,12 @@ class Search:
             case Measured(index=index, measurement=measurement):
                 plan = flight.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))
+            case Traced(index=index, trace=trace):
+                flight.traces[index] = trace
             case TrialReport():
                 flight.reported += 1
-                trial = flight.trials[happening.index]
-                if self._doubtful(trial, happening):
-                    flight.doubted = trial, happening
-                else:
-                    self._finish(trial, happening, slot)
+                if not flight.spoilt:
+                    self._judge(slot, flight, happening)
             case LaunchEnded():
                 self._landed(slot, happening)
             case WorkerError():
@@ -338,7 +336,7 @@ class Search:
         """Close a launch: what it did not reach is planned again, unless it never can be."""
         flight = self._flights[slot]
         if flight.doubted is not None:
-            self._run_neutral(slot, flight, ended.steps)
+            self._run_reference(slot, flight.doubted, ended.steps, flight)
             return
         first = flight.trials[0]
         if flight.reported == 0 and first.plan.neutral and first.purpose is Purpose.SEARCH:
@@ -360,44 +358,65 @@ class Search:
 
     # --- whose fault -----------------------------------------------------------------------
 
-    def _doubtful(self, trial: TrialRecord, report: TrialReport) -> bool:
-        """Return whether only more steps of the neutral plan can tell whose fault a failure is.
+    def _judge(self, slot: int, flight: Flight, report: TrialReport) -> None:
+        """Finish a trial, or put off what only another run of the reference can tell.
 
-        That it was measured says no more than that its few steps went well.
+        That the script as it is was measured says no more than that its few steps went well.
         """
+        trial, trace = flight.trials[report.index], flight.traces.get(report.index)
+        facts = self._study.facts
+        trace = self._reference.adopt(trial, report, trace, facts) or trace
+        judged = self._reference.judged(report, trace, facts)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
-        return failed and self._baseline() is Verdict.MEASURED
+        if judged is None:
+            self._alone |= {trial.plan}
+            flight.spoilt = True
+        elif judged.verdict is Verdict.DRIFTED and self._reference.trace is not None:
+            flight.doubt(Doubt(trial, report, trace, drifted=True))
+        elif failed and self._baseline() is Verdict.MEASURED:
+            flight.doubt(Doubt(trial, report))
+        else:
+            self._finish(trial, judged, slot, trace)
 
-    def _run_neutral(self, slot: int, flight: Flight, steps: int) -> None:
-        """Run the script as it is past the step at which the doubted trial failed."""
-        assert flight.doubted is not None
-        trial, report = flight.doubted
-        self._release(flight, but=trial)
+    def _run_reference(self, slot: int, doubt: Doubt, steps: int, flight: Flight) -> None:
+        """Run the reference past the step at which the doubted trial failed or drifted."""
+        self._release(flight, but=doubt.trial)
         steps = steps or LATE_STEPS
-        if steps <= self._safe_steps:
+        known = self._reference.repeats is not None or not doubt.drifted
+        if steps <= self._safe_steps and known:
             self._flights.pop(slot)
-            self._finish(trial, report, slot)
+            self._settle(doubt, slot)
             return
-        self._flights[slot] = Flight((trial,), doubted=flight.doubted, steps=steps)
-        self._tell(Line(text=f"{report.reason}: does the script do so as it is?"))
+        self._flights[slot] = Flight((doubt.trial,), doubted=doubt, steps=steps)
+        reason = "its training differs" if doubt.drifted else doubt.report.reason
+        self._tell(Line(text=f"{doubt.trial.plan}: {reason}: does the script do so by itself?"))
         self._store.next_launch(self._study)
-        request = self._request((Plan(),), Purpose.CONFIRM)
-        self._submit(slot, replace(request, steps=steps))
+        plan = self._reference.plan if doubt.drifted else Plan()
+        self._submit(slot, replace(self._request((plan,), Purpose.CONFIRM), steps=steps))
 
-    def _hear_neutral(
+    def _hear_reference(
         self, slot: int, flight: Flight, happening: LaunchEvent | WorkerError
     ) -> None:
-        assert flight.doubted is not None
-        trial, report = flight.doubted
+        doubt = flight.doubted
+        assert doubt is not None
         match happening:
+            case Traced(trace=trace):
+                self._reference.again(trace)
             case TrialReport(verdict=Verdict.SCRIPT_FAILED):
-                self._finish(trial, replace(happening, plan=trial.plan), slot)
+                self._finish(doubt.trial, replace(happening, plan=doubt.trial.plan), slot)
+            case TrialReport():
+                self._reference.longer(happening)
             case LaunchEnded():
                 self._safe_steps = max(self._safe_steps, flight.steps)
                 self._flights.pop(slot)
-                self._finish(trial, report, slot)
+                self._settle(doubt, slot)
             case WorkerError():
                 self._worker_broke(slot, happening)
+
+    def _settle(self, doubt: Doubt, slot: int) -> None:
+        """Finish a trial whose doubt another run of the reference has resolved."""
+        judged = self._reference.judged(doubt.report, doubt.trace, self._study.facts)
+        self._finish(doubt.trial, judged or doubt.report, slot)
 
     def _learn(self, facts: Facts) -> None:
         """Keep new facts, unless a launch that has just begun knows less than an earlier one."""
@@ -407,19 +426,22 @@ class Search:
 
     # --- recording -------------------------------------------------------------------------
 
-    def _finish(self, trial: TrialRecord, report: TrialReport, slot: int) -> None:
+    def _finish(
+        self, trial: TrialRecord, report: TrialReport, slot: int, trace: Trace | None = None
+    ) -> None:
         cut = report.verdict is Verdict.TIMED_OUT and self._late()  # by the search's own time
         if report.verdict is Verdict.INTERRUPTED or cut:
             return  # released with its flight, and planned again
         report = judged(report, self._options.script, self._baseline())
-        trial = self._store.finish(trial, report)
+        kept = trace if trace is self._reference.trace else None
+        trial = self._store.finish(trial, report, trace=kept)
         if trial.purpose is Purpose.SEARCH:
             self._mirror.tell(trial)
             self._announce(len(self._finished()) - 1, trial, slot)
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self._options.script.target}: {report.reason}", report.traceback)
-        ruled_out = culprit(report)
-        if report.verdict in (Verdict.REFUSED, Verdict.PLAN_FAILED) and ruled_out:
+        ruled_out = culprit(report, self._finished())
+        if report.verdict in BLAMED and ruled_out:
             self._study = self._store.leave_out(self._study, *ruled_out, report.reason)
 
     def _announce(self, number: int, trial: TrialRecord, slot: int) -> None:
@@ -434,51 +456,38 @@ class Search:
     def _baseline(self) -> Verdict | None:
         return next((t.verdict for t in self._finished() if t.plan.neutral), None)
 
-    def _script_failed(self) -> bool:
-        """Return whether a trial has shown a fault of the script's own."""
-        hung = self._baseline() is Verdict.TIMED_OUT
-        return hung or any(t.verdict is Verdict.SCRIPT_FAILED for t in self._finished())
-
     def _require_baseline(self) -> None:
         """Raise when the script as it is says that no plan can help."""
-        trial = next((t for t in self._finished() if t.plan.neutral), None)
-        if trial is None or trial.report is None:
-            return
-        if trial.verdict is Verdict.SCRIPT_FAILED:
-            report = trial.report
-            raise ScriptError(f"{self._options.script.target}: {report.reason}", report.traceback)
-        if trial.verdict is Verdict.TIMED_OUT:
-            raise ScriptError(f"{self._options.script.target}: {trial.report.reason}")
-        if trial.verdict is Verdict.OUT_OF_MEMORY and not (self._study.facts or Facts()).roots:
-            raise NothingFits(endings.model_too_large(trial.report, self._study.budget))
+        seen = bool((self._study.facts or Facts()).roots)
+        endings.of_baseline(self._finished(), self._options.script, self._study.budget, seen=seen)
 
     # --- ending ----------------------------------------------------------------------------
 
     def _confirm(self) -> None:
         """Measure the winner again in a fresh process; if it fails, the runner-up."""
-        for trial in ranked(self._finished(), self._study.budget)[:FINALISTS]:
+        failed = 0
+        for trial in ranked(self._finished(), self._study.budget):
             assert trial.report is not None
             plan = trial.report.best or trial.plan
-            if any(fits(each, self._study.budget) for each in self._confirmations(plan)):
+            if not self._confirmations(plan, Verdict.DRIFTED) and not self._held(plan):
+                self._tell(Remeasuring(plan=plan))
+                self._drive(once(plan), Purpose.CONFIRM)
+                failed += not self._confirmations(plan, Verdict.DRIFTED)
+            if self._held(plan):
                 return
-            self._tell(Remeasuring(plan=plan))
-            self._drive(_once(plan), Purpose.CONFIRM)
-            again = self._confirmations(plan)
-            if any(fits(each, self._study.budget) for each in again):
-                return
-            reason = again[-1].report.reason if again and again[-1].report else "it did not finish"
-            self._tell(Line(text=f"{plan} did not hold when measured again: {reason}"))
+            self._tell(Line(text=endings.did_not_hold(plan, self._confirmations(plan))))
+            if failed == FINALISTS:
+                break
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
 
-    def _confirmations(self, plan: Plan) -> list[TrialRecord]:
-        finished = self._store.trials(self._study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        return [trial for trial in finished if trial.plan == plan]
+    def _held(self, plan: Plan) -> bool:
+        """Return whether a plan fitted when it was measured again."""
+        return any(fits(each, self._study.budget) for each in self._confirmations(plan))
 
-    def _give_up(self) -> NoReturn:
-        finished = self._finished()
-        if self._late() and closest(finished) is None:
-            raise UsageError(endings.out_of_time(self._options.timeout or 0))
-        raise NothingFits(endings.none_fits(finished, self._study.budget))
+    def _confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
+        finished = self._store.trials(self._study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+        mine = [trial for trial in finished if trial.plan == plan]
+        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
 
     def _keep_seconds(self) -> None:
         """Add the time since it was last kept: a kill loses no more than one launch's."""
@@ -488,13 +497,3 @@ class Search:
 
     def _lap(self) -> float:
         return time.monotonic() - self._started
-
-
-def _once(plan: Plan) -> Callable[[], tuple[Plan, ...]]:
-    """Return what proposes ``plan`` the first time, and nothing after."""
-    left = [(plan,)]
-    return lambda: left.pop() if left else ()
-
-
-def _together(plan: Plan, chosen: Sequence[Plan]) -> bool:
-    return plan not in chosen and all(plan.fixed == other.fixed for other in chosen)

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
+from autofit.exceptions import NothingFits, ScriptError, UsageError
+from autofit.plan import Plan
 from autofit.rules import closest
 from autofit.storage import TrialRecord
 from autofit.units import format_duration, format_size
-from autofit.worker.records import Script, TrialReport
+from autofit.worker.records import Script, TrialReport, Verdict
+
+
+def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None) -> NoReturn:
+    """Raise the error of a search without a plan to keep; ``timeout``: in seconds, if it is up."""
+    if timeout is not None and closest(finished) is None:
+        raise UsageError(out_of_time(timeout))
+    raise NothingFits(none_fits(finished, budget))
+
+
+def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
+    """Say why a plan that was measured in the search is not kept."""
+    last = confirmations[-1].report if confirmations else None
+    if last is not None and last.verdict is Verdict.DRIFTED:
+        return f"{plan} drifted: {last.reason}"
+    reason = last.reason if last is not None else "it did not finish"
+    return f"{plan} did not hold when measured again: {reason}"
 
 
 def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
@@ -23,6 +42,31 @@ def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
         f"none of the {len(finished)} plans tried fits in {size}; closest came {trial.plan},"
         f" out of memory {where}{asked}"
     )
+
+
+def failed(finished: Sequence[TrialRecord]) -> bool:
+    """Return whether a trial has shown a fault of the script's own."""
+    hung = any(t.plan.neutral and t.verdict is Verdict.TIMED_OUT for t in finished)
+    return hung or any(t.verdict is Verdict.SCRIPT_FAILED for t in finished)
+
+
+def of_baseline(
+    finished: Sequence[TrialRecord], script: Script, budget: int, *, seen: bool
+) -> None:
+    """Raise the error that ends a search whose script, as it is, shows that no plan can help.
+
+    ``seen``: it called a module with gradients.
+    """
+    trial = next((trial for trial in finished if trial.plan.neutral), None)
+    if trial is None or trial.report is None:
+        return
+    report = trial.report
+    if report.verdict is Verdict.SCRIPT_FAILED:
+        raise ScriptError(f"{script.target}: {report.reason}", report.traceback)
+    if report.verdict is Verdict.TIMED_OUT:
+        raise ScriptError(f"{script.target}: {report.reason}")
+    if report.verdict is Verdict.OUT_OF_MEMORY and not seen:
+        raise NothingFits(model_too_large(report, budget))
 
 
 def model_too_large(report: TrialReport, budget: int) -> str:

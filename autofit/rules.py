@@ -15,6 +15,8 @@ from autofit.strategies import AS_IS
 from autofit.units import parse_size
 from autofit.worker.records import Script, TrialReport, Verdict
 
+BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
+"""Verdicts that rule a level out, where it is known which."""
 OUTCLASSED = 1.2
 """A level this much faster than another beside the same levels is faster beside others too."""
 FRAGMENTED = 0.05
@@ -122,13 +124,26 @@ def _raised_by_script(traceback: str, script: Script) -> bool:
     return bool(places) and name.rpartition("/")[2] in places[-1]
 
 
-def culprit(report: TrialReport) -> tuple[str, str] | None:
-    """Return the strategy and level that a failed or refused trial rules out, if it is one."""
+def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[str, str] | None:
+    """Return the strategy and level that a trial rules out by its end, if it is one.
+
+    The one blamed, the only one, or the only one besides a plan whose training was compared with
+    the reference's and found to be the same.
+    """
     levels = report.plan.levels
     if report.blamed is not None:
         return report.blamed, levels[report.blamed]
-    changed = report.plan.changes
-    return changed[0] if len(changed) == 1 else None
+    changed = set(report.plan.changes)
+    if report.verdict is Verdict.DRIFTED:
+        good = (trial for trial in finished if _compared(trial))
+        suspects = [changed - set(trial.plan.changes) for trial in good]
+        changed = min(suspects, key=len, default=changed) or changed
+    return changed.pop() if len(changed) == 1 else None
+
+
+def _compared(trial: TrialRecord) -> bool:
+    first = trial.report is not None and trial.report.index == 0
+    return first and trial.verdict is Verdict.MEASURED
 
 
 def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:

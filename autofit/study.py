@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import autofit
 from autofit.asked import SearchOptions
 from autofit.exceptions import UsageError
-from autofit.storage import StudyKey
+from autofit.progress import StudyOpened
+from autofit.storage import StudyKey, StudyRecord
 from autofit.strategies import Hardware
 from autofit.units import format_size
 from autofit.worker import meter
@@ -54,3 +55,17 @@ def budget(device: str, hardware: Hardware, asked: int | None, headroom: float) 
             f" ({format_size(hardware.total_bytes)}): give less, or leave it out"
         )
     return asked
+
+
+def opened(study: StudyRecord, options: SearchOptions, *, slots: int, resumed: int) -> StudyOpened:
+    """Return the notice that a study is open; ``resumed``: trials it holds already."""
+    return StudyOpened(
+        study=study.id,
+        script=options.script,
+        hardware=study.hardware,
+        slots=slots,
+        budget=study.budget,
+        asked=options.memory is not None,
+        allow=str(options.allow),
+        resumed=resumed,
+    )

@@ -40,6 +40,10 @@ def under(plan: Plan, user: Mapping[str, str]) -> dict[str, str]:
     return {**user, **wanted}
 
 
+SAME = {"PYTHONHASHSEED": "0"}
+"""So that a script that goes through a set of strings does so in the same order in every trial."""
+
+
 def child_environment(
     request: LaunchRequest, user: Mapping[str, str], scratch: Path
 ) -> dict[str, str]:
@@ -52,4 +56,4 @@ def child_environment(
         asked = under(plan, asked)
     metered = meter.environment(request.device, request.budget, asked)
     mlflow = {"MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri()}
-    return {**asked, **metered, **TRACKERS_OFF, **mlflow}
+    return {**SAME, **asked, **metered, **TRACKERS_OFF, **mlflow}

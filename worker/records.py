@@ -163,10 +163,12 @@ class Trace:
     """Elements in each row."""
     rounding: tuple[float, ...]
     """Norm of one rounding error in each element of a row."""
+    epsilon: float
+    """Relative rounding error of one operation in the forward pass, as the script has it."""
     buckets: int
     """Sums a row."""
     start: str
-    """Sketch of the parameters before the first step."""
+    """Sketch of the first root's parameters before its first call, in one row."""
     steps: tuple[TracedStep, ...]
 
 
@@ -236,8 +238,9 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What the first steps of the launch did, under its first plan."""
+    """What the first steps of the launch did, under the plan at ``index``."""
 
+    index: int
     trace: Trace
 
 

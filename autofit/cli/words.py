@@ -19,7 +19,7 @@ _FAILED = {
     Verdict.SCRIPT_FAILED: "the script failed",
     Verdict.TIMED_OUT: "timed out",
     Verdict.INTERRUPTED: "interrupted",
-    Verdict.DRIFTED: "the training drifted",
+    Verdict.DRIFTED: "drifted",
 }
 
 

@@ -137,7 +137,7 @@ def test_facts_are_told_once(opened: StudyOpened, facts: Facts) -> None:
         ),
         (TrialReport(index=0, plan=SPLIT, verdict=Verdict.TIMED_OUT), "timed out"),
         (TrialReport(index=0, plan=SPLIT, verdict=Verdict.INTERRUPTED), "interrupted"),
-        (TrialReport(index=0, plan=SPLIT, verdict=Verdict.DRIFTED), "the training drifted"),
+        (TrialReport(index=0, plan=SPLIT, verdict=Verdict.DRIFTED), "drifted"),
         (TrialReport(index=0, plan=Plan(), verdict=Verdict.SCRIPT_FAILED), "the script failed"),
         (TrialReport(index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY), "out of memory"),
     ],

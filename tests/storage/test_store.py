@@ -199,6 +199,7 @@ def test_the_first_trial_with_a_trace_is_the_reference(
         names=("weight", "bias"),
         sizes=(12, 3),
         rounding=(1e-7, math.inf),
+        epsilon=1e-7,
         buckets=8,
         start="AAAA",
         steps=(TracedStep(losses=(2.5, math.nan), inputs="BBBB", drew=True), TracedStep()),

@@ -72,13 +72,15 @@ def _is_batch_norm(module: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module's own rate of dropping is above zero, whatever the attribute is called."""
-    if not module.training:
-        return False
+    return module.training and bool(rates_of_dropping(module))
+
+
+def rates_of_dropping(module: nn.Module) -> dict[str, float]:
+    """Return a module's own rates of dropping above zero, whatever the attributes are called."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    rates = (value for name, value in vars(module).items() if "drop" in name)
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+        return {"p": module.p} if module.p > 0 else {}
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
 
 def framework() -> str:

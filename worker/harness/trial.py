@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -20,7 +21,8 @@ from autofit.worker.harness.ramp import SHORT, ramp
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
-from autofit.worker.meter import Meter
+from autofit.worker.harness.trace import Tracer
+from autofit.worker.meter import Meter, Peak
 from autofit.worker.records import (
     Finished,
     LaunchRequest,
@@ -31,6 +33,7 @@ from autofit.worker.records import (
     PlanEnded,
     PlanStarted,
     Shortage,
+    Traced,
     TrialReport,
     Verdict,
 )
@@ -59,8 +62,25 @@ class Stage:
     waits: list[float] = field(default_factory=list)
     """Seconds of each step spent waiting for data."""
     losses: list[float] = field(default_factory=list)
+    traced: list[tuple[float, float, float, Peak]] = field(default_factory=list)
+    """Seconds, wait, loss and peak of traced steps, which count where there are few others."""
+    peak: Peak = field(default_factory=lambda: Peak(0, 0, 0))
+    """Of traced steps that count."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
+
+    def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:
+        """Keep a traced step, but for the first."""
+        if self.warm > WARM_UP:
+            self.traced.append((seconds, wait, loss, peak))
+
+    def count_traced(self) -> None:
+        """Count the traced steps too: the script has too few others."""
+        for seconds, wait, loss, peak in reversed(self.traced):
+            self.seconds.insert(0, seconds)
+            self.waits.insert(0, wait)
+            self.losses.insert(0, loss)
+            self.peak = self.peak.worst(peak)
 
 
 Schedule = Generator[Stage, None, None]
@@ -85,6 +105,9 @@ class Trial(Session):
         self._stage: Stage | None = None
         self.over = False
         """The script has been told to end."""
+        self._tracer = Tracer()
+        self._traced = 0
+        """The plan that is being traced."""
         self._measured: list[tuple[Plan, Measurement]] = []
         """Of the present plan."""
         self._shortage: OutOfMemory | None = None
@@ -161,7 +184,7 @@ class Trial(Session):
         return measurement
 
     def _measurement(self, stage: Stage) -> Measurement:
-        peak = self.meter.peak()
+        peak = self.meter.peak().worst(stage.peak)
         size = stage.plan["micro_batch"]
         return Measurement(
             micro_batch=(self.facts.batch or 1) if size == AS_IS else int(size),
@@ -178,6 +201,7 @@ class Trial(Session):
     def _end_plan(
         self, verdict: Verdict, reason: str, startup: float, blamed: str | None = None
     ) -> None:
+        self._send_trace()
         plan = self._request.plans[self.index]
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
@@ -218,6 +242,8 @@ class Trial(Session):
             return
         stage = self._stage
         if stage is not None and self.index == 0:  # a later plan gets a launch of its own
+            if len(stage.seconds) < SHORT:
+                stage.count_traced()
             if len(stage.seconds) >= SHORT and stage.shortage is None:
                 self._measured.append((stage.plan, self._measurement(stage)))
             if self._measured:
@@ -272,6 +298,27 @@ class Trial(Session):
             self._advance()
         self._calls += root is self.roots[0]
 
+    def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a call, traced if it is in one of the first steps."""
+        first = root is self.roots[0]
+        plain = super()._run
+        return self._tracer.call(root, first, args, kwargs, lambda: plain(root, args, kwargs))
+
+    def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Apply and prove ``plan`` on a model that drops as the script has it."""
+        with self._tracer.aloud():
+            super().prove(root, plan, args, kwargs)
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Note where the script is, and the parameters if the step is traced."""
+        super().step_begins(optimizer)
+        self._tracer.steps_now(optimizer)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Trace the step, then close it if it is the leader's."""
+        self._tracer.stepped(optimizer)
+        super().step_ended(optimizer)
+
     def loss(self, value: torch.Tensor) -> None:
         """Keep it until the step ends: reading it now would make the device wait."""
         self._losses.append(value)
@@ -291,14 +338,36 @@ class Trial(Session):
     def _close_step(self, stage: Stage, seconds: float) -> None:
         if self.steps == 1:
             self._learn(calls_per_step=max(1, self._calls))
+        losses = [float(loss) for loss in self._losses]
+        traced = self._trace_step(losses)
         if stage.shortage is not None:
             self._advance()
-        elif stage.warm < WARM_UP:
+        elif traced or stage.warm < WARM_UP:
             stage.warm += 1
+            if traced:
+                stage.keep_traced(seconds, self.seams.data_seconds, sum(losses), self.meter.peak())
             self.meter.reset()  # the probe's own peak, and the first step's, do not count
         else:
             stage.seconds.append(seconds)
             stage.waits.append(self.seams.data_seconds)
-            stage.losses.append(float(sum(float(loss) for loss in self._losses)))
+            stage.losses.append(sum(losses))
             if len(stage.seconds) == stage.steps:
                 self._advance()
+
+    def _trace_step(self, losses: list[float]) -> bool:
+        """Return whether the step that has ended was traced, the plan being the same all along."""
+        if self._tracer.full:
+            return False
+        if self._tracer.steps == 0:
+            self._traced = self.index
+        self._tracer.close_step(losses)
+        return True
+
+    def _send_trace(self) -> None:
+        """Send the trace when its plan ends; one that took no step leaves it to the next."""
+        if self._tracer.steps == 0:
+            return
+        self._tracer.stop()
+        trace = self._tracer.result()
+        if trace is not None and self._traced == self.index:
+            self._reporter.send(Traced(index=self.index, trace=trace))

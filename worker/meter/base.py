@@ -23,6 +23,14 @@ class Peak:
     device: int
     """Occupied on the device by the whole process; never below ``reserved``."""
 
+    def worst(self, other: Peak) -> Peak:
+        """Return the larger of each."""
+        return Peak(
+            max(self.allocated, other.allocated),
+            max(self.reserved, other.reserved),
+            max(self.device, other.device),
+        )
+
 
 class Meter(Protocol):
     """Reads and caps the memory of the process it lives in. Sizes are bytes.

@@ -1,0 +1,59 @@
+"""A launch under way, as the controller keeps track of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from autofit.plan import Plan
+from autofit.storage import TrialRecord
+from autofit.worker.records import Trace, TrialReport
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A trial that cannot be judged before another run has shown what the script does itself."""
+
+    trial: TrialRecord
+    report: TrialReport
+    """As the trial ended; not judged yet."""
+    trace: Trace | None = None
+    drifted: bool = False
+    """It seems to train something else; else it failed."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launch under way."""
+
+    trials: tuple[TrialRecord, ...]
+    """One a plan, in the launch's order."""
+    reported: int = 0
+    traces: dict[int, Trace] = field(default_factory=dict)
+    """Of the first steps, by the index of the plan they were taken under."""
+    doubted: Doubt | None = None
+    """The trial in doubt."""
+    spoilt: bool = False
+    """A plan may have left bad weights behind: what came after it does not count."""
+    steps: int = 0
+    """Where this launch runs the reference for the doubted trial's sake: for how long."""
+
+    def doubt(self, doubt: Doubt) -> None:
+        """Put a trial off until the launch has ended."""
+        self.doubted, self.spoilt = doubt, True
+
+
+def once(plan: Plan) -> Callable[[], tuple[Plan, ...]]:
+    """Return what proposes ``plan`` the first time, and nothing after."""
+    left = [(plan,)]
+    return lambda: left.pop() if left else ()
+
+
+def together(plan: Plan, chosen: Sequence[Plan], alone: frozenset[Plan] = frozenset()) -> bool:
+    """Return whether ``plan`` may follow those chosen in one launch.
+
+    ``alone``: plans that can only be judged when they come first.
+    """
+    if chosen and plan in alone:
+        return False
+    return plan not in chosen and all(plan.fixed == other.fixed for other in chosen)
