@@ -19,7 +19,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.running import run
 from autofit.worker.child import Child, python
-from autofit.worker.environment import TRACKERS_OFF, child_environment
+from autofit.worker.environment import SAME, TRACKERS_OFF, child_environment
 from autofit.worker.launcher import HARNESS
 from autofit.worker.records import ChildSpec, LaunchRequest, Script
 
@@ -399,8 +399,8 @@ def test_it_has_workers(write: Callable[..., None], same: Start, method: str, mo
 def test_its_environment_is_the_users(
     write: Callable[..., None], same: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the switches that keep a trial out of the user's trackers."""
-    trial = [*TRACKERS_OFF, "MLFLOW_TRACKING_URI"]
+    """But for what keeps a trial out of the user's trackers, and what makes it repeat itself."""
+    trial = [*TRACKERS_OFF, *SAME, "MLFLOW_TRACKING_URI"]
     monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "123")
     body = f"""
