@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autofit.strategies.base import AS_IS, Level, Memory, Strategy
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Strategy
 from autofit.strategies.facts import Hardware
 
 
@@ -36,6 +36,10 @@ class Allocator(Strategy):
         if level != AS_IS and hardware.device != "cuda":
             return "only CUDA's allocator has segments"
         return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """There is nothing to write: the environment is all."""
+        return ByHand(prepare="# the allocator is set in the environment")
 
     def environment(self, level: str) -> dict[str, str]:
         """Ask for expandable segments, by the name that torch reads first from 2.9 on."""

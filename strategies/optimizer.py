@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from autofit.strategies.base import (
     AS_IS,
+    ByHand,
     Fidelity,
     Level,
     Memory,
@@ -76,6 +77,15 @@ class Optimizer(Strategy):
         if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
             return "the model's weights are float64"
         return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Say how the optimizer is made: the script's own line, which is not known here."""
+        if level == "fused":
+            return ByHand(prepare="# and make the optimizer with `fused=True`")
+        return ByHand(
+            prepare="# and make the optimizer with bitsandbytes.optim.AdamW8bit, the weights of\n"
+            "# embeddings overridden to 32 bits by bitsandbytes.optim.GlobalOptimManager"
+        )
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Step another way; refused where that would not be the script's own algorithm."""

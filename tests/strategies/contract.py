@@ -50,7 +50,9 @@ Setting = tuple[Strategy, str]
 """A strategy and one of its levels."""
 
 SETTINGS: list[Setting] = [(s, level.name) for s in REGISTRY for level in s.levels[1:]]
-PAIRS = [(a, b) for a, b in itertools.combinations(SETTINGS, 2) if a[0] is not b[0]]
+ON_ROOT = [each for each in SETTINGS if type(each[0]).on_root is not Strategy.on_root]
+PAIRS = [(a, b) for a, b in itertools.combinations(ON_ROOT, 2) if a[0] is not b[0]]
+"""Of what changes the root; beside optimizers: ``test_optimizer.py``."""
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative difference of gradients that another order of sums may make."""

@@ -18,8 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import _eight_bit, _fused
+from autofit.strategies import Fidelity, _eight_bit, _fused
 from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
 
 pytestmark = pytest.mark.quick
 
@@ -348,6 +350,67 @@ def test_torch_is_left_as_it_was() -> None:
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     train(net, optimizer, steps=2)
     assert stepped == [1, 1]
+
+
+class Block(nn.Module):
+    """A residual block with weights large enough for 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        after: torch.Tensor = x + self.mlp(x)
+        return after
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Sequential(*(Block() for _ in range(3))), nn.Linear(WIDTH, 1))
+
+
+class _Handler:
+    """Accepts what the seams report."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: args[-1]() if name == "backward" else None
+
+
+ON_ROOT = {
+    "precision": ("bf16",),
+    "checkpointing": ("half", "all"),
+    "micro_batch": ("8",),
+}
+
+
+@pytest.mark.parametrize("level", ["fused", "eight_bit"])
+@pytest.mark.parametrize("other", [(name, each) for name in ON_ROOT for each in ON_ROOT[name]])
+def test_it_stands_beside_what_changes_the_model(
+    under: Under, level: str, other: tuple[str, str]
+) -> None:
+    plan = Plan.of({"optimizer": level, other[0]: other[1]})
+    plain, changed = blocks(), blocks()
+    start = weights(plain)
+    calls = Calls()
+    root = HarnessRoot(changed, Seams(_Handler()), calls, lambda *args: False)
+    try:
+        for net, call, now in ((plain, plain, Plan()), (changed, root, plan)):
+            under.plan, under.roots = now, (net,)
+            optimizer = AdamW(net.parameters(), lr=1e-3)
+            if call is root:
+                root.apply(now)
+            for step in range(5):
+                optimizer.zero_grad()
+                x = batch(step, torch.float32)
+                y = root.call((x,), {}) if call is root else plain(x)
+                (y.squeeze(-1) - x.mean(-1)).pow(2).mean().backward()
+                optimizer.step()
+    finally:
+        root.take_back()
+        calls.clear()
+    learned = weights(plain) - start
+    tolerance = 1e-2 if plan.fidelity() is Fidelity.EXACT else 0.3
+    assert float((weights(changed) - weights(plain)).norm() / learned.norm()) < tolerance
 
 
 # --- refusals -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS, Fidelity, Forward
+from autofit.strategies.base import AS_IS, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
@@ -32,8 +32,9 @@ gradient is off by far more.
 
 def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -> None:
     """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold."""
-    fidelity = plan.replace(micro_batch=AS_IS).fidelity(facts)
-    if plan.replace(micro_batch=AS_IS).neutral or fidelity is Fidelity.RECIPE:
+    shown = _shown(plan)
+    fidelity = shown.fidelity(facts)
+    if shown.neutral or fidelity is Fidelity.RECIPE:
         root.apply(plan)
         return
     few = _few(Batch.of(args, kwargs))
@@ -44,11 +45,18 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
     allowed = max(ROUNDING, exact) if fidelity is Fidelity.ROUNDING else exact
     if (error := mean_difference(found, expected)) > allowed:
-        names = [name for name, _ in plan.replace(micro_batch=AS_IS).changes]
+        names = [name for name, _ in shown.changes]
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
             names[0] if len(names) == 1 else None,
         )
+
+
+def _shown(plan: Plan) -> Plan:
+    """Return what of ``plan`` shows in a call's gradients: no split, nothing of the optimizer."""
+    plain = Strategy.on_root
+    touching = {s.name: level for s, level in plan if type(s).on_root is not plain}
+    return Plan.of({**touching, "micro_batch": AS_IS})
 
 
 def _few(batch: Batch) -> Batch:

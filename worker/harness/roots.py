@@ -53,6 +53,11 @@ class HarnessRoot:
         """The same inside the forward wrappers of the plan."""
 
     @property
+    def alive(self) -> bool:
+        """Whether the script still holds it."""
+        return self._outer() is not None
+
+    @property
     def outer(self) -> nn.Module:
         """The module that the script calls."""
         module = self._outer()

@@ -117,7 +117,7 @@ class Session:
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Return the roots met so far."""
-        return tuple(root.module for root in self.roots)
+        return tuple(root.module for root in self.roots if root.alive)
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
