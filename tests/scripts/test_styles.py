@@ -154,11 +154,7 @@ STYLES = [
         script="own_checkpointing_reentrant.py",
         broken=dict.fromkeys(PLANS, "reentrant checkpointing cannot run under torch.autograd.grad"),
     ),
-    Style(
-        script="ddp.py",
-        ranks=2,
-        broken=dict.fromkeys(("split", "both"), "not split under DistributedDataParallel yet"),
-    ),
+    Style(script="ddp.py", ranks=2),
     Style(script="packaged", quick=BOTH),
     Style(script="resume.py"),
     Style(script="frozen.py"),
