@@ -60,25 +60,28 @@ def llama() -> nn.Module:
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=WORDS, intermediate_size=32, num_labels=3, **SMALL,
+        vocab_size=WORDS, intermediate_size=32, **SMALL,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = 3
     return transformers.BertForSequenceClassification(config)
 
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        dropout_rate=0.0, decoder_start_token_id=0,
+        dropout_rate=0.0,
     )  # fmt: skip
+    config.decoder_start_token_id = 0
     return transformers.T5ForConditionalGeneration(config)
 
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        image_size=8, patch_size=4, intermediate_size=32, num_labels=4, **SMALL,
+        image_size=8, patch_size=4, intermediate_size=32, **SMALL,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = 4
     return transformers.ViTForImageClassification(config)
 
 
