@@ -159,6 +159,7 @@ CHEATS = {
 CHECKPOINTING = Plan.of({"checkpointing": "all"})
 BF16 = Plan.of({"precision": "bf16"})
 MICRO = Plan.of({"micro_batch": "4"})
+FUSED = Plan.of({"optimizer": "fused"})
 ALL = Plan.of({"checkpointing": "all", "precision": "bf16", "micro_batch": "4"})
 
 
@@ -234,7 +235,9 @@ def drift_of(plan: Plan, reference: Run, *args: str) -> str | None:
 )
 @pytest.mark.full
 def test_true_plans_do_not_drift(reference: Run, args: tuple[str, ...]) -> None:
-    plans = [CHECKPOINTING, MICRO] if "--autocast" in args else [CHECKPOINTING, BF16, MICRO, ALL]
+    plans = (
+        [CHECKPOINTING, MICRO] if "--autocast" in args else [CHECKPOINTING, BF16, MICRO, FUSED, ALL]
+    )
     assert [drift_of(plan, reference, *args) for plan in plans] == [None] * len(plans)
 
 
