@@ -11,6 +11,7 @@ import itertools
 import random
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +56,15 @@ def split() -> Iterator[Callable[..., Callable[..., Any]]]:
     calls.clear()
 
 
+def leaves_of(output: Any) -> list[Any]:
+    output = vars(output) if isinstance(output, Pair) else output
+    return list(torch.utils._pytree.tree_leaves(output))
+
+
 def scalar(output: Any) -> torch.Tensor:
     """Return a number to differentiate that depends on all that the model returned."""
     total = torch.zeros((), dtype=torch.float64)
-    for leaf in torch.utils._pytree.tree_leaves(output):
+    for leaf in leaves_of(output):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             value = leaf.abs() if leaf.is_complex() else leaf
             ramp = torch.arange(1, leaf.numel() + 1, dtype=torch.float64).view(leaf.shape)
@@ -67,7 +73,7 @@ def scalar(output: Any) -> torch.Tensor:
 
 
 def compare(found: Any, expected: Any, what: str) -> None:
-    for one, other in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+    for one, other in zip(*map(leaves_of, (found, expected)), strict=True):
         if isinstance(other, torch.Tensor):
             one, other = (each.to_dense() if each.is_sparse else each for each in (one, other))
             assert one.dtype == other.dtype, what
@@ -588,6 +594,12 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a.mul_(0.5))
 
 
+@case("a key added to the arguments", lambda: [({"a": x(8)},)], refused="in place")
+def _(net: Net, batch: dict[str, torch.Tensor]) -> Any:
+    batch["features"] = net.body[0](batch["a"])
+    return net.body[2](batch["features"])
+
+
 @case("output that is the input", pairs)
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return a, net.body(a)
@@ -669,6 +681,24 @@ def _(net: Net, a: torch.Tensor, order: torch.Tensor) -> Any:
 @case("two batches of two sizes", lambda: [(x(8), x(16)), (x(8), x(5))])
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a).square().mean() + net.body(b).mean()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch, or an answer, as a script's own class has it."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@case("a dataclass in and out", lambda: [(Pair(x(n), x(n)),) for n in (8, 7)])
+def _(net: Net, pair: Pair) -> Any:
+    return Pair(net.body(pair.first), net.body(pair.second).square())
+
+
+@case("a UserDict", lambda: [(UserDict(a=x(n), b=y(n)),) for n in (8, 7)])
+def _(net: Net, batch: UserDict[str, torch.Tensor]) -> Any:
+    return F.cross_entropy(net.body(batch["a"]), batch["b"])
 
 
 # --- unusual answers --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
@@ -24,6 +24,7 @@ from autofit.worker.harness.joining import (
     cuts,
     cuts_for_keeping,
 )
+from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.parts import Gradients, Parts
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams, plain_backward
@@ -255,7 +256,7 @@ class Call:
         for index in self.inputs:
             leaves[index] = leaves[index].detach().requires_grad_()
         args, kwargs = self.batch.call(leaves)
-        outputs, self._spec = tree_flatten(self.forward(*args, **kwargs))
+        outputs, self._spec = flatten(self.forward(*args, **kwargs))
         return leaves, outputs
 
     def _means(self) -> list[int]:

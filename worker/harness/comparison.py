@@ -9,7 +9,7 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
@@ -17,6 +17,7 @@ from autofit.worker.harness.digest import Digest, difference, digest
 from autofit.worker.harness.fixed_draws import FixedDraws
 from autofit.worker.harness.hints import Observer, guesses, variants
 from autofit.worker.harness.joining import Batch, Cut, Join, Labels, Layout, Rule, joined, same
+from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.oom import Kind, classify
 
@@ -34,7 +35,7 @@ class Output:
     @classmethod
     def of(cls, value: Any) -> Output:
         """Flatten what a root returned."""
-        return cls(*tree_flatten(value))
+        return cls(*flatten(value))
 
 
 class Undecided(Refused):
@@ -70,14 +71,19 @@ class Comparison:
         parameters: Sequence[torch.Tensor],
         tolerance: float,
         seen: Observer,
+        scale: float = 1.0,
     ) -> None:
-        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only."""
+        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only.
+
+        ``scale``: of the gradients that are sent in, where small ones would vanish.
+        """
         self.runner = runner
         self.layout = runner.layout
         self.part = part
         self.whole = Batch([_detached(leaf) for leaf in whole.leaves], whole.spec)
         self.parameters = parameters
         self.tolerance = tolerance
+        self.scale = scale
         self.size = self.layout.size(part)
         self.cuts = uneven(self.size)
         self.labels = seen.labels(part, self.layout)
@@ -266,7 +272,10 @@ class Comparison:
             else:
                 rows = leaf.shape[join.dim] // (cut[1] - cut[0])
                 cotangents.append(pattern(leaf, join.dim, cut[0] * rows))
-        return digest(outputs, cotangents, self.parameters) if outputs else None
+        if not outputs:
+            return None
+        scaled = [cotangent * self.scale for cotangent in cotangents]
+        return digest(outputs, scaled, self.parameters)
 
 
 def is_number(leaf: Any) -> bool:

@@ -9,6 +9,7 @@ elsewhere that need gradients: the split knows of the parameters and arguments o
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -44,9 +45,13 @@ def refuse_listeners(module: nn.Module) -> None:
             raise Refused(f"a backward hook of the script {where} would see each part's gradient")
 
 
-def refuse_changed_arguments(part: Batch, before: list[int | None]) -> None:
-    """Raise ``Refused`` when a forward changed its arguments; ``before``: their ``versions``."""
-    if versions(part) != before:
+def refuse_changed_arguments(part: Batch, before: list[int | None], after: Batch) -> None:
+    """Raise ``Refused`` when a forward changed its arguments, or what holds them.
+
+    ``before``: the tensors' ``versions``; ``after``: the arguments as the forward left them.
+    """
+    kept = after.spec == part.spec and all(map(operator.is_, after.leaves, part.leaves))
+    if not kept or versions(part) != before:
         raise Refused("the model changes its arguments in place")
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from traceback import clear_frames
 from typing import Any, Protocol
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.joining import Batch, Cut, Layout, cuts
+from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.parts import Parts
 from autofit.worker.harness.random_state import RandomState
 
@@ -110,4 +111,4 @@ def _in_parts(forward: Forward, batch: Batch, layout: Layout, size: int) -> Any:
 
 def _run(forward: Forward, batch: Batch, layout: Layout, cut: Cut) -> tuple[list[Any], TreeSpec]:
     args, kwargs = batch.call(layout.take(batch, cut))
-    return tree_flatten(forward(*args, **kwargs))
+    return flatten(forward(*args, **kwargs))

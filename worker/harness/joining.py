@@ -13,9 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
+from autofit.worker.harness.opened import flatten
 
 Cut = tuple[int, int]
 """A range of samples: the first, and the one after the last."""
@@ -94,7 +95,7 @@ class Batch:
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Batch:
         """Flatten the arguments of a call."""
-        return cls(*tree_flatten((args, kwargs)))
+        return cls(*flatten((args, kwargs)))
 
     def call(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return ``(args, kwargs)`` with other leaves in the same places."""

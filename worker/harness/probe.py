@@ -37,6 +37,10 @@ from autofit.worker.oom import Kind, classify
 SAMPLES = 4
 """Samples the probe looks at: enough for uneven chunks, few enough to cost little."""
 
+REENTRANT = "the model checkpoints with use_reentrant=True: nothing can be proven through it"
+HALF_SCALE = 2.0**12
+"""What a loss is multiplied with in float16, so that its gradients do not vanish."""
+
 
 def find_layout(
     module: nn.Module, forward: Forward, batch: Batch, *, gradients: bool = True
@@ -100,7 +104,7 @@ def _try(
         line = (str(error).splitlines() or [type(error).__name__])[0]
     probe.run_whole()
     if "use_reentrant" in line:
-        raise Refused("the model checkpoints with use_reentrant=True; use_reentrant=False can")
+        raise Refused(REENTRANT)
     raise Refused(f"the model cannot run on a part of the batch: {line}")
 
 
@@ -131,8 +135,8 @@ class _Probe:
             seen = Observer()
             before = versions(part)
             with seen:
-                draws = self._draws(part)
-            refuse_changed_arguments(part, before)
+                draws, after = self._draws(part)
+            refuse_changed_arguments(part, before, after)
             chunk = Batch(layout.take(part, (0, 1)), part.spec)
             refuse_memory(self.module, part, chunk, self.forward)
             dtypes = self._refuse_escapes(part)
@@ -144,7 +148,7 @@ class _Probe:
         return {p.dtype for p in self.module.parameters() if p.is_floating_point()}
 
     def _compare(
-        self, layout: Layout, part: Batch, seen: Observer, dtypes: Iterable[torch.dtype]
+        self, layout: Layout, part: Batch, seen: Observer, dtypes: set[torch.dtype]
     ) -> Layout:
         if layout.draws and not self.gradients and self.module.training:
             raise Refused("the model draws random numbers")
@@ -158,6 +162,7 @@ class _Probe:
                 parameters if self.gradients else [],
                 tolerance(dtypes),
                 seen,
+                HALF_SCALE if torch.float16 in dtypes else 1.0,
             )
             found = comparison.find()
             if draws is not None and draws.unknown:
@@ -165,8 +170,8 @@ class _Probe:
                 raise Refused(f"the model draws random numbers that cannot be fixed: {names}")
         return found
 
-    def _draws(self, part: Batch) -> bool:
-        """Run once without a graph; return whether that drew random numbers."""
+    def _draws(self, part: Batch) -> tuple[bool, Batch]:
+        """Run once without a graph; return whether that drew, and the arguments afterwards."""
         before = RandomState.now()
         args, kwargs = part.call(part.leaves)
         try:
@@ -178,7 +183,7 @@ class _Probe:
             clear_frames(error.__traceback__)
             self.forward(*args, **kwargs)
             raise Refused("the model cannot run without gradients, as a part of it must") from None
-        return before != RandomState.now()
+        return before != RandomState.now(), Batch.of(args, kwargs)
 
 
 # --- samples ----------------------------------------------------------------------------------

@@ -19,7 +19,14 @@ from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
 from autofit.worker.harness.joining import Batch, Layout
-from autofit.worker.harness.probe import SAMPLES, batched_leaves, few, preserved, tolerance
+from autofit.worker.harness.probe import (
+    REENTRANT,
+    SAMPLES,
+    batched_leaves,
+    few,
+    preserved,
+    tolerance,
+)
 from autofit.worker.harness.roots import HarnessRoot
 
 ROUNDING = 0.25
@@ -39,9 +46,15 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
         return
     few = _few(Batch.of(args, kwargs))
     root.take_back()
-    expected = _gradients(root, root.plain, few)
-    root.apply(plan)
-    found = _gradients(root, root.forward, few)
+    try:
+        expected = _gradients(root, root.plain, few)
+        root.apply(plan)
+        found = _gradients(root, root.forward, few)
+    except RuntimeError as failure:
+        if "use_reentrant" not in str(failure):
+            raise
+        root.take_back()
+        raise Refused(REENTRANT) from None
     exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
     allowed = max(ROUNDING, exact) if fidelity is Fidelity.ROUNDING else exact
     if (error := mean_difference(found, expected)) > allowed:

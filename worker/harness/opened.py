@@ -1,0 +1,68 @@
+"""Flattens what goes into a model and comes out of it, dataclasses and ``UserDict`` included.
+
+torch's own flattening takes an object it does not know for one value. Registering the script's
+classes with torch would change what the script sees; so they are put into a node of ours, whose
+values are theirs and which is put together as an object of their class again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils._pytree import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_map,
+)
+
+Context = tuple[type, tuple[str, ...]]
+
+
+class _Opened:
+    """An object, opened: its class, the names and values of its attributes."""
+
+    __slots__ = ("cls", "names", "values")
+
+    def __init__(self, cls: type, names: tuple[str, ...], values: Sequence[Any]) -> None:
+        self.cls = cls
+        self.names = names
+        self.values = values
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of ``value`` and how ``tree_unflatten`` puts them together again."""
+    return tree_flatten(_opened(value))
+
+
+def _opened(value: Any) -> Any:
+    return tree_map(_open, value)
+
+
+def _open(leaf: Any) -> Any:
+    is_data = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict))
+    if not is_data and not isinstance(leaf, UserDict):
+        return leaf
+    if hasattr(leaf, "__dict__"):
+        names = tuple(vars(leaf))
+    else:
+        names = tuple(each.name for each in dataclasses.fields(leaf))
+    return _Opened(type(leaf), names, [_opened(getattr(leaf, name)) for name in names])
+
+
+def _close(values: Sequence[Any], context: Context) -> Any:
+    cls, names = context
+    made: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _parts(opened: _Opened) -> tuple[list[Any], Context]:
+    return list(opened.values), (opened.cls, opened.names)
+
+
+register_pytree_node(_Opened, _parts, _close)  # type: ignore[arg-type]
