@@ -54,8 +54,14 @@ SHARE = 0.7
 """Of what a script needs as it is: the budget of its search."""
 LAUNCH_SECONDS = 240.0
 SEARCH_SECONDS = 600.0
-ALIKE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-"""For every run: no downloads, and one thread, because idle OpenMP threads wait by spinning."""
+ALIKE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+}
+"""For every run: no downloads; one thread, because idle OpenMP threads wait by spinning; data made
+for an older torch may be loaded."""
 LEFT_OUT = ("*.pyc", "__pycache__", ".git", "autofit.db*")
 """Not copied, and not counted among what a script leaves behind."""
 EXIT_CODES = {0: "found", 1: "script failed", 2: "usage", 3: "nothing fits"}

@@ -117,7 +117,7 @@ class Call:
         self._mark: object = None
         """Of the owner, once forward has run."""
         # Not a leaf: autograd says of other nodes only whether a backward pass comes through.
-        self._anchor = torch.empty(0, requires_grad=True).view(0)
+        self.anchor = torch.empty(0, requires_grad=True).view(0)
         self._parts = Parts(layout, self._size)
         self._cuts: list[Cut] = []
         self._states: list[RandomState] = []
@@ -139,7 +139,7 @@ class Call:
     def __call__(self) -> Any:
         """Run it and return the root's output as the script expects it."""
         tracked = Bridge.apply(  # type: ignore[no-untyped-call]
-            self, self._anchor, *(self.batch.leaves[i] for i in self.inputs)
+            self, self.anchor, *(self.batch.leaves[i] for i in self.inputs)
         )
         outputs, self._outputs = self._outputs, []
         self._put_away()
@@ -352,7 +352,7 @@ class Call:
 
     def _receivers(self) -> list[nn.Parameter] | None:
         """Return the parameters that this backward pass is for; ``None`` for all it leads to."""
-        if not torch._C._will_engine_execute_node(self._anchor.grad_fn):  # type: ignore[arg-type]
+        if not torch._C._will_engine_execute_node(self.anchor.grad_fn):  # type: ignore[arg-type]
             return []  # the script asks for the gradients of something else alone
         then = {id(parameter) for parameter in self.parameters}
         if all(id(p) in then for p in self.owner.own if p.requires_grad):

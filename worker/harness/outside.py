@@ -46,7 +46,15 @@ WRITES_ONCE = {"copy_", "add_", "sub_", "mul_", "div_", "fill_", "zero_", "lerp_
     "__itruediv__",
 }
 """In-place operations that make their temporaries before they write, and write once."""
-NOT_AGAIN = {"backward", "batch_norm", "instance_norm", "__set__", "__delete__", "__setitem__"}
+NOT_AGAIN = {
+    "backward",
+    "grad",
+    "batch_norm",
+    "instance_norm",
+    "__set__",
+    "__delete__",
+    "__setitem__",
+}
 """Functions that change something other than by their name or ``out=``."""
 
 Note = Callable[[oom.Diagnosis], None]

@@ -85,10 +85,15 @@ class RealRun(Session):
         keeps = self.seams.keeps_graph
         super().backward(tensors, lambda: self._standby.backward(tensors, run, keeps_graph=keeps))
 
-    def grad(self, inputs: Any) -> None:
+    def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Notice ``torch.autograd.grad``: what is differentiated so is not run in parts."""
         self._standby.grad()
-        super().grad(inputs)
+        return super().grad(inputs, plain)
+
+    def backward_to(self, inputs: Any) -> None:
+        """Notice a backward pass for ``inputs`` alone: nor is that run in parts."""
+        self._standby.grad()
+        super().backward_to(inputs)
 
     def _is_shortage(self, error: BaseException) -> bool:
         return oom.classify(error, corroborated=self.meter.short()).kind is oom.Kind.OOM

@@ -40,8 +40,11 @@ class Handler(Protocol):
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass from ``tensors`` that the script started."""
 
-    def grad(self, inputs: Any) -> None:
-        """Notice a ``torch.autograd.grad`` with respect to ``inputs``."""
+    def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Notice a ``torch.autograd.grad``, which ``plain`` is; return what is to run for it."""
+
+    def backward_to(self, inputs: Any) -> None:
+        """Notice a backward pass for ``inputs`` alone."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Notice that ``optimizer`` is about to step."""
@@ -131,7 +134,7 @@ class Seams:
             if self.inside:
                 return plain(tensors, *args, **kwargs)
             if kwargs.get("inputs") is not None:
-                self.handler.grad(kwargs["inputs"])
+                self.handler.backward_to(kwargs["inputs"])
             self.keeps_graph = _is_partial(args, kwargs)
             return self.handler.backward(tensors, lambda: plain(tensors, *args, **kwargs))
 
@@ -141,10 +144,10 @@ class Seams:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
-            self.handler.grad(inputs)
+            run = self.handler.grad(inputs, plain)
             self.inside += 1  # a block that checkpointing runs again now is no root
             try:
-                return plain(outputs, inputs, *args, **kwargs)
+                return run(outputs, inputs, *args, **kwargs)
             finally:
                 self.inside -= 1
 

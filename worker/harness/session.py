@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.facts import Facts
 from autofit.worker import oom
+from autofit.worker.harness import by_hand
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.caches import without_cache
@@ -33,6 +35,8 @@ from autofit.worker.meter import Meter
 from autofit.worker.records import OutOfMemory
 
 OUTSIDE = "outside the model"
+BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
+TRANSFORMED = "the script calls the model inside a transform of torch.func"
 SETTLED = 2
 """Optimizer steps without a new root after which no more are looked for."""
 
@@ -143,16 +147,28 @@ class Session:
             self._watched(run)
         self.phase = OUTSIDE
 
-    def grad(self, inputs: Any) -> None:
-        """Refuse a split where the script asks for parameters' gradients by itself."""
+    def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Take the gradients of split roots where the script asks for some by itself."""
+        split = self._asked(inputs)
+        if not split:
+            return plain
+        if any(isinstance(root.outer, nn.parallel.DistributedDataParallel) for root in split):
+            raise Refused(BY_ITSELF, "micro_batch")
+        parameters = [parameter for root in split for parameter in root.module.parameters()]
+        return partial(by_hand.gradients, plain, parameters)
+
+    def backward_to(self, inputs: Any) -> None:
+        """Refuse a split where the script runs backward for some parameters alone."""
+        if self._asked(inputs):
+            raise Refused(BY_ITSELF, "micro_batch")
+
+    def _asked(self, inputs: Any) -> list[HarnessRoot]:
+        """Return the split roots with parameters among ``inputs``; learn of any root's."""
         asked = {id(each) for each in (inputs if isinstance(inputs, (tuple, list)) else [inputs])}
         roots = [r for r in self.roots if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
             self._learn(autograd_grad=True)
-        for root in roots:
-            if root.elastic is not None:
-                reason = "the script calls torch.autograd.grad on the model's parameters"
-                raise Refused(reason, "micro_batch")
+        return [root for root in roots if root.elastic is not None]
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note where the script is."""
@@ -205,6 +221,10 @@ class Session:
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a call under the plan of the moment, applied and proven first if it is new."""
         plan = self.plan_for(root)
+        if by_hand.transformed():
+            if root.plan != plan and not plan.neutral:
+                raise Refused(TRANSFORMED, plan.changes[0][0])
+            return root.own_call(*args, **kwargs)
         if root.plan != plan:
             self.prove(root, plan, args, kwargs)
         return root.call(args, kwargs)
@@ -218,7 +238,7 @@ class Session:
 
     def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         root.facts = learn.describe(root.outer, args, kwargs)
-        if self.splits() and not root.facts.batch_norm:
+        if self.splits() and not root.facts.batch_norm and not by_hand.transformed():
             with inside(self.seams):
                 root.facts = replace(root.facts, batch=self._samples(root, args, kwargs))
         met = tuple(each.facts for each in self.roots if each.facts is not None)
