@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import math
+import random
 import textwrap
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from autofit.cli import main
-from autofit.drift import compare
+from autofit.drift import compare, strays
 from autofit.plan import Plan
+from autofit.reference import NOTHING_EXACT, Reference, leading
 from autofit.storage import Purpose, Store, TrialRecord
+from autofit.strategies import Fidelity
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, Trace, Traced, TrialReport, Verdict
+from autofit.worker.records import (
+    LaunchRequest,
+    Measurement,
+    Script,
+    Trace,
+    Traced,
+    TracedStep,
+    TrialReport,
+    Verdict,
+)
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 Write = Callable[..., Path]
@@ -373,3 +389,195 @@ class TestASearch:
         assert reference[0].plan == Plan.of({"checkpointing": "all", "micro_batch": "auto"})
         assert Verdict.DRIFTED not in {trial.verdict for trial in found}
         assert "plans are compared with checkpointing, micro auto" in capsys.readouterr().out
+
+
+# --- the comparison alone ---------------------------------------------------------------------
+
+ROWS, SUMS = 6, 16
+
+
+def packed(rows: list[list[float]]) -> str:
+    return base64.b64encode(array("f", [x for row in rows for x in row]).tobytes()).decode()
+
+
+def table(seed: int, scale: float = 1.0) -> list[list[float]]:
+    draw = random.Random(seed)
+    return [[draw.gauss(0.0, scale) for _ in range(SUMS)] for _ in range(ROWS)]
+
+
+def times(rows: list[list[float]], factor: float) -> list[list[float]]:
+    return [[factor * x for x in row] for row in rows]
+
+
+def noisy(rows: list[list[float]], share: float) -> list[list[float]]:
+    noise = table(99, share)
+    return [[x + y for x, y in zip(*both, strict=True)] for both in zip(rows, noise, strict=True)]
+
+
+GRADIENTS, CHANGES = table(1), table(2, 1e-3)
+
+
+def trace(
+    gradients: list[list[float]] | None = GRADIENTS,
+    changes: list[list[float]] = CHANGES,
+    *,
+    steps: int = 3,
+    start: float = 1.0,
+    inputs: float = 1.0,
+    loss: float = 2.5,
+    drew: bool = False,
+    epsilon: float = 1.2e-7,
+) -> Trace:
+    """The trace of a model of six parameters, every step alike."""
+    step = TracedStep(
+        losses=(loss,),
+        inputs=packed(times(table(3), inputs)),
+        gradients="" if gradients is None else packed(gradients),
+        changes=packed(changes),
+        drew=drew,
+    )
+    return Trace(
+        names=tuple(f"p{row}" for row in range(ROWS)),
+        sizes=(1000,) * ROWS,
+        rounding=(1e-6,) * ROWS,
+        epsilon=epsilon,
+        buckets=SUMS,
+        start=packed(times(table(4), start)),
+        steps=(step,) * steps,
+    )
+
+
+def only(row: int, value: float) -> list[list[float]]:
+    """The gradients, of one parameter all ``value``."""
+    return [[value] * SUMS if n == row else each for n, each in enumerate(GRADIENTS)]
+
+
+STILL = times(CHANGES, 0.0)
+EXACT, ROUNDING = Fidelity.EXACT, Fidelity.ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("found", "fidelity", "said"),
+    [
+        (trace(), EXACT, None),
+        (trace(noisy(GRADIENTS, 1e-5), noisy(CHANGES, 1e-8)), EXACT, None),
+        (trace(noisy(GRADIENTS, 0.05)), EXACT, "the gradients differ by 0.0"),
+        (trace(noisy(GRADIENTS, 0.05), noisy(CHANGES, 3e-4)), ROUNDING, None),
+        (trace(times(GRADIENTS, 1.1)), ROUNDING, "the gradients are 1.1 times as large in step 1"),
+        (trace(times(GRADIENTS, -1.0)), ROUNDING, "the gradients differ by 2 in step 1"),
+        (trace(only(2, 0.0)), ROUNDING, "the gradient"),
+        (trace(only(2, math.nan)), ROUNDING, "the gradient of p2 is not finite in step 1"),
+        (trace(None), EXACT, "no gradients in step 1, the reference has some"),
+        (trace(changes=times(CHANGES, 1.1)), EXACT, "the parameters' change differs by 0.1"),
+        (trace(changes=times(CHANGES, 1.1)), ROUNDING, "the parameters' change is 1.1 times"),
+        (trace(changes=STILL), ROUNDING, "the parameters' change differs by 1"),
+        (trace(loss=2.6), EXACT, "the loss is 2.6 in step 1, the reference's 2.5"),
+        (trace(loss=math.inf), ROUNDING, "the loss is inf in step 1"),
+        (replace(trace(), names=("other",) * ROWS), EXACT, "the optimizers step other parameters"),
+    ],
+)
+@pytest.mark.quick
+def test_what_is_drift(found: Trace, fidelity: Fidelity, said: str | None) -> None:
+    drifted = compare(found, trace(), fidelity, splits=False).drifted
+    assert (drifted is None) if said is None else said in str(drifted)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "fidelity", "obstacle", "steps"),
+    [
+        (trace(loss=9.0, start=1.1), trace(), EXACT, "begins with other weights each time", 0),
+        (trace(loss=9.0, inputs=1.1), trace(), EXACT, "trains on other batches each time", 0),
+        (trace(loss=math.nan), trace(loss=math.nan), EXACT, "own loss is not finite", 0),
+        (trace(only(1, math.inf)), trace(only(1, math.inf)), EXACT, "own gradients are", 0),
+        (trace(None), trace(), ROUNDING, "its loss scaling leaves the first steps out", 0),
+        (trace(steps=2), trace(), EXACT, None, 2),
+    ],
+)
+@pytest.mark.quick
+def test_what_cannot_be_compared_is_no_drift(
+    found: Trace, expected: Trace, fidelity: Fidelity, obstacle: str | None, steps: int
+) -> None:
+    comparison = compare(found, expected, fidelity, splits=False)
+    assert comparison.drifted is None
+    assert comparison.steps == steps
+    assert (comparison.obstacle is None) == (obstacle is None)
+    assert (obstacle or "") in (comparison.obstacle or "")
+
+
+@pytest.mark.quick
+def test_a_warm_up_at_zero_moves_nothing_on_either_side() -> None:
+    still = trace(changes=STILL)
+    assert compare(still, still, EXACT, splits=False).drifted is None
+    turned = trace(times(GRADIENTS, -1.0), STILL)
+    assert "the gradients differ by 2" in str(compare(turned, still, EXACT, splits=False).drifted)
+    moved = compare(trace(), still, EXACT, splits=False).drifted
+    assert "the parameters' change" in str(moved)
+
+
+@pytest.mark.quick
+def test_other_draws_are_held_to_size_and_sign() -> None:
+    other = trace(table(7), table(8, 1e-3), drew=True)
+    assert compare(other, trace(drew=True), EXACT, splits=True).drifted is None
+    assert compare(other, trace(drew=True), EXACT, splits=False).drifted is not None
+    for factor in (-1.0, 10.0):
+        far = trace(times(GRADIENTS, factor), drew=True)
+        assert compare(far, trace(drew=True), EXACT, splits=True).drifted is not None
+
+
+@pytest.mark.quick
+def test_a_script_in_lower_precision_is_compared_as_such() -> None:
+    near = trace(noisy(GRADIENTS, 0.05))
+    assert compare(near, trace(epsilon=2.0**-8), EXACT, splits=False).drifted is None
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "said"),
+    [
+        ([2.0, 1.9, 1.8], [2.5, 2.4, 2.2], None),
+        ([2.6, 2.7, 2.8], [2.5, 2.4, 2.2], None),
+        ([2.0, 7.0, 8.0], [2.5, 2.4, 2.2], "the loss is 7 after the first steps"),
+        ([-1.0, -2.0], [-0.5, -0.6], None),
+        ([2.0, math.nan], [2.5, 2.4], "the loss becomes nan"),
+        ([2.0, math.inf], [2.5, math.nan], None),
+        ([], [1.0], None),
+    ],
+)
+@pytest.mark.quick
+def test_losses_that_stray(found: list[float], expected: list[float], said: str | None) -> None:
+    assert (strays(found, expected) or "").startswith(said or "")
+    assert (strays(found, expected) is None) == (said is None)
+
+
+def ended(plan: Plan, *losses: float, verdict: Verdict = Verdict.MEASURED) -> TrialReport:
+    measurement = Measurement(
+        micro_batch=8,
+        effective_batch=8,
+        step_seconds=(1.0,) * len(losses),
+        peak_allocated=1,
+        peak_reserved=1,
+        peak_device=1,
+        losses=losses,
+    )
+    return TrialReport(index=0, plan=plan, verdict=verdict, measurements=(measurement,))
+
+
+@pytest.mark.quick
+def test_without_any_exact_plan_only_losses_that_are_not_finite_are_noticed() -> None:
+    said: list[str] = []
+    nobody = Reference(None, said.append)
+    for loss in (1e9, 2e9):
+        report = ended(BF16, loss, loss)
+        assert nobody.judged(report, trace(), None) is report
+    assert said == [NOTHING_EXACT]
+    drifted = nobody.judged(ended(BF16, math.nan, 1.0), trace(), None)
+    assert drifted is not None
+    assert drifted.verdict is Verdict.DRIFTED
+    assert nobody.judged(ended(BF16, math.nan, 1.0), None, None) is None
+
+
+@pytest.mark.quick
+def test_the_leanest_exact_plan_leads_until_it_has_run_out_of_memory() -> None:
+    half = Plan.of({"checkpointing": "half"})
+    lean = Plan.of({"checkpointing": "all", "precision": "bf16"})
+    assert leading([half, lean, CHECKPOINTING, BF16], (), None) == CHECKPOINTING
+    assert leading([BF16], (), None) is None
