@@ -23,6 +23,7 @@ from autofit.worker.records import OutOfMemory
 BATCH, WIDTH, WIDER = 256, 64, 1024
 ROOM = 1024 * 1024
 """Half of what the widest layer's answer takes, in float64."""
+SPLIT = Plan.of({"micro_batch": "64"})
 gauge = meter.for_device("cpu")
 
 
@@ -36,8 +37,8 @@ class Silent:
 class Run(RealRun):
     """Notes each shortage: where, and with how many samples."""
 
-    def __init__(self) -> None:
-        super().__init__(Plan.of({"micro_batch": "64"}), Silent(), gauge)  # type: ignore[arg-type]
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, Silent(), gauge)  # type: ignore[arg-type]
         self.met: list[tuple[str, int | None]] = []
 
     def shortage(self, found: OutOfMemory) -> None:
@@ -62,7 +63,12 @@ Mode = Callable[[], AbstractContextManager[Any]]
 
 
 def case(
-    model: Wide, *, labels: bool = False, mode: Mode = torch.no_grad, room: int = ROOM
+    model: Wide,
+    *,
+    labels: bool = False,
+    mode: Mode = torch.no_grad,
+    room: int = ROOM,
+    plan: Plan = SPLIT,
 ) -> dict[str, Any]:
     """Train one step, so that the model is known; evaluate with little memory, twice."""
     model = model.double()
@@ -70,7 +76,7 @@ def case(
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     y = torch.randint(8, (BATCH,))
     arguments = (x, y) if labels else (x,)
-    run = Run()
+    run = Run(plan)
     run.start()
     try:
         model.eval()
@@ -98,6 +104,7 @@ def main() -> None:
     dropout, norm = nn.Dropout(0.5), nn.BatchNorm1d(WIDER)
     found = {
         "scores": case(Wide(nn.Tanh())),
+        "plan as is": case(Wide(nn.Tanh()), plan=Plan()),
         "loss": case(Wide(nn.Tanh()), labels=True),
         "inference mode": case(Wide(nn.Tanh()), mode=torch.inference_mode),
         "dropout in evaluation mode": case(Wide(dropout).eval()),

@@ -117,7 +117,7 @@ class Elastic:
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the root's call in chunks; outputs and gradients are those of the whole."""
         if not torch.is_grad_enabled():
-            return self._around(lambda: self._evaluation(forward, Batch.of(args, kwargs)))
+            return self._around(lambda: self._evaluation(forward, args, kwargs))
         self._look_again()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))

@@ -43,12 +43,27 @@ class Evaluation:
         self._largest: dict[TreeSpec, int] = {}
         """Samples that fit, for the structures of arguments with which memory has run out."""
 
-    def __call__(self, forward: Forward, batch: Batch) -> Any:
+    def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call, in parts where it does not fit whole; raise its own error otherwise."""
         start = RandomState.now(elsewhere=False)
-        layout: Layout | None = None
-        if batch.spec in self._largest:
-            layout = self._layout(batch)
+        if not self._largest:
+            try:
+                return forward(*args, **kwargs)
+            except Exception as raised:  # noqa: BLE001 - raised again unless it is an OOM
+                error = raised
+            return self._go_on(error, forward, Batch.of(args, kwargs), start)
+        return self._run(forward, Batch.of(args, kwargs), start)
+
+    def _go_on(self, error: Exception, forward: Forward, batch: Batch, start: RandomState) -> Any:
+        """Run a call in parts after it failed whole."""
+        clear_frames(error.__traceback__)
+        if self._smaller(error, batch, None) is None:
+            raise error
+        start.restore()
+        return self._run(forward, batch, start)
+
+    def _run(self, forward: Forward, batch: Batch, start: RandomState) -> Any:
+        layout = self._layout(batch) if batch.spec in self._largest else None
         while True:
             size = self._largest.get(batch.spec) if layout is not None else None
             output, error = _attempt(forward, batch, layout, size)
@@ -103,12 +118,12 @@ def _in_parts(forward: Forward, batch: Batch, layout: Layout, size: int) -> Any:
     found: list[list[Any]] = []
     spec: TreeSpec | None = None
     for cut in bounds:
-        leaves, spec = _run(forward, batch, layout, cut)
+        leaves, spec = _part(forward, batch, layout, cut)
         found.append(leaves)
     assert spec is not None
     return tree_unflatten(Parts(layout, samples).join(batch, bounds, found), spec)
 
 
-def _run(forward: Forward, batch: Batch, layout: Layout, cut: Cut) -> tuple[list[Any], TreeSpec]:
+def _part(forward: Forward, batch: Batch, layout: Layout, cut: Cut) -> tuple[list[Any], TreeSpec]:
     args, kwargs = batch.call(layout.take(batch, cut))
     return flatten(forward(*args, **kwargs))

@@ -79,6 +79,7 @@ class RealRun(Session):
         super().new_root(module)
         if not isinstance(module, DistributedDataParallel):
             self.roots[-1].standby = self._standby
+            self.roots[-1].rescue_evaluation()
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run the script's backward pass, in smaller parts where memory runs out."""

@@ -17,6 +17,7 @@ from autofit.strategies.base import Forward, Undo, Wrapper
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness import ddp
 from autofit.worker.harness.elastic import Elastic, OnShortage
+from autofit.worker.harness.evaluation import Evaluation
 from autofit.worker.harness.facts import unwrapped
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.layouts import Layouts
@@ -40,6 +41,8 @@ class HarnessRoot:
         self.facts: RootFacts | None = None
         self.plan = Plan()
         self.elastic: Elastic | None = None
+        self.evaluation: Evaluation | None = None
+        """Runs calls without gradients, in parts if need be, where no plan splits the batch."""
         self.standby: Standby | None = None
         """Rescues calls that run whole."""
         self._layouts = Layouts(lambda: self.module, self._find_layout)
@@ -72,6 +75,8 @@ class HarnessRoot:
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run the root as the plan has it."""
         if self.elastic is None:
+            if self.evaluation is not None and not torch.is_grad_enabled():
+                return self.evaluation(self._call, args, kwargs)
             if self.standby is not None and torch.is_grad_enabled():
                 return self.standby.call(self, args, kwargs)
             return self.run_whole(args, kwargs)
@@ -101,6 +106,10 @@ class HarnessRoot:
             self.take_back()
             raise
         self.plan = plan
+
+    def rescue_evaluation(self) -> None:
+        """Run calls without gradients in parts where they do not fit, under any plan."""
+        self.evaluation = Evaluation(self.layout, self._on_shortage)
 
     def take_back(self) -> None:
         """Leave the root as the script has it."""
