@@ -15,7 +15,7 @@ from autofit.worker.records import LaunchEnded, LaunchRequest, Script, Uncontain
 pytestmark = pytest.mark.quick
 
 WRITER = """
-import os, pathlib, shutil, sqlite3, subprocess, sys, tempfile, time
+import logging, mmap, os, pathlib, shutil, sqlite3, subprocess, sys, tempfile, time
 here, elsewhere = pathlib.Path.cwd(), pathlib.Path(sys.argv[1])
 (here / "kept.txt").write_text("changed")
 (here / "gone.txt").unlink()
@@ -27,6 +27,16 @@ os.rename(here / "named.txt", here / "renamed.txt")
 (pathlib.Path.home() / ".cache" / "autofit-test").mkdir(parents=True, exist_ok=True)
 sqlite3.connect(here / "tracker.db").execute("create table runs (loss real)")
 subprocess.run(["sh", "-c", "echo child > from_child.txt"], check=True)
+with open(here / "mapped.bin", "r+b") as file:
+    with mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[0:1] = b"Z"
+        mapped.flush()
+logging.basicConfig(filename=elsewhere / "run.log", level="INFO")
+logging.info("new")
+folder = os.open(here, os.O_RDONLY)
+os.close(os.open("by_descriptor.txt", os.O_CREAT | os.O_WRONLY, dir_fd=folder))
+os.symlink("kept.txt", here / "link")
+os.chmod(here / "mode.txt", 0o600)
 assert (here / "kept.txt").read_text() == "changed"  # the script sees what it wrote
 assert sorted(os.listdir(here / "runs")) == ["log.txt"]
 print("written", flush=True)
@@ -34,11 +44,15 @@ if len(sys.argv) > 2:
     time.sleep(60)
 """
 
+NAMES = ("kept.txt", "gone.txt", "named.txt", "mapped.bin", "mode.txt", "folder/inside.txt")
+
 
 def checksums(*folders: Path) -> dict[str, str]:
-    """Return a digest of every file and the name of every folder."""
+    """Return mode and digest of every file and the name of every folder."""
     return {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        str(path): f"{path.lstat().st_mode:o} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        if path.is_file()
+        else "folder"
         for folder in folders
         for path in sorted(folder.rglob("*"))
     }
@@ -49,7 +63,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for folder in (here / "folder", elsewhere):
         folder.mkdir(parents=True)
-    for name in ("kept.txt", "gone.txt", "named.txt", "folder/inside.txt"):
+    for name in NAMES:
         (here / name).write_text(name)
     (here / "train.py").write_text(WRITER)
     return here, elsewhere
