@@ -79,6 +79,10 @@ class Standby:
         self._is_shortage = is_shortage
         self._tensors: dict[int, list[torch.Tensor]] = {}
         """Parameters and buffers of each root (by ``id``) that has been called."""
+        self._leaves: list[torch.Tensor] = []
+        """The parameters among them, each once."""
+        self._elsewhere: dict[int, bool] = {}
+        """Which roots (by ``id``) draw from Python's or NumPy's generators."""
         self._running: list[PlainCall] | None = None
         """Calls whose outputs the running backward pass has reached; ``None`` while none runs."""
         self._unusual = False
@@ -107,24 +111,28 @@ class Standby:
     def _note(self, root: HarnessRoot, args: Any, kwargs: Any) -> PlainCall:
         if id(root) not in self._tensors:
             self._tensors[id(root)] = _tensors(root.module)
-        batch = Batch.of(args, kwargs)
+            found = {id(t): t for each in self._tensors.values() for t in each if t.is_leaf}
+            self._leaves = list(found.values())
         return PlainCall(
             root=root,
-            batch=batch,
+            batch=Batch.of(args, kwargs),
             training=root.module.training,
-            start=RandomState.now(),
+            start=RandomState.now(elsewhere=self._elsewhere.get(id(root), True)),
             ambient=Ambient.now(),
         )
 
     def _versions(self, root: HarnessRoot, batch: Batch) -> list[int]:
         arguments = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
-        tensors = [*arguments, *self._tensors[id(root)]]
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        versions = [-1 if each.is_inference() else each._version for each in arguments]
+        return versions + [tensor._version for tensor in self._tensors[id(root)]]
 
     def _follow(self, call: PlainCall, output: Any) -> None:
         """Note which node made each output, and what reaches it in backward."""
         assert call.batch is not None
         call.versions = self._versions(call.root, call.batch)
+        if id(call.root) not in self._elsewhere:
+            now = RandomState.now()
+            self._elsewhere[id(call.root)] = call.start.elsewhere != now.elsewhere
         if isinstance(output, dict) and _CACHE in output:
             keys = list(output)[: list(output).index(_CACHE)]
             call.before_cache = len(tree_leaves([output[key] for key in keys]))
@@ -188,27 +196,24 @@ class Standby:
             if not keeps_graph:
                 call.batch = None
 
-    def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None, int]]:
-        """Return each parameter, its gradient and that one's version."""
-        parameters = {id(t): t for found in self._tensors.values() for t in found if t.is_leaf}
-        return [
-            (p, p.grad, 0 if p.grad is None else p.grad._version)
-            for p in parameters.values()
-            if p.requires_grad
-        ]
+    def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Return the gradient of each parameter, and that one's version."""
+        gradients = [leaf.grad for leaf in self._leaves]
+        return [(grad, 0 if grad is None else grad._version) for grad in gradients]
 
     def _go_on(
         self,
         tensors: Any,
         calls: Sequence[PlainCall],
-        before: Sequence[tuple[torch.Tensor, torch.Tensor | None, int]],
+        before: Sequence[tuple[torch.Tensor | None, int]],
         error: BaseException,
     ) -> None:
         """Bring the rest of the gradients into ``.grad``; raise ``Refused`` when they are lost."""
         traceback.clear_frames(error.__traceback__)
         graph = Graph(tensors)
         self._refuse_what_is_lost(graph, calls)
-        missing = {id(p) for p, grad, version in before if not _changed(p, grad, version)}
+        pairs = zip(self._leaves, before, strict=True)
+        missing = {id(leaf) for leaf, then in pairs if not _changed(leaf, *then)}
         graph.release()
         gc.collect()
         for call in calls:
@@ -339,7 +344,7 @@ class _reported:
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    return [t for t in (*module.parameters(), *module.buffers()) if not t.is_inference()]
 
 
 def _needs_gradient(leaf: Any) -> bool:
