@@ -196,3 +196,23 @@ def test_rescue_of_the_example_at_its_own_size(trainer: Trainer) -> None:
     found, expected, said = rescue(trainer, DEFAULT, "32", ["--steps", "3"])
     assert_equal(found, expected, FP32, 3)
     assert_goes_on_smaller(said, [32])
+
+
+@pytest.mark.quick
+def test_the_plan_as_is_changes_no_bit(trainer: Trainer) -> None:
+    arguments = [*SMALL.arguments, "--steps", "3", "--dropout", "0.1"]
+    _, _, expected = trainer.plain(arguments)
+    code, errors, found = trainer.tuned({}, "4GiB", arguments)
+    assert (code, errors) == (0, "")
+    assert found == expected
+
+
+@pytest.mark.quick
+def test_the_plan_as_is_survives_what_the_plain_script_dies_of(trainer: Trainer) -> None:
+    arguments = [*SMALL.arguments, "--steps", "3"]
+    assert_dies_of_the_cap(trainer, SMALL, arguments)
+    _, _, expected = trainer.plain(arguments)
+    code, errors, found = trainer.tuned({}, SMALL.cap, arguments)
+    assert code == 0, errors
+    assert_equal(found, expected, FP32, 3)
+    assert_goes_on_smaller(errors.splitlines(), [16])
