@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -475,6 +476,20 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
 @case("gradients over the batch alone", pairs, refused="gradients")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return MeanGradient.apply(net.body(a))  # type: ignore[no-untyped-call]
+
+
+@case(
+    "gradients of the arguments over the batch",
+    lambda: [(x(8).requires_grad_(), y(8))],
+    refused="gradients",
+)
+def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
+    return net.body(MeanGradient.apply(a))  # type: ignore[no-untyped-call]
+
+
+@case("reentrant checkpointing", lambda: [(x(8).requires_grad_(), y(8))], refused="reentrant")
+def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
+    return checkpoint(net.body, a, use_reentrant=True)
 
 
 class MeanGradient(torch.autograd.Function):

@@ -275,7 +275,8 @@ class Comparison:
         if not outputs:
             return None
         scaled = [cotangent * self.scale for cotangent in cotangents]
-        return digest(outputs, scaled, self.parameters)
+        arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
+        return digest(outputs, scaled, [*self.parameters, *arguments])
 
 
 def is_number(leaf: Any) -> bool:

@@ -181,7 +181,7 @@ def refuse_escapes(module: nn.Module, part: Batch, forward: Forward) -> set[torc
     witness = Witness()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor), witness:
         output = forward(*args, **kwargs)
-    own = {id(parameter) for parameter in module.parameters()}
+    own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
     foreign = any(id(leaf) not in own for leaf in _graph_leaves(tree_leaves(output)))
     del output
     torch.clear_autocast_cache()

@@ -130,6 +130,8 @@ class _Probe:
     def find(self, layout: Layout, samples: Sequence[int]) -> Layout:
         """Return ``layout`` with its rules, found on some samples."""
         part = few(self.batch, layout, samples)
+        if self.gradients:
+            _need_gradients(part, self.batch)
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
         with preserved(self.module), graph, full_precision():
             seen = Observer()
@@ -260,6 +262,13 @@ def _refuse_pointers(batch: Batch, layout: Layout) -> None:
             order = torch.arange(size).to(leaf)
             if bool((leaf.sort().values == order).all()) and not bool((leaf == order).all()):
                 raise Refused("an argument may be an order of the samples of the batch")
+
+
+def _need_gradients(part: Batch, batch: Batch) -> None:
+    """Let the copies need gradients where the script's arguments do (another root's output)."""
+    for copy, leaf in zip(part.leaves, batch.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            copy.requires_grad_()
 
 
 def _copied(leaf: Any) -> Any:
