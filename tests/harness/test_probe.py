@@ -268,6 +268,15 @@ def with_lengths() -> list[Call]:
     return [(x(8, 6, 5), x(8, 6, 3), each) for each in (equal, lengths(8, 6), lengths(8, 6))]
 
 
+def spoken() -> list[Call]:
+    """Frames, what is said in them, and the lengths of both."""
+    full = torch.full((8,), 10), torch.full((8,), 3)
+    return [
+        (x(8, 10, 5), y(8, 3, classes=2) + 1, *full),
+        (x(8, 10, 5), y(8, 3, classes=2) + 1, lengths(8, 3) + 7, lengths(8, 3)),
+    ]
+
+
 def with_gaps() -> list[Call]:
     gaps = [torch.where(torch.rand(8, 3) > 0.4, x(8, 3), torch.nan) for _ in range(2)]
     return [(x(8), x(8, 3)), *((x(8), each) for each in gaps)]
@@ -380,6 +389,11 @@ def _(net: Recurrent, a: torch.Tensor, b: torch.Tensor, n: torch.Tensor) -> Any:
     packed = nn.utils.rnn.pack_padded_sequence(a, n, batch_first=True)
     hidden = net.cell(packed)[0].data
     return hidden.square().sum(-1).mean()
+
+
+@case("connectionist temporal classification", spoken)
+def _(net: Net, a: torch.Tensor, b: torch.Tensor, n: torch.Tensor, m: torch.Tensor) -> Any:
+    return F.ctc_loss(net.body(a).log_softmax(-1).transpose(0, 1), b, n, m)
 
 
 @case("mean where not nan", with_gaps, refused="add up")

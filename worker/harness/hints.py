@@ -3,7 +3,7 @@
 On equal lengths a sample's share and a token's share are the same number, and only one of them is
 right on the next ragged batch. So labels are masked, masks are given holes, lengths and classes are
 changed on a few samples, and a rule must hold on all of these *variants*. Values stay within what
-the batch holds, because on CUDA an index out of range ends the context.
+the batch holds: on CUDA an index out of range ends the context, and some kernels do not look.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _edits(
         yield _smaller
         if leaf.ndim > 1:
             yield _tail(0)
-        if not is_label and on_cpu and not seen.looked_up(leaf):
+        if not is_label and not seen.looked_up(leaf) and bool((whole < 0).any()):
             yield _tail(IGNORED)
     if leaf.ndim == 1 and leaf.dtype != torch.bool and not leaf.is_floating_point():
         low, high = int(whole.min()), int(whole.max())

@@ -21,7 +21,7 @@ from autofit.worker.oom import Kind, classify
 
 KINDS = 8
 """Kinds of calls that differ in numbers only; further numbers are taken for more of the same."""
-SMALL = 1 << 17
+SMALL = 1 << 22
 """Entries of an argument of fractions that is looked at in every call."""
 
 Find = Callable[[Batch, bool], Layout]
