@@ -138,6 +138,9 @@ def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[
         good = (trial for trial in finished if _compared(trial))
         suspects = [changed - set(trial.plan.changes) for trial in good]
         changed = min(suspects, key=len, default=changed) or changed
+    # What is in every plan, in the place of ``as_is``, is suspected last.
+    suspected = {each for each in changed if not strategies.get(each[0]).level(each[1]).instead}
+    changed = suspected or changed
     return changed.pop() if len(changed) == 1 else None
 
 

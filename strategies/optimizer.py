@@ -73,7 +73,8 @@ class Optimizer(Strategy):
         known = EIGHT_BIT if level == "eight_bit" else FUSED
         others = [name for name in facts.optimizers if name not in known]
         if others:
-            return f"{others[0]} has no {level} implementation; {', '.join(known)} have"
+            called = "8-bit" if level == "eight_bit" else level
+            return f"{others[0]} has no {called} implementation; {', '.join(known)} have"
         if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
             return "the model's weights are float64"
         return None

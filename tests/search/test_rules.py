@@ -299,6 +299,10 @@ def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:
     assert culprit(report(BF16)) == ("precision", "bf16")
     assert culprit(report(both)) is None
     assert culprit(report(both, "checkpointing")) == ("checkpointing", "half")
+    fused = Plan.of({"optimizer": "fused"})
+    assert culprit(report(fused)) == ("optimizer", "fused")
+    assert culprit(report(BF16.replace(optimizer="fused"))) == ("precision", "bf16")
+    assert culprit(report(both.replace(optimizer="fused"))) is None
 
 
 def test_closest_asked_for_the_least(ended: Ended) -> None:

@@ -90,7 +90,10 @@ class TestInARayThatRunsAlready:
         ("options", "changed"),
         [
             (["--only", "checkpointing"], {"checkpointing"}),
-            (["--without", "precision", "--without", "checkpointing"], {"micro_batch"}),
+            (
+                ["--without", "precision", "--without", "checkpointing", "--without", "optimizer"],
+                {"micro_batch"},
+            ),
             (["--allow", "exact", "--only", "precision"], set()),
         ],
         ids=["only", "without", "allow"],
