@@ -20,7 +20,7 @@ from autofit.storage import Store
 
 CAP = "24MiB"
 
-# Parameters take 0.5 MiB; the logits of a batch 8 MiB, and as much again for each copy.
+# The parameters take 2 MiB; the logits of a batch 8 MiB, and as much again for each copy.
 TRAIN = """\
 import gc, sys
 import torch
@@ -39,6 +39,7 @@ def waste(size):
 
 
 model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+big = nn.Parameter(torch.zeros(2 * MiB))
 optimizer = torch.optim.{optimizer}
 for step in range({steps}):
     x = torch.randn(256, 64)
@@ -146,11 +147,11 @@ def test_an_operation_goes_through_once_caches_are_cleared(runner: Runner) -> No
 
 @pytest.mark.full
 def test_the_first_step_of_an_optimizer_goes_through(runner: Runner) -> None:
-    # The first parameter's state is half made when memory runs out.
+    # Some parameters' state is made when memory runs out, the large one's is half made.
     runner.write(
         LOSS,
-        before="waste(23.5)",
-        optimizer="Adam(model.parameters(), lr=0.01, foreach=True)",
+        before="big.grad = torch.ones_like(big)\nwaste(17)",
+        optimizer="Adam([*model.parameters(), big], lr=0.01, foreach=True)",
         steps=1,
     )
     assert_cleared(runner, "optimizer step")
@@ -165,7 +166,8 @@ def test_a_step_that_has_begun_is_not_repeated(runner: Runner) -> None:
         "        torch._foreach_sqrt = plain  # a second time it would go through\n"
         "        torch.empty(100 * MiB)\n"
         "    torch._foreach_sqrt = short\n"
-        "spoil()"
+        "if step == 1:  # in the first step there is nothing yet that could have begun\n"
+        "    spoil()"
     )
     runner.write(LOSS, before=hook, optimizer="Adam(model.parameters(), lr=0.01, foreach=True)")
     found = runner.tuned()
@@ -196,11 +198,11 @@ def test_it_comes_again(runner: Runner) -> None:
     assert found.code == plain.code == 1
     assert found.err.partition("autofit: ")[0] == plain.err  # the traceback as Python prints it
     said = found.said[-1]
-    assert f"out of memory in train.py:22 (`{line}`), outside the model, 512.0 MiB asked" in said
+    assert f"out of memory in train.py:23 (`{line}`), outside the model, 512.0 MiB asked" in said
     assert "of 24.0 MiB held" in said
     assert "splitting the batch does not reach what is computed outside the model" in said
     rows = sqlite3.connect(runner.store).execute("select payload from event").fetchall()
-    assert any(json.loads(row)["line"] == "train.py:22" for (row,) in rows)
+    assert any(json.loads(row)["line"] == "train.py:23" for (row,) in rows)
 
 
 @pytest.mark.full
