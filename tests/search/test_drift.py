@@ -386,9 +386,11 @@ class TestASearch:
         with Store(str(styles / "autofit.db")) as store:
             reference = store.reference(store.studies()[0])
         assert reference is not None
-        assert reference[0].plan == Plan.of({"checkpointing": "all", "micro_batch": "auto"})
+        lean = reference[0].plan
+        assert (lean["checkpointing"], lean["micro_batch"]) == ("all", "auto")
+        assert lean["precision"] == "as_is"
         assert Verdict.DRIFTED not in {trial.verdict for trial in found}
-        assert "plans are compared with checkpointing, micro auto" in capsys.readouterr().out
+        assert f"plans are compared with {lean}" in capsys.readouterr().out
 
 
 # --- the comparison alone ---------------------------------------------------------------------
