@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.exceptions import CannotRetry, Refused
@@ -16,6 +17,17 @@ from autofit.resilience.checkpoint import Checkpoint, named
 from autofit.resilience.ladder import Ladder
 from autofit.resilience.memory import Memory
 from autofit.resilience.outside import Gradients
+from autofit.resilience.ranks import (
+    BROKEN,
+    FINISHED_PATIENCE,
+    HELD,
+    LOST,
+    PATIENCE,
+    SHORT,
+    Ranks,
+    in_use,
+    lost,
+)
 from autofit.resilience.records import Hook, Retry, Rung
 from autofit.resilience.shapes import key_of
 from autofit.resilience.signature import Arguments, Place, inject
@@ -58,13 +70,22 @@ class Call:
         self.attempt = 0
         self._arguments = arguments
         self._key = key_of(arguments)
-        memory = protected.memory
-        self.rung = protected.ladder.start(memory.recall(self._key) if memory else None)
+        self.ranks = Ranks() if in_use() else None
+        self.rung = protected.ladder.start(self._remembered())
         self._random = RandomState.now()
         self._gradients = Gradients(protected.function, arguments)
         self._checkpoint = self._taken()
         self._failure: tuple[Exception, Diagnosis] | None = None
         self._begin()
+
+    def _remembered(self) -> Mapping[str, int | str] | None:
+        memory = self.of.memory
+        known = memory.recall(self._key) if memory else None
+        return known if self.ranks is None else self.ranks.same_start(known)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return what frees this rank while others fail; nothing where it is alone."""
+        return nullcontext() if self.ranks is None else self.ranks.watched()
 
     def _begin(self) -> None:
         self.attempt += 1
@@ -87,55 +108,101 @@ class Call:
     def ran_out(self, error: Exception) -> bool:
         """Return whether memory ran out, or a technique is refused; all else is not ours."""
         found = shortage.diagnose(error, self._witness)
+        how = SHORT if found.kind is Kind.OOM else BROKEN
         if isinstance(error, Refused) and self.of.ladder.refused(self.rung):
-            found = Diagnosis(Kind.NOT_OOM, "refused", None, str(error))
-        elif found.kind is not Kind.OOM:
+            found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), SHORT
+        elif self.ranks is not None and how is BROKEN and lost(error):
+            how = LOST
+        if self.ranks is not None:
+            self.ranks.say(how)
+        if how is BROKEN:
             return False
         self._failure = (error, found)
         return True
 
-    def held(self) -> None:
-        """Remember the rung that the call ended on."""
+    def held(self) -> bool:
+        """Remember the rung; return whether the call is over, on every rank."""
+        if self.ranks is not None:
+            self.ranks.say(HELD)
+            ended = self.ranks.heard(FINISHED_PATIENCE)
+            if ended is not None and SHORT in ended:
+                return False  # others start over, and need this rank
         if self.of.memory is not None:
             kept = self.of.ladder.kept(self.rung)
             self.of.memory.remember(self._key, kept, news=self.attempt > 1)
+        return True
 
     def retry(self) -> None:
         """Get ready for the next attempt, one rung leaner; raise where there can be none.
 
         Outside any ``except``, so that nothing holds what the failed attempt has made.
         """
-        assert self._failure is not None
-        (error, found), self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        error, found = failure or (None, Diagnosis(Kind.OOM, "", None, "another rank's"))
         seconds = time.perf_counter() - self._started
         shortage.give_back(error)
-        self._take_back(error)
-        rung = self._next(error)
-        del error
+        ended = () if self.ranks is None else self._left(self.ranks, error)
+        rung = self._agreed(error)
+        del error, failure
         tried, self.rung = self.rung, rung
-        self._tell(self._record(tried, found, seconds))
+        self._random.restore()
+        record = self._record(tried, found, seconds)
+        short = tuple(rank for rank, how in enumerate(ended) if how == SHORT)
+        self._tell(replace(record, ranks=short))
         self._begin()
 
-    def _take_back(self, error: Exception) -> None:
-        """Undo what the failed attempt did outside the function, or say why that cannot be."""
+    def _left(self, ranks: Ranks, error: Exception | None) -> list[str]:
+        """Leave the process group; return how the attempt ended on each rank, if it can go on."""
+        ranks.leave()
+        ended = ranks.heard(PATIENCE)
+        if ended is None or BROKEN in ended:
+            what = "did not answer" if ended is None else "failed of something else"
+            raise CannotRetry(f"{self.of.name} cannot start over: another rank {what}") from error
+        if SHORT not in ended:
+            raise error or CannotRetry(f"{self.of.name} cannot start over: a rank is gone")
+        return ended
+
+    def _agreed(self, error: Exception | None) -> Rung:
+        """Return the next rung, the same on every rank; raise where one cannot start over."""
+        objection = self._objection()
+        if self.ranks is None:
+            if objection:
+                raise CannotRetry(objection) from error
+            assert error is not None
+            return self._next(error)
+        rung = self.of.ladder.leaner(self.rung) if self.attempt < self.of.attempts else None
+        kept = None if rung is None else self.of.ladder.kept(rung)
+        try:
+            objection, kept = self.ranks.agree(objection, kept)
+        except TimeoutError:
+            objection = f"{self.of.name} cannot start over: another rank did not answer"
+        if objection:
+            raise CannotRetry(objection) from error
+        if kept is None:
+            raise error or CannotRetry(f"{self.of.name}: nothing leaner is left on another rank")
+        self.ranks.join_again()
+        return rung if rung is not None and self.ranks.first else self.of.ladder.start(kept)
+
+    def _objection(self) -> str:
+        """Undo what the attempt did outside the function; say why, where that cannot be done."""
         stepped = self.steps.changed()
         clean = self._gradients.take_back()
         if self._checkpoint is not None:
             self._checkpoint.restore()
         elif stepped is not None:
-            raise CannotRetry(
+            return (
                 f"{self.of.name} ran out of memory after {stepped} had changed parameters made"
                 " outside it: starting over would train twice on the same data; make the model"
                 " inside the function, decorate the step alone (@autofit.resilient.step), or give"
                 " checkpoint="
-            ) from error
+            )
         elif not clean:
-            raise CannotRetry(
+            return (
                 f"{self.of.name} ran out of memory after its backward had added to gradients that"
                 " were there before: starting over would count them twice; call it with empty"
                 " gradients, or give checkpoint="
-            ) from error
-        self._random.restore()
+            )
+        return ""
 
     def _next(self, error: Exception) -> Rung:
         rung = self.of.ladder.leaner(self.rung)
@@ -186,14 +253,15 @@ def run(protected: Protected, arguments: Arguments) -> Any:
     call = Call(protected, arguments)
     while True:
         try:
-            with call.steps:
+            with call.steps, call.watched():
                 result = _attempt(protected.function, *call.arguments)
         except Exception as error:
             if not call.ran_out(error):
                 raise
         else:
-            call.held()
-            return result
+            if call.held():
+                return result
+            del result
         finally:
             protected.ladder.finished(call.rung)
         call.retry()
@@ -207,14 +275,15 @@ async def run_async(protected: Protected, arguments: Arguments) -> Any:
     call = Call(protected, arguments)
     while True:
         try:
-            with call.steps:
+            with call.steps, call.watched():
                 result = await _attempt_async(protected.function, *call.arguments)
         except Exception as error:
             if not call.ran_out(error):
                 raise
         else:
-            call.held()
-            return result
+            if call.held():
+                return result
+            del result
         finally:
             protected.ladder.finished(call.rung)
         call.retry()

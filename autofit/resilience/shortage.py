@@ -52,12 +52,13 @@ def held() -> int | None:
     return None if shim is None else shim.current()
 
 
-def give_back(error: BaseException) -> None:
+def give_back(error: BaseException | None) -> None:
     """Free what a failed call holds: its frames' variables, what only cycles hold, the cache.
 
     Call it outside the ``except`` block: inside, the interpreter itself holds the error.
     """
-    forget(error)
+    if error is not None:
+        forget(error)
     gc.collect()
     torch.clear_autocast_cache()
     if torch.cuda.is_initialized():

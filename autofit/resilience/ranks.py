@@ -1,0 +1,165 @@
+"""All ranks agree before any of them retries. Imports torch.
+
+They speak through the store that ``torch.distributed`` was set up with, which works while a
+collective is stuck. A rank that has run out of memory says so, lets go of what it holds and leaves
+the process group. On gloo that alone frees the others: their collectives fail when a peer closes
+its connections, and so on from rank to rank. On NCCL a thread sees the word in the store and aborts
+the communicators. When every rank has said how its attempt ended and that it can start over, the
+first one names the next rung, and a new process group is made from the same store.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+from torch import distributed
+
+PATIENCE = 60.0
+"""Seconds a rank that cannot go on waits for the word of the others."""
+
+FINISHED_PATIENCE = 600.0
+"""Seconds a rank that has finished waits for the others to finish as well."""
+
+HELD, SHORT, LOST, BROKEN = "held", "short", "lost", "broken"
+"""How an attempt ended: well, out of memory, by another rank's failure, by an error of its own."""
+
+_LOST = re.compile(
+    r"connection (?:closed|reset|refused)|broken pipe|\bgloo\b|\bnccl|process group|"
+    r"communicator|timed out|timeout|aborted",
+    re.IGNORECASE,
+)
+_calls = count()
+
+
+def lost(error: BaseException) -> bool:
+    """Return whether an error only says that another rank is gone."""
+    return isinstance(error, (RuntimeError, OSError)) and bool(_LOST.search(str(error)))
+
+
+def in_use() -> bool:
+    """Return whether there is more than one rank."""
+    ready = distributed.is_available() and distributed.is_initialized()
+    return ready and distributed.get_world_size() > 1
+
+
+class Ranks:
+    """The ranks in one call of a decorated function: every rank makes the same calls in turn."""
+
+    def __init__(self) -> None:
+        home = distributed.distributed_c10d
+        group = home._get_default_group()
+        self._rank, self._size = distributed.get_rank(), distributed.get_world_size()
+        self._base = home._get_default_store()
+        self._store = distributed.distributed_c10d.PrefixStore(
+            f"autofit/{next(_calls)}", self._base
+        )
+        self._backend = str(distributed.get_backend_config(group))
+        self._timeout: timedelta = home.default_pg_timeout
+        self._device = getattr(group, "bound_device_id", None)
+        self._attempt = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank decides."""
+        return self._rank == 0
+
+    def same_start(self, kept: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return what the first rank remembers: all start there."""
+        if self.first:
+            self._store.set("start", json.dumps(kept))
+            return kept
+        self._await(["start"], PATIENCE)
+        found: Mapping[str, Any] | None = json.loads(self._store.get("start"))
+        return found
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Free this rank from a stuck collective when another says that memory ran out."""
+        if "nccl" not in self._backend:
+            yield
+            return
+        over = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(over,), daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(0.5):
+            if self._store.check([self._key("failed")]):
+                distributed.distributed_c10d._abort_process_group()
+                return
+
+    def say(self, how: str) -> None:
+        """Tell the others how this rank's attempt ended; does not wait."""
+        if how != HELD:
+            self._store.set(self._key("failed"), how)
+        self._store.set(self._key(f"ended/{self._rank}"), how)
+
+    def heard(self, seconds: float) -> list[str] | None:
+        """Return how the attempt ended on each rank; ``None`` when one has not said so in time."""
+        keys = [self._key(f"ended/{rank}") for rank in range(self._size)]
+        if not self._await(keys, seconds):
+            return None
+        return [self._store.get(key).decode() for key in keys]
+
+    def leave(self) -> None:
+        """Let go of the process group, so that no peer waits for this rank."""
+        if distributed.is_initialized():
+            if "nccl" in self._backend:
+                distributed.distributed_c10d._abort_process_group()
+            else:
+                distributed.destroy_process_group()
+                gc.collect()  # the connections close with the last reference
+
+    def agree(self, objection: str, rung: Mapping[str, Any] | None) -> tuple[str, Any]:
+        """Return the first objection of any rank, and what the first rank wants to try next.
+
+        Raises ``TimeoutError`` when a rank does not answer.
+        """
+        if self.first:
+            self._store.set(self._key("next"), json.dumps(rung))
+        self._store.set(self._key(f"ready/{self._rank}"), objection)
+        keys = [self._key(f"ready/{rank}") for rank in range(self._size)]
+        if not self._await([*keys, self._key("next")], PATIENCE):
+            raise TimeoutError
+        objections = [self._store.get(key).decode() for key in keys]
+        found = next((each for each in objections if each), "")
+        return found, json.loads(self._store.get(self._key("next")))
+
+    def join_again(self) -> None:
+        """Make a new process group for the next attempt."""
+        self._attempt += 1
+        distributed.init_process_group(
+            self._backend,
+            store=distributed.distributed_c10d.PrefixStore(f"{self._attempt}", self._store),
+            rank=self._rank,
+            world_size=self._size,
+            timeout=self._timeout,
+            device_id=self._device,
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{self._attempt}/{name}"
+
+    def _await(self, keys: list[str], seconds: float) -> bool:
+        """Wait for keys, in short looks so that other threads may use the store in between."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return True
