@@ -36,6 +36,8 @@ from autofit.worker.oom import Diagnosis, Kind
 
 log = logging.getLogger("autofit.resilient")
 
+ANOTHER = Diagnosis(Kind.OOM, "another rank", None, "another rank ran out of memory")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Protected:
@@ -112,7 +114,7 @@ class Call:
         if isinstance(error, Refused) and self.of.ladder.refused(self.rung):
             found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), SHORT
         elif self.ranks is not None and how is BROKEN and lost(error):
-            how = LOST
+            found, how = ANOTHER, LOST
         if self.ranks is not None:
             self.ranks.say(how)
         if how is BROKEN:
@@ -138,7 +140,7 @@ class Call:
         Outside any ``except``, so that nothing holds what the failed attempt has made.
         """
         failure, self._failure = self._failure, None
-        error, found = failure or (None, Diagnosis(Kind.OOM, "", None, "another rank's"))
+        error, found = failure or (None, ANOTHER)
         seconds = time.perf_counter() - self._started
         shortage.give_back(error)
         ended = () if self.ranks is None else self._left(self.ranks, error)

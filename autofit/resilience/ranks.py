@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -121,6 +122,7 @@ class Ranks:
             if "nccl" in self._backend:
                 distributed.distributed_c10d._abort_process_group()
             else:
+                _release_defaults()
                 distributed.destroy_process_group()
                 gc.collect()  # the connections close with the last reference
 
@@ -163,3 +165,18 @@ class Ranks:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return True
+
+
+def _release_defaults() -> None:
+    """Let torch's own functions hold the default group no longer.
+
+    ``torch.distributed.nn.functional`` has arguments ``group=group.WORLD``: the group of the moment
+    when it was imported (by the first ``DistributedDataParallel``) would never close its
+    connections. ``None`` means the default group of the moment when it is called.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    group = distributed.distributed_c10d._get_default_group()
+    for function in vars(module).values() if module is not None else ():
+        defaults = getattr(function, "__defaults__", None)
+        if isinstance(defaults, tuple) and any(each is group for each in defaults):
+            function.__defaults__ = tuple(None if each is group else each for each in defaults)
