@@ -15,8 +15,8 @@ def runs(
     runs = Runs(tmp_path_factory.mktemp("runs"))
     for item in request.session.items:
         params = getattr(item, "callspec", None)
-        if params is not None and "asked" in params.params:
-            asked = params.params["asked"]
-            runs.ahead([asked.plain, asked.tuned])
+        if params is not None and "comparison" in params.params:
+            comparison = params.params["comparison"]
+            runs.ahead([comparison.plain, comparison.tuned])
     yield runs
     runs.close()

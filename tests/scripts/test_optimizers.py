@@ -52,13 +52,13 @@ COMPARISONS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("asked", COMPARISONS)
-def test_a_fused_step_is_the_script_s_own(runs: Runs, asked: Comparison) -> None:
-    plain, tuned = runs.of(asked.plain), runs.of(asked.tuned)
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_a_fused_step_is_the_script_s_own(runs: Runs, comparison: Comparison) -> None:
+    plain, tuned = runs.of(comparison.plain), runs.of(comparison.tuned)
     assert plain.code == 0, plain.errors
     assert tuned.code == 0, tuned.errors
     assert tuned.said == []
-    clock = CLOCKS.get(asked.plain.script)
+    clock = CLOCKS.get(comparison.plain.script)
     assert_same_text(tuned.output, plain.output, TOLERANCE, clock)
     assert_same_state(tuned.state, plain.state, TOLERANCE)
 

@@ -192,12 +192,12 @@ def comparisons() -> Iterator[object]:
             yield pytest.param(Comparison(style, plan), id=name, marks=marks)
 
 
-@pytest.mark.parametrize("asked", comparisons())
-def test_a_tuned_run_is_the_same_training(runs: Runs, asked: Comparison) -> None:
-    style = asked.style
-    plain, tuned = runs.of(asked.plain), runs.of(asked.tuned)
+@pytest.mark.parametrize("comparison", [*comparisons()])
+def test_a_tuned_run_is_the_same_training(runs: Runs, comparison: Comparison) -> None:
+    style = comparison.style
+    plain, tuned = runs.of(comparison.plain), runs.of(comparison.tuned)
     assert plain.code == 0, plain.errors
-    if (reason := style.refusals.get(asked.plan)) is not None:
+    if (reason := style.refusals.get(comparison.plan)) is not None:
         assert tuned.code == 1
         assert not tuned.saved
         (said,) = tuned.said
@@ -207,7 +207,7 @@ def test_a_tuned_run_is_the_same_training(runs: Runs, asked: Comparison) -> None
     assert tuned.code == 0, tuned.errors
     assert tuned.said == []
     assert_same_text(tuned.output, plain.output, style.tolerance, style.clock)
-    if (notice := style.notices.get(asked.plan)) is not None:
+    if (notice := style.notices.get(comparison.plan)) is not None:
         assert notice in tuned.errors
     elif style.stderr:
         assert_same_text(tuned.errors, plain.errors, style.tolerance, style.clock)
