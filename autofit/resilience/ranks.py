@@ -123,6 +123,7 @@ class Ranks:
                 distributed.distributed_c10d._abort_process_group()
             else:
                 _release_defaults()
+                _release_meshes()
                 distributed.destroy_process_group()
                 gc.collect()  # the connections close with the last reference
 
@@ -180,3 +181,19 @@ def _release_defaults() -> None:
         defaults = getattr(function, "__defaults__", None)
         if isinstance(defaults, tuple) and any(each is group for each in defaults):
             function.__defaults__ = tuple(None if each is group else each for each in defaults)
+
+
+def _release_meshes() -> None:
+    """Let the meshes of the failed attempt, and DTensor's caches that keep them, hold no group.
+
+    A cached sharding would also give the next attempt's tensors the old mesh: meshes are equal
+    when their shapes are.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import debug
+
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()

@@ -139,9 +139,11 @@ def launch(
         pytest.param(2, "ddp", "forward", marks=pytest.mark.full),
         pytest.param(2, "ddp", "backward", marks=pytest.mark.quick),
         pytest.param(2, "ddp", "step", marks=pytest.mark.full),
+        pytest.param(2, "fsdp", "backward", marks=pytest.mark.full),
         pytest.param(4, "ddp", "forward", marks=pytest.mark.full),
         pytest.param(4, "ddp", "backward", marks=pytest.mark.full),
         pytest.param(4, "ddp", "step", marks=pytest.mark.full),
+        pytest.param(4, "fsdp", "backward", marks=pytest.mark.full),
     ],
 )
 def test_all_ranks_go_on_together(tmp_path: Path, size: int, wrap: str, phase: str) -> None:
@@ -158,3 +160,15 @@ def test_a_bug_of_one_rank_is_no_reason_to_retry(tmp_path: Path) -> None:
     assert said[1]["error"] == "ValueError: a bug of rank 1"
     assert "another rank" in said[0]["error"]
     assert [rank["tried"] for rank in said] == [[16], [16]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["forward", "step"])
+def test_parameters_that_torch_still_holds_are_not_trained_twice(
+    tmp_path: Path, phase: str
+) -> None:
+    """A rank that FSDP2 was gathering weights on keeps them: refused on all ranks, no hang."""
+    said = launch(tmp_path, 2, "fsdp", phase, "short")
+    for rank in said:
+        assert rank["tried"] == [16]
+        assert rank["error"].startswith("CannotRetry: ")
