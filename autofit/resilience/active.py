@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.strategies import AS_IS, NAMES, Facts
+from autofit.strategies import AS_IS, REGISTRY, Facts, Strategy
 from autofit.strategies.micro_batch import AUTO
 
 if TYPE_CHECKING:
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from autofit.resilience.applied import Applied
+
+ON_MODELS = {each.name for each in REGISTRY if type(each).on_root is not Strategy.on_root}
+"""Strategies that change a model: what ``ActivePlan.apply`` puts into effect."""
 
 Model = TypeVar("Model", bound="nn.Module")
 Steps = TypeVar("Steps", bound="Optimizer | None")
@@ -85,7 +88,7 @@ class ActivePlan:
         """
         from autofit.resilience.applied import Applied
 
-        self.used.update(NAMES)
+        self.used.update(ON_MODELS)
         self._applied.append(Applied(self.plan, model))
         return model, optimizer
 
