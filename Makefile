@@ -21,7 +21,7 @@ demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
 	$(BIN)/autofit best examples/char_lm.py --storage $(DEMO_STORAGE)
 
 test: $(STAMP)  ## run the quick tests (CI does)
-	$(BIN)/python -m pytest -m quick $(ARGS)
+	$(BIN)/python -m pytest -m "quick and not full" $(ARGS)
 
 test-full: $(STAMP)  ## run the quick and the full tests
 	$(BIN)/python -m pytest -m "quick or full" $(ARGS)

@@ -47,7 +47,7 @@ def mean(values: list[float]) -> float:
     ("example", "steps"),
     [
         pytest.param(CHAR_LM, 24, id="char_lm", marks=pytest.mark.quick),
-        pytest.param(IMAGES, 24, id="image_classifier", marks=pytest.mark.quick),
+        pytest.param(IMAGES, 24, id="image_classifier", marks=pytest.mark.full),
         pytest.param(TEXTS, 40, id="text_classifier_trainer", marks=pytest.mark.full),
         pytest.param(DECODER, 40, id="decoder_lm", marks=pytest.mark.full),
     ],

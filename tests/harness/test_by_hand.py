@@ -143,6 +143,7 @@ def test_it_is_the_same(tmp_path: Path, body: str) -> None:
         pytest.param(ONLY_PER_SAMPLE + TAIL, "torch.func", id="per sample", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_it_is_refused_before_anything_has_changed(tmp_path: Path, text: str, reason: str) -> None:
     assert run(tmp_path, text, None).returncode == 0
     found = run(tmp_path, text, {"micro_batch": "2"})

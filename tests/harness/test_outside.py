@@ -189,6 +189,7 @@ def test_what_changes_a_tensor_in_place_is_not_repeated(runner: Runner, line: st
 
 
 @pytest.mark.quick
+@pytest.mark.full
 def test_it_comes_again(runner: Runner) -> None:
     """One line: where, what was asked, what was held, what would help; kept in the store."""
     line = "loss = y.repeat(1, 4096).pow(2).mean()"

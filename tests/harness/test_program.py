@@ -466,7 +466,14 @@ for batch in torch.utils.data.DataLoader(Data(), batch_size=4):
 """
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "data"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "forward",
+        pytest.param("backward", marks=pytest.mark.full),
+        pytest.param("data", marks=pytest.mark.full),
+    ],
+)
 def test_an_error_through_torch(write: Callable[..., None], same: Start, where: str) -> None:
     """Raised between our wrappers and torch's own frames; torch came only when it was asked for."""
     write({"script.py": f"WHERE = {where!r}\n" + MODEL.lstrip()})

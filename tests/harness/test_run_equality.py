@@ -176,6 +176,7 @@ def assert_goes_on_smaller(said: list[str], sizes: Sequence[int]) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.full
 def test_a_run_that_runs_out_of_memory_goes_on_smaller(trainer: Trainer) -> None:
     found, expected, said = rescue(trainer, SMALL, "16", ["--steps", "3"])
     assert_equal(found, expected, FP32, 3)
@@ -208,6 +209,7 @@ def test_the_plan_as_is_changes_no_bit(trainer: Trainer) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.full
 def test_the_plan_as_is_survives_what_the_plain_script_dies_of(trainer: Trainer) -> None:
     arguments = [*SMALL.arguments, "--steps", "3"]
     assert_dies_of_the_cap(trainer, SMALL, arguments)

@@ -32,6 +32,7 @@ def test_a_batch_that_is_four_times_as_long(root: Path, tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.full
 def test_side_by_side_with_accelerate(root: Path, tmp_path: Path) -> None:
     benchmark = [sys.executable, str(root / "benchmarks/resilient.py"), "--device", "cpu"]
     found = json.loads(run([*CAP, "24MiB", "--", *benchmark, "--batch-size", "32"], tmp_path))

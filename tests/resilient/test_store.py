@@ -54,6 +54,7 @@ def test_the_next_process_starts_at_what_held(capped: Capped) -> None:
     assert second["steps"] == [32, 32]
 
 
+@pytest.mark.full
 def test_other_hardware_starts_afresh(capped: Capped) -> None:
     capped(PROGRAM, mib=40)
     assert capped(PROGRAM, mib=100)["tried"] == [64, "as it is"]

@@ -88,7 +88,7 @@ STYLES = [
     Style(script="warmup.py"),
     Style(script="epoch_scheduler.py"),
     Style(script="plateau.py"),
-    Style(script="closure.py", quick=BOTH),
+    Style(script="closure.py"),
     Style(script="lbfgs.py"),
     Style(script="ema.py"),
     Style(script="iterable.py"),
@@ -99,7 +99,7 @@ STYLES = [
     Style(script="padded.py"),
     Style(script="padded_inside.py", quick=BOTH),
     Style(script="rows_per_sample.py"),
-    Style(script="batch_second.py", quick=BOTH),
+    Style(script="batch_second.py"),
     Style(
         script="recurrent_state.py",  # the first call alone has no state
         refusals=dict.fromkeys(("checkpointing", "both"), NO_BLOCKS),

@@ -59,6 +59,7 @@ class TestABugInTheLoop:
         fails_with(capsys, "no plan is stored for train.py: run `autofit search` first")
 
     @pytest.mark.quick
+    @pytest.mark.full
     def test_after_the_neutral_plan_was_measured(
         self, script: Write, trials: Trials, capsys: Captured
     ) -> None:
@@ -159,7 +160,10 @@ class TestAPlanThatBreaksAGoodScript:
     [
         (STEP, "    pass\n", [], 1, "train.py ended without an optimizer step: "),
         ("", "", ["--", "--steps", "1"], 1, "train.py ended after 1 optimizer step: too few "),
-        (STEP, STEP + "    raise SystemExit(3)\n", [], 1, "train.py: exited with code 3"),
+        pytest.param(
+            *(STEP, STEP + "    raise SystemExit(3)\n", [], 1, "train.py: exited with code 3"),
+            marks=pytest.mark.full,
+        ),
         (
             "model(x)",
             "x.mean((1, 2)) * model.head.weight.sum()",
@@ -247,6 +251,7 @@ def test_the_model_itself_does_not_fit(script: Write, trials: Trials, capsys: Ca
 
 
 @pytest.mark.quick
+@pytest.mark.full
 def test_memory_that_runs_out_outside_the_model(
     script: Write, trials: Trials, capsys: Captured
 ) -> None:

@@ -185,6 +185,7 @@ def check_optuna_knows(folder: Path, found: tuple[TrialRecord, ...]) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.full
 def test_killed_twice_a_search_carries_on(script: Callable[..., Path], trials: Trials) -> None:
     kill_again_and_again(script().parent, trials, 2)
 

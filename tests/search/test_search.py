@@ -46,6 +46,7 @@ class TestInARayThatRunsAlready:
     """Several searches of one process, each a guest."""
 
     @pytest.mark.quick
+    @pytest.mark.full
     def test_a_search_that_fits(
         self, script: Callable[..., Path], trials: Trials, capsys: pytest.CaptureFixture[str]
     ) -> None:
