@@ -328,6 +328,7 @@ class Trial(Session):
         if self.over:
             os._exit(0)  # the script caught what should have ended it
         self.meter.synchronize()
+        self.meter.sample()
         stage = self._stage
         if stage is not None:
             self._close_step(stage, time.perf_counter() - self._clock)

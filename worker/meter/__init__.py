@@ -14,11 +14,15 @@ from autofit.exceptions import UsageError
 from autofit.strategies.facts import Hardware
 from autofit.worker.meter import build, host, nvml
 from autofit.worker.meter.base import CAP, Meter, Peak
+from autofit.worker.meter.nvml import Card, Holder, cards
 
 __all__ = [
+    "Card",
     "Hardware",
+    "Holder",
     "Meter",
     "Peak",
+    "cards",
     "default_device",
     "environment",
     "for_device",
@@ -41,12 +45,12 @@ def default_device() -> str:
 
 def hardware(device: str, index: int = 0) -> Hardware:
     """Return what the device is: its name and bytes; raise ``WorkerError`` when it is not there."""
-    return nvml.hardware(index) if _known(device) == "cuda" else host.hardware()
+    return nvml.card(index).hardware if _known(device) == "cuda" else host.hardware()
 
 
 def free_bytes(device: str, index: int = 0) -> int:
     """Return the bytes nobody holds on the device."""
-    return nvml.free_bytes(index) if _known(device) == "cuda" else host.free_bytes()
+    return nvml.card(index).free if _known(device) == "cuda" else host.free_bytes()
 
 
 def environment(

@@ -63,8 +63,17 @@ class Meter(Protocol):
     def peak(self) -> Peak:
         """Return the worst moment since the last ``reset``."""
 
+    def sample(self) -> None:
+        """Look at what no allocator remembers the peak of; cheap, called between steps."""
+
     def reset(self) -> None:
         """Let the peak start again from what is held now."""
+
+    def room(self) -> int | None:
+        """Return the bytes the process occupies on the device and those that nobody does.
+
+        ``None`` where nobody else can take them, or nobody knows.
+        """
 
     def release(self) -> None:
         """Give the allocator's unused memory back to the device."""

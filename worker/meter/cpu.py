@@ -73,6 +73,13 @@ class ShimMeter:
         self._library.autofit_shim_reset_peak()
         self._refused_before = self.refused()
 
+    def sample(self) -> None:
+        """Nothing: the peak is known."""
+
+    def room(self) -> int | None:
+        """Return ``None``: the stand-in device is this process's own."""
+        return None
+
     def release(self) -> None:
         """Nothing: the allocator keeps none back."""
 
@@ -152,6 +159,13 @@ class RlimitMeter:
     def reset(self) -> None:
         """Let the peak start again from what is held now."""
         _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+
+    def sample(self) -> None:
+        """Nothing: the peak is known."""
+
+    def room(self) -> int | None:
+        """Return ``None``: the stand-in device is this process's own."""
+        return None
 
     def release(self) -> None:
         """Nothing: the allocator keeps none back."""

@@ -1,14 +1,23 @@
 """An NVIDIA GPU: torch's allocator for what tensors hold, NVML for what the process occupies.
 
-Written without a GPU at hand: it has been type-checked, not run. What the third issue must try:
-the context's size as measured here, the cap's edge, and NVML inside a container.
+The budget is of the device, so it holds what is outside torch's allocator too: the CUDA context
+(half a GiB or so, more once libraries have loaded their kernels), NCCL's buffers, and managed
+memory such as that of paged optimizers. That part, ``context`` here, is measured when CUDA starts
+and sampled between steps, and torch's allocator is capped at what is left. The allocator knows its
+own peak to the byte; of the rest, what comes and goes between two samples is missed.
+
+Who is asked for that part, the best first:
+
+- NVML, by our process id;
+- where it knows processes by other numbers (a container), the growth of the whole card since before
+  CUDA was started; a later jump of more than ``LIBRARIES`` is taken for somebody else's;
+- where there is no NVML, nobody: ``ASSUMED`` bytes.
 """
 
 from __future__ import annotations
 
 import os
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.exceptions import WorkerError
 from autofit.worker.meter import nvml
@@ -18,12 +27,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
+T = TypeVar("T")
+
+ASSUMED = 768 << 20
+"""Bytes of a CUDA context that nobody can measure."""
+LIBRARIES = 1 << 30
+"""Bytes by which what is outside the allocator may grow at once where only the card is seen."""
+
 
 class CudaMeter:
     """Reads ``torch.cuda.memory_stats`` and caps torch's allocator.
 
-    The budget counts the CUDA context too, so the allocator gets the cap less the context, which is
-    measured first. CUDA is never started by the meter: a script may have to fork before.
+    CUDA is never started by the meter: a script may have to fork before.
     """
 
     device = "cuda"
@@ -32,7 +47,11 @@ class CudaMeter:
         self._cap = cap
         self._armed = False
         self._context = 0
-        self._used_before = [_or_zero(partial(nvml.used_bytes, i)) for i in range(nvml.count())]
+        self._worst_context = 0
+        self._before = {card.uuid: card.held for card in _asked(nvml.cards) or ()}
+        self._card: Any = None
+        """NVML's handle of the device CUDA was started on."""
+        self._held_before = 0
         self._refused_before = 0
 
     @property
@@ -42,7 +61,7 @@ class CudaMeter:
 
     @property
     def context(self) -> int:
-        """Bytes of the CUDA context; 0 until CUDA has started."""
+        """Bytes outside torch's allocator; 0 until CUDA has started."""
         return self._context
 
     def arm(self) -> None:
@@ -53,8 +72,13 @@ class CudaMeter:
 
     def _started(self) -> None:
         """Measure the context and cap what is left; runs while torch starts CUDA."""
+        cuda = _torch().cuda
         _torch().empty(1, device="cuda")  # the context is complete after a first allocation
-        self._context = self._occupied()
+        uuid = str(cuda.get_device_properties(cuda.current_device()).uuid)
+        self._card = nvml.handle_of(uuid)
+        known = (f"{kind}-{uuid}" for kind in ("GPU", "MIG"))
+        self._held_before = next((self._before[name] for name in known if name in self._before), 0)
+        self._context = self._worst_context = self._outside(at_start=True)
         self._apply()
 
     def set_cap(self, size: int | None) -> None:
@@ -76,28 +100,43 @@ class CudaMeter:
     def peak(self) -> Peak:
         """Return the worst moment since the last ``reset``.
 
-        ``device`` is the larger of what NVML sees now and the context with torch's own peak.
+        ``device`` is the allocator's peak and the worst of the samples of what is outside it,
+        which need not have been at the same moment: never too low for that.
         """
         cuda = _torch().cuda
         if not cuda.is_initialized():
             return Peak(0, 0, 0)
-        allocated = int(cuda.max_memory_allocated())
+        self.sample()
         reserved = int(cuda.max_memory_reserved())
-        return Peak(allocated, reserved, max(self._occupied(), reserved + self._context))
+        return Peak(int(cuda.max_memory_allocated()), reserved, reserved + self._worst_context)
+
+    def sample(self) -> None:
+        """Look at what is outside torch's allocator now; the cap makes room for what has come."""
+        if not _torch().cuda.is_initialized():
+            return
+        self._worst_context = max(self._worst_context, self._outside())
+        if self._worst_context > self._context:
+            self._context = self._worst_context
+            self._apply()
 
     def reset(self) -> None:
-        """Let the peak start again from what is held now.
+        """Let the peak start again from what is held now."""
+        if _torch().cuda.is_initialized():
+            self._context = self._worst_context = self._outside()
+            self._apply()
+            _torch().cuda.reset_peak_memory_stats()
+        self._refused_before = self.refused()
 
-        The context has grown if libraries were loaded meanwhile: the cap follows it.
+    def room(self) -> int | None:
+        """Return the bytes that the process occupies and those that nobody does.
+
+        Less than the cap when others have taken the card. ``None`` where nobody knows.
         """
         cuda = _torch().cuda
-        if cuda.is_initialized():
-            context = self._occupied() - int(cuda.memory_reserved())
-            if context > self._context:
-                self._context = context
-                self._apply()
-            cuda.reset_peak_memory_stats()
-        self._refused_before = self.refused()
+        if not cuda.is_initialized():
+            return None
+        free = _asked(lambda: int(cuda.mem_get_info()[0]))
+        return None if free is None else self._context + int(cuda.memory_reserved()) + free
 
     def release(self) -> None:
         """Empty the cache of torch's allocator."""
@@ -125,13 +164,18 @@ class CudaMeter:
         if _torch().cuda.is_initialized():
             _torch().cuda.synchronize()
 
-    def _occupied(self) -> int:
-        """Return what NVML says the process occupies; else the growth of the whole device."""
-        index = int(_torch().cuda.current_device())
-        own = _or_zero(lambda: nvml.process_bytes(index, os.getpid()) or 0)
-        if own or index >= len(self._used_before):
-            return own
-        return max(0, _or_zero(partial(nvml.used_bytes, index)) - self._used_before[index])
+    def _outside(self, *, at_start: bool = False) -> int:
+        """Return the bytes the process occupies outside torch's allocator, as far as is known."""
+        if self._card is None:
+            return ASSUMED
+        card, reserved = self._card, int(_torch().cuda.memory_reserved())
+        own = _asked(lambda: nvml.process_bytes(card, os.getpid()))
+        if own is not None:
+            return max(0, own - reserved)
+        grown = (_asked(lambda: nvml.used_bytes(card)) or 0) - self._held_before - reserved
+        if not at_start and grown > self._context + LIBRARIES:
+            return self._context
+        return max(0, grown)
 
 
 def _torch() -> ModuleType:
@@ -140,9 +184,9 @@ def _torch() -> ModuleType:
     return torch
 
 
-def _or_zero(read: Callable[[], int]) -> int:
-    """Return what ``read`` returns; 0 where the driver does not answer."""
+def _asked(read: Callable[[], T]) -> T | None:
+    """Return what ``read`` returns; ``None`` where the driver does not answer."""
     try:
         return read()
-    except WorkerError:
-        return 0
+    except (WorkerError, RuntimeError):  # torch's AcceleratorError is a RuntimeError
+        return None

@@ -1,14 +1,61 @@
-"""What NVIDIA's driver says, through NVML. Imports no torch, and pynvml only when called."""
+"""What NVIDIA's driver says, through NVML. Imports no torch, and pynvml only when called.
+
+Cards are those that CUDA would show a process: ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it,
+and where a card is cut into MIG instances, each instance is a card.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePath
 from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.strategies.facts import Hardware
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process with memory on a card."""
+
+    pid: int
+    """As the driver numbers it: in a container that may be another number than inside."""
+    name: str
+    """Of its program; empty where the driver does not say."""
+    size: int | None
+    """Bytes; ``None`` where the driver does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU, or a MIG instance of one, as it is at a moment."""
+
+    entry: str
+    """What shows a process this card alone, in ``CUDA_VISIBLE_DEVICES``."""
+    uuid: str
+    hardware: Hardware
+    free: int
+    """Bytes nobody holds."""
+    held: int
+    """Bytes that processes hold, those the driver does not name included."""
+    holders: tuple[Holder, ...]
+    """The processes the driver names; in a container it may name none."""
+    mig: bool = False
+
+
+@cache
+def _initialised() -> Any:
+    """Return pynvml, initialised once for this process."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
 
 
 @contextmanager
@@ -17,80 +64,194 @@ def _driver() -> Iterator[Any]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        try:
-            yield pynvml
-        finally:
-            pynvml.nvmlShutdown()
+        yield _initialised()
     except pynvml.NVMLError as error:
         raise WorkerError(f"the NVIDIA driver does not answer: {error}") from error
 
 
-def visible(environment: dict[str, str] | None = None) -> tuple[str, ...] | None:
+def visible(environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
     """Return the entries of ``CUDA_VISIBLE_DEVICES``; ``None`` when it is not set."""
-    text = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    text = (os.environ if environment is None else environment).get(VISIBLE)
     if text is None:
         return None
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _handle(nvml: Any, index: int) -> Any:
-    """Return the handle of the ``index``-th device that CUDA would show this process."""
-    entries = visible()
-    if entries is not None and index >= len(entries):
-        raise WorkerError(
-            f"no GPU {index}: CUDA_VISIBLE_DEVICES shows {len(entries)}; ask for fewer"
-        )
-    name = str(index) if entries is None else entries[index]
-    if name.isdecimal():
-        return nvml.nvmlDeviceGetHandleByIndex(int(name))
-    return nvml.nvmlDeviceGetHandleByUUID(name)
+def driver_version() -> str:
+    """Return the driver's version; raise ``WorkerError`` where it does not answer."""
+    with _driver() as nvml:
+        return str(nvml.nvmlSystemGetDriverVersion())
 
 
 def count() -> int:
-    """Return how many GPUs this process may use; 0 where there is no driver."""
+    """Return how many cards this process may use; 0 where the driver does not answer."""
     try:
         with _driver() as nvml:
-            there = int(nvml.nvmlDeviceGetCount())
+            return len(_handles(nvml))
     except WorkerError:
         return 0
-    entries = visible()
-    return there if entries is None else min(there, len(entries))
 
 
-def hardware(index: int) -> Hardware:
-    """Return what the ``index``-th visible GPU is; raise ``WorkerError`` when it is not there."""
-    with _driver() as nvml:
-        handle = _handle(nvml, index)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        return Hardware(
-            device="cuda",
-            name=str(nvml.nvmlDeviceGetName(handle)),
-            total_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-            capability=(int(major), int(minor)),
-        )
+def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
+    """Return the cards that CUDA shows under ``environment`` (this process's when not given).
 
-
-def free_bytes(index: int) -> int:
-    """Return the bytes nobody holds on the ``index``-th visible GPU."""
-    with _driver() as nvml:
-        return int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).free)
-
-
-def used_bytes(index: int) -> int:
-    """Return the bytes that all processes together hold on the ``index``-th visible GPU."""
-    with _driver() as nvml:
-        return int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used)
-
-
-def process_bytes(index: int, pid: int) -> int | None:
-    """Return what ``pid`` occupies on the ``index``-th visible GPU.
-
-    ``None`` where the driver does not say: in a container it knows processes by other numbers.
+    Raises ``WorkerError`` where the driver does not answer.
     """
     with _driver() as nvml:
-        handle = _handle(nvml, index)
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == pid and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
+        return tuple(_card(nvml, entry, handle) for entry, handle in _handles(nvml, environment))
+
+
+def card(index: int) -> Card:
+    """Return the ``index``-th visible card; raise ``WorkerError`` when it is not there."""
+    with _driver() as nvml:
+        handles = _handles(nvml)
+        if index >= len(handles):
+            raise WorkerError(f"no GPU {index}: {len(handles)} are visible; ask for fewer")
+        return _card(nvml, *handles[index])
+
+
+def handle_of(uuid: str) -> Any | None:
+    """Return the handle of the card that CUDA calls ``uuid``; ``None`` where there is none."""
+    try:
+        with _driver() as nvml:
+            for prefix in ("GPU-", "MIG-"):
+                try:
+                    return nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
+                except nvml.NVMLError:
+                    continue
+    except WorkerError:
+        pass
     return None
+
+
+def used_bytes(handle: Any) -> int:
+    """Return the bytes that all processes together hold on a card, the driver's own left out."""
+    with _driver() as nvml:
+        return _memory(nvml, handle)[2]
+
+
+def free_bytes(handle: Any) -> int:
+    """Return the bytes nobody holds on a card."""
+    with _driver() as nvml:
+        return _memory(nvml, handle)[1]
+
+
+def process_bytes(handle: Any, pid: int) -> int | None:
+    """Return what ``pid`` occupies on a card.
+
+    ``None`` where the driver does not say: in a container it may know processes by other numbers.
+    """
+    with _driver() as nvml:
+        return next((h.size for h in _holders(nvml, handle, names=False) if h.pid == pid), None)
+
+
+def _handles(nvml: Any, environment: Mapping[str, str] | None = None) -> list[tuple[str, Any]]:
+    """Return what names each card that CUDA would show, and its handle.
+
+    CUDA ignores what follows an entry that names no card.
+    """
+    physical = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    entries = visible(environment)
+    if entries is None:
+        one_model = len({str(nvml.nvmlDeviceGetName(handle)) for handle in physical}) == 1
+        # CUDA numbers cards of different models by speed, the driver by place: UUIDs are safe.
+        plain = [
+            (str(index) if one_model else _uuid(nvml, handle), handle)
+            for index, handle in enumerate(physical)
+        ]
+        return [found for each in plain for found in _instances(nvml, *each)]
+    chosen: list[tuple[str, Any]] = []
+    for entry in entries:
+        handle = _named(nvml, entry, physical)
+        if handle is None:
+            break
+        chosen += _instances(nvml, entry, handle)[:1]
+    return chosen
+
+
+def _named(nvml: Any, entry: str, physical: list[Any]) -> Any | None:
+    """Return the handle of an entry: a number, or the beginning of a UUID."""
+    if entry.isdecimal():
+        return physical[int(entry)] if int(entry) < len(physical) else None
+    everything = [*physical, *(h for each in physical for _, h in _instances(nvml, "", each))]
+    return next((h for h in everything if _uuid(nvml, h).startswith(entry)), None)
+
+
+def _instances(nvml: Any, entry: str, handle: Any) -> list[tuple[str, Any]]:
+    """Return the MIG instances of a card that is cut into such, else the card itself."""
+    try:
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return [(entry, handle)]
+        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:  # a card that knows no MIG, or an instance
+        return [(entry, handle)]
+    found = []
+    for index in range(most):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except nvml.NVMLError:  # none at this place
+            continue
+        found.append((_uuid(nvml, instance), instance))
+    return found
+
+
+def _uuid(nvml: Any, handle: Any) -> str:
+    return str(nvml.nvmlDeviceGetUUID(handle))
+
+
+def _card(nvml: Any, entry: str, handle: Any) -> Card:
+    uuid = _uuid(nvml, handle)
+    mig = uuid.startswith("MIG-")
+    whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if mig else handle
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
+    total, free, held = _memory(nvml, handle)
+    return Card(
+        entry=entry,
+        uuid=uuid,
+        hardware=Hardware(
+            device="cuda",
+            name=str(nvml.nvmlDeviceGetName(handle)),
+            total_bytes=total,
+            capability=(int(major), int(minor)),
+        ),
+        free=free,
+        held=held,
+        holders=tuple(_holders(nvml, handle)),
+        mig=mig,
+    )
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
+    """Return the bytes there are, those that are free, and those that processes hold."""
+    try:
+        info = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+    except nvml.NVMLError:  # a driver that knows the old answer only: the driver's own is in it
+        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(info.total), int(info.free), int(info.used)
+
+
+def _holders(nvml: Any, handle: Any, *, names: bool = True) -> list[Holder]:
+    """Return the processes on a card, the largest first; none where the driver does not say."""
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return []
+    found = [
+        Holder(
+            pid=int(each.pid),
+            name=_program(nvml, each.pid) if names else "",
+            size=None if each.usedGpuMemory is None else int(each.usedGpuMemory),
+        )
+        for each in running
+    ]
+    return sorted(found, key=lambda holder: -(holder.size or 0))
+
+
+def _program(nvml: Any, pid: int) -> str:
+    """Return the name of a process's program; asked of the driver, which numbers them its way."""
+    try:
+        name = nvml.nvmlSystemGetProcessName(pid)
+    except nvml.NVMLError:
+        return ""
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return PurePath(text.split(" ", 1)[0]).name
