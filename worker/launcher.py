@@ -20,6 +20,7 @@ from pathlib import Path
 from autofit.worker import oom
 from autofit.worker.child import Child, python
 from autofit.worker.environment import child_environment
+from autofit.worker.guard import BRIEFLY, Guard
 from autofit.worker.reaper import SESSION
 from autofit.worker.records import (
     ChildSpec,
@@ -59,18 +60,24 @@ def launch(
     scratch: str | None = None,
     lone: bool = False,
     stop: Stop | None = None,
+    guard: Guard | None = None,
 ) -> Iterator[LaunchEvent]:
     """Start a process for ``request`` and yield what becomes of it, ``LaunchEnded`` last.
 
     ``environment`` is the user's own (``os.environ`` when not given); ``scratch`` a folder for
     what must not land in the user's (the system's temporary folder when not given); ``lone`` as
-    for ``Child``; ``stop`` interrupts it from another thread. Nothing of the launch is left when
-    the iterator ends or is closed.
+    for ``Child``; ``stop`` interrupts it from another thread; ``guard`` knows the slot's cards from
+    earlier launches. Nothing is started on a card that lacks the budget. Nothing of the launch is
+    left when the iterator ends or is closed.
     Raises ``WorkerError`` when no process can be started.
     """
     user = os.environ if environment is None else environment
     kills = oom.oom_kills()
     start = time.monotonic()
+    guard = guard or Guard.of(request.device, user)
+    if lost := guard.wait(request.budget):
+        yield LaunchEnded(steps=0, stopped=False, seconds=time.monotonic() - start, lost=lost)
+        return
     with tempfile.TemporaryDirectory(
         prefix="autofit-", dir=scratch, ignore_cleanup_errors=True
     ) as folder:
@@ -84,9 +91,11 @@ def launch(
             child.limit(request.timeout)
             stop = stop or Stop()
             stop.attach(child)
-            account = _Account(request)
+            account = _Account(request, guard, child.pid)
             for event in child.events():
                 yield from account.hear(event)
+                if account.taken:
+                    child.kill()
                 if account.final is not None:
                     child.linger(0.0 if account.stopped else _LAST_WORDS)
             end = _End.of(child, kills, stop.requested)
@@ -97,6 +106,8 @@ def launch(
         seconds=time.monotonic() - start,
         output=end.output,
         oom_killed=end.oom_killed,
+        taken=account.taken,
+        lost=guard.wait(request.budget),
     )
 
 
@@ -169,9 +180,13 @@ class _End:
 class _Account:
     """Keeps track of which plan is running, and turns events into what the controller hears."""
 
-    def __init__(self, request: LaunchRequest) -> None:
+    def __init__(self, request: LaunchRequest, guard: Guard, pid: int) -> None:
         self.final: Raised | Finished | None = None
+        self.taken = ""
+        """Who took the card, once memory ran out because of that: nothing after it counts."""
         self._request = request
+        self._guard = guard
+        self._pid = pid
         self._index = 0  # until the first plan starts, what happens counts for it
         self._reported: set[int] = set()
         self._startup = 0.0
@@ -190,7 +205,13 @@ class _Account:
 
     def hear(self, event: Event) -> Iterator[LaunchEvent]:
         """Take an event in; yield what it means to the controller, if anything, at once."""
+        if self.taken:
+            return
         match event:
+            case Shortage() if self._was_taken(event.out_of_memory):
+                pass
+            case Raised() if event.starved() and self._was_taken(event.out_of_memory):
+                pass
             case PlanStarted():
                 self._index, self._startup = event.index, event.startup_seconds
                 self._measurements, self._shortage = [], None
@@ -214,6 +235,9 @@ class _Account:
         """Yield the report of the plan that was running when the child ended, if one was."""
         if self._index in self._reported or self._index >= len(self._request.plans):
             return
+        if self.taken:
+            yield self._report(Verdict.INTERRUPTED, self.taken)
+            return
         match self.final:
             case Raised() as raised:
                 yield self._raised(raised, end)
@@ -229,14 +253,25 @@ class _Account:
             case _ if end.returncode:
                 yield self._failed(str(end), end.output)
 
+    def _was_taken(self, short: OutOfMemory) -> bool:
+        """Note who took the card, where that is why memory ran out."""
+        if short.room is not None and self._guard.taken(short.room, self._request.budget):
+            self.taken = self._guard.takers(self._pid)
+        return bool(self.taken)
+
     def _raised(self, raised: Raised, end: _End) -> TrialReport:
         reason = raised.message.partition("\n")[0]
         if raised.starved(end.oom_kills):
-            shortage = OutOfMemory(phase=raised.phase, message=reason, requested=raised.requested)
+            shortage = OutOfMemory(
+                phase=raised.phase, message=reason, requested=raised.requested, room=raised.room
+            )
             return self._starved(shortage)
         return self._failed(reason, raised.traceback, blamed=raised.blamed)
 
     def _starved(self, shortage: OutOfMemory) -> TrialReport:
+        if shortage.room is None and self._guard.wait(self._request.budget, BRIEFLY):
+            self.taken = self._guard.takers(self._pid)  # before CUDA had even started
+            return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
         return self._report(Verdict.OUT_OF_MEMORY, shortage.message)
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from autofit.exceptions import WorkerError
 from autofit.worker.child import adopt_orphans
+from autofit.worker.guard import Guard
 from autofit.worker.launcher import HARNESS, Stop, launch
+from autofit.worker.meter import nvml
+from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.ray_session import RaySession
 from autofit.worker.records import LaunchEnded, LaunchEvent, LaunchRequest
 
@@ -37,16 +41,19 @@ class Slot:
     ) -> None:
         adopt_orphans()
         self._environment = dict(environment)
-        if device == "cuda":
-            self._environment["CUDA_VISIBLE_DEVICES"] = _own_gpus()
+        if device == "cuda" and (given := _given_gpus()):
+            self._environment[VISIBLE] = given
+        self._guard = Guard.of(device, self._environment)
         self._scratch = scratch
         self._harness = Path(harness)
         self._stop = Stop()
         self._idle = threading.Event()
         self._idle.set()
 
-    def ready(self) -> None:
-        """Answer once the actor is there."""
+    def ready(self) -> str:
+        """Answer once the actor is there: which of the cluster's cards it has, if any."""
+        cards = self._environment.get(VISIBLE, "") if _given_gpus() else ""
+        return f"{platform.node()} GPU {cards}" if cards else ""
 
     def launch(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
         """Run ``request`` and yield what becomes of it."""
@@ -59,6 +66,7 @@ class Slot:
                 scratch=self._scratch,
                 lone=True,
                 stop=self._stop,
+                guard=self._guard,
             )
         finally:
             self._stop = Stop()
@@ -74,9 +82,11 @@ class Slot:
 class Pool:
     """Runs launches on ``slots`` slots; a context manager.
 
-    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot. ``address``: a running Ray
-    cluster, as ``ray.init`` takes it; without one Ray is started on this machine, on loopback
-    only, and is gone when the pool is left or this process ends, however it ends.
+    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot: on this machine those that
+    ``cards`` names, as ``CUDA_VISIBLE_DEVICES`` does (the first ones when not given), in a cluster
+    those that its Ray assigns. ``address``: a running Ray cluster, as ``ray.init`` takes it;
+    without one Ray is started on this machine, on loopback only, and is gone when the pool is left
+    or this process ends, however it ends.
     Entering raises ``WorkerError`` when Ray, or a GPU for every slot, is not to be had.
     """
 
@@ -87,14 +97,18 @@ class Pool:
         address: str | None = None,
         *,
         gpus: int = 1,
+        cards: Sequence[str] = (),
         harness: Path = HARNESS,
     ) -> None:
         self.slots = range(slots)
+        self.labels = [""] * slots
+        """What each slot runs on, for people; empty where there is nothing to tell apart."""
         self._device = device
         self._gpus = gpus if device == "cuda" else 0
         self._harness = harness
         self._environment = dict(os.environ)  # the user's own, before Ray touches it
-        self._ray = RaySession(address=address, gpus=device == "cuda")
+        self._cards = list(cards)
+        self._ray = RaySession(address=address)
         self._groups: list[Any] = []
         self._actors: dict[int, Any] = {}
         self._streams: dict[Any, int] = {}
@@ -107,7 +121,10 @@ class Pool:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._ray)
-            self._groups = [self._reserve() for _ in self.slots] if self._gpus else []
+            if self._gpus and self._ray.ours:
+                self._hand_out()
+            elif self._gpus:
+                self._groups = [self._reserve() for _ in self.slots]
             self._actors = {slot: self._start(slot) for slot in self.slots}
             if not self._ray.ours:  # where others may hold what we ask for
                 self._wait_for_actors()
@@ -170,14 +187,29 @@ class Pool:
             del self._streams[stream]
         return slot, event
 
+    def _hand_out(self) -> None:
+        """Settle which of this machine's cards each slot has."""
+        need = len(self.slots) * self._gpus
+        self._cards = self._cards or [card.entry for card in nvml.cards(self._environment)]
+        if len(self._cards) < need:
+            raise WorkerError(f"{need} GPUs were asked for, {len(self._cards)} are visible here")
+        self.labels = [f"GPU {self._own(slot)}" for slot in self.slots]
+
+    def _own(self, slot: int) -> str:
+        """Return the cards of a slot on this machine, as CUDA reads them."""
+        return ",".join(self._cards[slot * self._gpus : (slot + 1) * self._gpus])
+
     def _start(self, slot: int) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+        environment = self._environment
         if self._ray.ours:
             options = {"num_cpus": 0}
-        if self._gpus:
+            if self._gpus:
+                environment = {**environment, VISIBLE: self._own(slot)}
+        elif self._gpus:
             group = self._groups[slot]
             options = {
                 "num_cpus": 0,
@@ -187,7 +219,7 @@ class Pool:
         remote: Any = ray.remote  # its stubs know no concurrency groups
         actor = remote(concurrency_groups={"control": 1}, **options)(Slot)
         folder = None if self._ray.folder is None else str(self._ray.folder)
-        return actor.remote(self._environment, self._device, folder, str(self._harness))
+        return actor.remote(environment, self._device, folder, str(self._harness))
 
     def _wait_for_actors(self) -> None:
         import ray
@@ -197,6 +229,7 @@ class Pool:
         if len(done) < len(ready):
             asked = f"one CPU for each of {len(ready)} slots"
             raise WorkerError(f"Ray has no room for {asked}: ask for fewer, or free some")
+        self.labels = ray.get(ready)
 
     def _reserve(self) -> Any:
         """Return a placement group with the GPUs of one slot, on one machine."""
@@ -226,11 +259,14 @@ class Pool:
                 remove_placement_group(group)
 
 
-def _own_gpus() -> str:
-    """Return which of the machine's GPUs Ray has given to this actor, as CUDA reads them."""
+def _given_gpus() -> str:
+    """Return which GPUs Ray has given to this actor, as CUDA reads them; a Ray of ours gives none.
+
+    See ``RuntimeContext.get_accelerator_ids`` of Ray.
+    """
     import ray
 
-    ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    ids: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     return ",".join(ids)
 
 

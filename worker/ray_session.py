@@ -42,13 +42,12 @@ def _variables(session: str) -> dict[str, str]:
 class RaySession:
     """Starts Ray, or joins the one at ``address``, and leaves nothing behind.
 
-    ``gpus``: whether a Ray of our own looks for GPUs. Raises ``WorkerError`` when Ray does not
-    start or does not answer.
+    A Ray of our own knows of no GPUs: the pool hands them out.
+    Raises ``WorkerError`` when Ray does not start or does not answer.
     """
 
-    def __init__(self, *, address: str | None = None, gpus: bool = False) -> None:
+    def __init__(self, *, address: str | None = None) -> None:
         self._address = address
-        self._gpus = gpus
         self.session = uuid.uuid4().hex
         self.folder: Path | None = None
         """Goes with the session; ``None`` in a Ray that is not ours."""
@@ -116,7 +115,7 @@ class RaySession:
             ray.init(
                 address="local",
                 num_cpus=0,  # no worker is started ahead; our actors ask for none
-                num_gpus=None if self._gpus else 0,
+                num_gpus=0,
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,

@@ -79,6 +79,9 @@ class OutOfMemory:
     """Optimizer steps taken before, where that is known."""
     cleared: bool = False
     """The work was done again once caches were cleared, and went through."""
+    room: int | None = None
+    """Bytes the process held on the device and those nobody did, then; less than its budget where
+    others had taken the card. ``None`` where nobody knows."""
 
     def of_activations(self, budget: int | None = None) -> bool:
         """Return whether fewer activations may help a process that may hold ``budget`` bytes.
@@ -273,6 +276,8 @@ class Raised:
     """Bytes that tensors held when it left the script."""
     started: bool = True
     """The model had been called."""
+    room: int | None = None
+    """As in ``OutOfMemory``, when it left the script."""
 
     @property
     def out_of_memory(self) -> OutOfMemory:
@@ -285,6 +290,7 @@ class Raised:
             held=self.held,
             started=self.started,
             steps=self.steps,
+            room=self.room,
         )
 
     def starved(self, kernel_kills: int = 0) -> bool:
@@ -408,6 +414,10 @@ class LaunchEnded:
     """The last lines the script wrote to standard output and error."""
     oom_killed: bool = False
     """The kernel ended it for want of memory."""
+    taken: str = ""
+    """Who took the device from it; the plan that was running is reported as interrupted."""
+    lost: str = ""
+    """Why the slot is of no more use: memory that others hold, or that has not come back."""
 
 
 LaunchEvent = Uncontained | Learned | Measured | Traced | Shortage | TrialReport | LaunchEnded

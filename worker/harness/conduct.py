@@ -99,6 +99,7 @@ class Conduct:
                 place=where,
                 held=held,
                 started=self._session is None or bool(self._session.roots),
+                room=self._meter.room() if "torch" in sys.modules else None,
             )
         )
 

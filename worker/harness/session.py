@@ -286,7 +286,11 @@ class Session:
 
     def _described(self, found: oom.Diagnosis, size: int | None) -> OutOfMemory:
         return OutOfMemory(
-            phase=self.phase, message=found.message, requested=found.requested, micro_batch=size
+            phase=self.phase,
+            message=found.message,
+            requested=found.requested,
+            micro_batch=size,
+            room=self.meter.room(),
         )
 
 

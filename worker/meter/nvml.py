@@ -48,6 +48,11 @@ class Card:
     """The processes the driver names; in a container it may name none."""
     mig: bool = False
 
+    @property
+    def label(self) -> str:
+        """What to call it in a line for people."""
+        return f"GPU {self.entry}"
+
 
 @cache
 def _initialised() -> Any:
