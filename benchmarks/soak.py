@@ -1,0 +1,174 @@
+"""What the winners of ``search.json`` do in the real training: ``--steps`` steps of the script.
+
+    python benchmarks/soak.py [--work vit ...] [--steps 100] [--reference-steps 30] [--out FOLDER]
+
+Each winner trains the unflagged example under its budget with ``autofit run``, and is held against
+plain Python, with the flags of ``REFERENCES`` where the script as it is does not fit the card:
+the largest and the mean difference of the losses. What counts as the same training depends on the
+fidelity, so the least fidelity of the plan is in the table. Writes ``soak.json`` and ``soak.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grid import EXAMPLES, RESULTS, WORKS, Work
+from search import CARD
+
+from autofit.storage import Store
+from autofit.units import format_size
+
+REFERENCES = {"decoder": ("--micro-batch", "4")}
+"""Flags of the reference run; a hand-written loop in the script's own precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soaked:
+    """What one winner came to; sizes in bytes."""
+
+    work: str
+    memory: str
+    fidelity: str
+    code: int
+    """Exit code of the script."""
+    seconds: float
+    """Of the whole command."""
+    steps: int
+    shortages: int
+    """Times memory ran out, rescued or not."""
+    retries: int
+    """Of the allocator."""
+    peak_device: int
+    compared: int
+    """Steps whose loss was compared."""
+    mean_difference: float
+    """Of the losses, relative to the reference's mean loss."""
+    largest_difference: float
+    last_line: str
+
+
+def losses(work: Work, command: Sequence[str], flags: Sequence[str], steps: int) -> list[float]:
+    """Run ``command`` on a work for ``steps`` steps; return the loss of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "losses.txt"
+        script = [str(EXAMPLES / work.script)]
+        more = [*_arguments(work, steps), *flags, "--losses", str(written)]
+        subprocess.run([*command, *script, *more], capture_output=True, cwd=EXAMPLES.parent)
+        return [float(line) for line in written.read_text().split()] if written.exists() else []
+
+
+def soak(
+    work: Work, found: dict[str, Any], reference: Sequence[float], steps: int, folder: Path
+) -> Soaked:
+    """Train a winner for ``steps`` steps under its budget."""
+    document, memory = found["document"], found["memory"]
+    plan, written = folder / "plan.json", folder / "losses.txt"
+    plan.write_text(json.dumps(document))
+    written.unlink(missing_ok=True)
+    storage = f"sqlite:///{folder / f'{work.name}-{memory}.db'}"
+    with Store(storage):  # where the run keeps what happens
+        pass
+    budget = [] if memory == CARD else ["--memory", memory]
+    command = [sys.executable, "-m", "autofit", "run", "--plan", str(plan), "--storage", storage]
+    script = [str(EXAMPLES / work.script), "--", *_arguments(work, steps)]
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command, *budget, *script, "--losses", str(written)],
+        capture_output=True,
+        text=True,
+        cwd=EXAMPLES.parent,
+    )
+    seconds = time.monotonic() - started
+    with Store(storage) as store:
+        ran = [event.payload for event in store.events("ran")]
+        short = len(store.events("out_of_memory"))
+    last = ran[-1] if ran else {}
+    own = [float(line) for line in written.read_text().split()] if written.exists() else []
+    pairs = list(zip(own, reference, strict=False))
+    scale = fmean(abs(loss) for _, loss in pairs) if pairs else 1.0
+    differences = [abs(mine - other) / scale for mine, other in pairs] or [float("nan")]
+    return Soaked(
+        work=work.name,
+        memory=memory,
+        fidelity=document["fidelity"],
+        code=done.returncode,
+        seconds=seconds,
+        steps=last.get("steps", 0),
+        shortages=short,
+        retries=last.get("retries", 0),
+        peak_device=last.get("peak_device", 0),
+        compared=len(pairs),
+        mean_difference=fmean(differences),
+        largest_difference=max(differences),
+        last_line=(done.stderr.strip().splitlines() or [""])[-1] if done.returncode else "",
+    )
+
+
+def _arguments(work: Work, steps: int) -> list[str]:
+    """Return the work's arguments with its length replaced."""
+    arguments = list(work.arguments)
+    if "--steps" in arguments:
+        place = arguments.index("--steps")
+        del arguments[place : place + 2]
+    return [*arguments, "--steps", str(steps)]
+
+
+def table(soaked: Sequence[Soaked]) -> str:
+    """Return the runs as a table in Markdown."""
+    lines = [
+        "| work | budget | fidelity | steps | ran out | allocator retries | device peak "
+        "| loss: mean difference | largest | of steps |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in soaked:
+        lines.append(
+            f"| {each.work} | {each.memory} | {each.fidelity} | {each.steps} | {each.shortages} "
+            f"| {each.retries} | {format_size(each.peak_device)} | {each.mean_difference:.2%} "
+            f"| {each.largest_difference:.2%} | {each.compared} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Train under each winner, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", action="append", choices=[work.name for work in WORKS])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--reference-steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    searches = json.loads((arguments.out / "search.json").read_text())
+    soaked: list[Soaked] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for work in WORKS:
+            mine = [each for each in searches["found"] if each["work"] == work.name]
+            mine = [each for each in mine if each["document"]]
+            if not mine or (arguments.work and work.name not in arguments.work):
+                continue
+            flags = REFERENCES.get(work.name, ())
+            reference = losses(work, [sys.executable], flags, arguments.reference_steps)
+            for found in mine:
+                soaked.append(soak(work, found, reference, arguments.steps, Path(folder)))
+                sys.stderr.write(table(soaked[-1:]).splitlines()[-1] + "\n")
+    command = " ".join(["python benchmarks/soak.py", *sys.argv[1:]])
+    document = {"command": command, "hardware": searches["hardware"]}
+    document |= {"soaked": [asdict(each) for each in soaked]}
+    (arguments.out / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
+    said = f"Written by `{command}` on one {searches['hardware']}.\n\n"
+    (arguments.out / "soak.md").write_text("# The winners, in the real training\n\n" + said)
+    with (arguments.out / "soak.md").open("a") as written:
+        written.write(table(soaked))
+
+
+if __name__ == "__main__":
+    main()
