@@ -13,25 +13,12 @@ from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
 from autofit.exceptions import NothingFits, ScriptError, UsageError, WorkerError
-from autofit.flight import Doubt, Flight, once, together
-from autofit.ladder import rungs
-from autofit.mirror import Mirror
+from autofit.flight import Doubt, Flight, once
+from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.progress import (
-    FactsKnown,
-    LaunchStarted,
-    LevelsLeftOut,
-    Line,
-    Listener,
-    Remeasuring,
-    Result,
-    SizeMeasured,
-    TrialEnded,
-)
-from autofit.reference import Reference, leading
-from autofit.results import fits, ranked, result_of
-from autofit.rules import BLAMED, culprit, dominated, judged
-from autofit.space import Reason, Space, space
+from autofit.progress import FactsKnown, LaunchStarted, Listener, Remeasuring, Result, SizeMeasured
+from autofit.proposing import Proposer
+from autofit.results import result_of
 from autofit.storage import (
     Owner,
     Purpose,
@@ -41,7 +28,7 @@ from autofit.storage import (
     StudyRecord,
     TrialRecord,
 )
-from autofit.strategies import Facts, Hardware
+from autofit.strategies import Hardware
 from autofit.worker import meter
 from autofit.worker.pool import Pool
 from autofit.worker.records import (
@@ -50,7 +37,6 @@ from autofit.worker.records import (
     LaunchRequest,
     Learned,
     Measured,
-    Trace,
     Traced,
     TrialReport,
     Uncontained,
@@ -90,15 +76,11 @@ class Search:
         self._tell = listener
         self._owner = Owner.current()
         self._started = time.monotonic()
-        self._stored_seconds = 0.0
         self._pool: Pool | None = None
         self._flights: dict[int, Flight] = {}
         self._broken = 0
         self._warned = False
         self._safe_steps = 0
-        self._alone: frozenset[Plan] = frozenset()
-        """Whose loss looked wrong after other plans: to be launched first in a process."""
-        self._left_out: tuple[Reason, ...] = ()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -119,20 +101,21 @@ class Search:
             for flight in self._flights.values():
                 self._release(flight)
             if error is not None:
-                self._keep_seconds()
+                self._ledger.keep_seconds()
         finally:
             self._stack.close()
 
     def run(self) -> Result:
         """Search, confirm the winner, return it."""
+        ledger = self._ledger
         self._drive(self._propose)
-        self._require_baseline()
-        if not ranked(self._finished(), self._study.budget):
-            asked = self._options.timeout if self._late() else None
-            endings.give_up(self._finished(), self._study.budget, asked)
+        ledger.require_baseline()
+        if not ledger.ranked():
+            asked = self._options.timeout if ledger.late() else None
+            endings.give_up(ledger.finished(), ledger.study.budget, asked)
         self._confirm()
-        self._keep_seconds()
-        result = result_of(self._store, self._store.study(self._study.id))
+        ledger.keep_seconds()
+        result = result_of(self._store, self._store.study(ledger.study.id))
         assert result is not None, "a confirmed plan is a result"
         return result
 
@@ -144,28 +127,26 @@ class Search:
         hardware = meter.hardware(device)
         budget = studies.budget(device, hardware, options.memory, options.headroom)
         key = studies.key(options, hardware)
-        self._device, self._hardware = device, hardware
+        self._device = device
         self._store = self._stack.enter_context(Store(options.storage))
-        self._study = self._open_study(key, hardware, budget, fresh=options.fresh)
-        if (other := self._store.holder(self._study)) is not None:
+        study = self._open_study(key, hardware, budget, fresh=options.fresh)
+        if (other := self._store.holder(study)) is not None:
             raise UsageError(
                 f"process {other.pid} on {other.host} is searching this study already:"
                 " wait for it, or start another with --fresh"
             )
-        self._store.reclaim(self._study)
-        if not options.fresh and endings.failed(self._finished()):  # there is nothing to carry on
-            self._study = self._open_study(key, hardware, budget, fresh=True)
+        self._store.reclaim(study)
+        before = self._store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
+        if not options.fresh and endings.failed(before):  # there is nothing to carry on
+            study, before = self._open_study(key, hardware, budget, fresh=True), ()
         self._slots = options.gpus or 1 if device == "cuda" else 1
-        resumed = len(self._finished())
-        self._tell(studies.opened(self._study, options, slots=self._slots, resumed=resumed))
-        if self._study.facts is not None:
-            self._tell(FactsKnown(facts=self._study.facts))
-        for number, trial in enumerate(self._finished()):
-            self._announce(number, trial, slot=0)
-        found = self._store.reference(self._study)
-        self._reference = Reference(found, lambda line: self._tell(Line(text=line)))
-        self._mirror = Mirror(self._store, self._study)
-        self._mirror.catch_up(self._store.trials(self._study, purpose=Purpose.SEARCH))
+        self._tell(studies.opened(study, options, slots=self._slots, resumed=len(before)))
+        if study.facts is not None:
+            self._tell(FactsKnown(facts=study.facts))
+        self._ledger = Ledger(self._store, study, options, self._tell, self._started)
+        for number, trial in enumerate(before):
+            self._ledger.announce(number, trial, slot=0)
+        self._proposer = Proposer(self._ledger, hardware)
 
     def _open_study(
         self, key: StudyKey, hardware: Hardware, budget: int, *, fresh: bool
@@ -186,107 +167,53 @@ class Search:
             self._pool = self._stack.enter_context(pool)
         return self._pool
 
-    # --- proposing -------------------------------------------------------------------------
-
-    def _propose(self) -> tuple[Plan, ...]:
-        """Return the plans of the next launch; none when nothing better is likely."""
-        finished = self._finished()
-        flying = {trial.plan for flight in self._flights.values() for trial in flight.trials}
-        if self._awaited(flying) or self._spent(len(finished) + len(flying)):
-            return ()
-        known = {trial.plan for trial in finished} | flying
-        candidates = [plan for plan in self._space().plans() if plan not in known]
-        if Plan() not in known:
-            beside = [plan for plan in candidates if plan.fixed == Plan()]
-            return (Plan(), *beside[: self._room(0) - 1])
-        self._require_baseline()
-        batch = self._study.facts.batch if self._study.facts else None
-        candidates = [plan for plan in candidates if dominated(plan, finished, batch) is None]
-        if (first := self._leading(candidates)) is not None:
-            beside = [plan for plan in candidates if together(plan, [first], self._alone)]
-            return (first, *beside[: self._room(len(known)) - 1])
-        self._mirror.enqueue(rungs(Plan(), candidates))
-        chosen: list[Plan] = []
-        while len(chosen) < self._room(len(known)):
-            plan = self._mirror.ask([p for p in candidates if together(p, chosen, self._alone)])
-            if plan is None:
-                break
-            chosen.append(plan)
-        return tuple(chosen)
-
-    def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
-        """Return the plan that goes first, to be the reference, where the script does not fit."""
-        if self._reference.trace is not None or self._baseline() is Verdict.MEASURED:
-            return None
-        return leading(candidates, self._finished(), self._study.facts)
-
-    def _awaited(self, flying: set[Plan]) -> bool:
-        """Return whether the launch that becomes the reference, or shows there is none, is out."""
-        exact = {plan for plan in flying if leading([plan], (), self._study.facts)}
-        return Plan() in flying or bool(exact and self._leading([*exact]))
-
-    def _space(self) -> Space:
-        found = space(
-            self._hardware,
-            self._study.facts or Facts(),
-            allow=self._options.allow,
-            only=self._options.only,
-            without=self._options.without,
-            refused=self._study.left_out,
-        )
-        if self._study.facts is not None and found.left_out != self._left_out:
-            new = tuple(reason for reason in found.left_out if reason not in self._left_out)
-            self._left_out = found.left_out
-            if new:
-                self._tell(LevelsLeftOut(reasons=new))
-        return found
-
-    def _room(self, known: int) -> int:
-        """Return how many plans may still go into this launch."""
-        most = self._options.trials
-        return TOGETHER if most is None else min(TOGETHER, most - known)
-
-    def _spent(self, trials: int) -> bool:
-        most = self._options.trials
-        return self._late() or (most is not None and trials >= most)
-
-    def _late(self) -> bool:
-        return self._options.timeout is not None and self._lap() > self._options.timeout
-
     # --- driving ---------------------------------------------------------------------------
 
+    def _propose(self, fixed: Plan | None) -> Plan | None:
+        """Return the plan to measure next, in a launch with this fixed part or in a new one."""
+        return self._proposer.next(fixed)
+
     def _drive(
-        self, propose: Callable[[], tuple[Plan, ...]], purpose: Purpose = Purpose.SEARCH
+        self, propose: Callable[[Plan | None], Plan | None], purpose: Purpose = Purpose.SEARCH
     ) -> None:
         """Keep every slot busy with what is proposed, until nothing is and nothing runs."""
         while True:
             for slot in [each for each in range(self._slots) if each not in self._flights]:
-                if not (plans := propose()):
+                if (plan := propose(None)) is None:
                     break
-                self._launch(slot, plans, purpose)
+                self._launch(slot, plan, propose, purpose)
             if not self._flights:
                 return
             for slot, happening in self._workers().events(timeout=HEARTBEAT):
                 self._hear(slot, happening)
             self._store.heartbeat(self._owner)
 
-    def _launch(self, slot: int, plans: Sequence[Plan], purpose: Purpose) -> None:
+    def _launch(
+        self, slot: int, plan: Plan, propose: Callable[[Plan | None], Plan | None], purpose: Purpose
+    ) -> None:
         self._workers()  # where there are none to be had, no trial is begun
-        number = self._store.next_launch(self._study)
-        trials = self._store.add_trials(
-            self._study, plans, launch=number, owner=self._owner, purpose=purpose
+        number = self._store.next_launch(self._ledger.study)
+        trials = [self._begin(plan, number, purpose)]
+        while len(trials) < TOGETHER and (more := propose(plan.fixed)) is not None:
+            trials.append(self._begin(more, number, purpose))
+        self._flights[slot] = Flight(tuple(trials))
+        self._submit(slot, self._request([trial.plan for trial in trials], purpose))
+
+    def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
+        """Write a trial down before it runs: a kill finds it there."""
+        (trial,) = self._store.add_trials(
+            self._ledger.study, [plan], launch=launch, owner=self._owner, purpose=purpose
         )
-        self._flights[slot] = Flight(trials)
-        self._submit(slot, self._request(plans, purpose))
+        return trial
 
     def _request(self, plans: Sequence[Plan], purpose: Purpose) -> LaunchRequest:
         return LaunchRequest(
             script=self._options.script,
             plans=tuple(plans),
             device=self._device,
-            budget=self._study.budget,
+            budget=self._ledger.study.budget,
             timeout=self._deadline(purpose),
-            whole_fits=self._baseline() is Verdict.MEASURED,
+            whole_fits=self._ledger.baseline() is Verdict.MEASURED,
         )
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:
@@ -297,7 +224,7 @@ class Search:
         """Return the seconds a launch may take; the last word is not cut short by --timeout."""
         if self._options.timeout is None or purpose is Purpose.CONFIRM:
             return LAUNCH_SECONDS
-        return max(1.0, min(LAUNCH_SECONDS, self._options.timeout - self._lap()))
+        return max(1.0, min(LAUNCH_SECONDS, self._options.timeout - self._ledger.lap()))
 
     def _hear(self, slot: int, happening: LaunchEvent | WorkerError) -> None:
         flight = self._flights[slot]
@@ -308,9 +235,9 @@ class Search:
             case Uncontained():
                 if not self._warned:
                     self._warned = True
-                    self._tell(Line(text=UNCONTAINED))
+                    self._ledger.say(UNCONTAINED)
             case Learned(facts=facts):
-                self._learn(facts)
+                self._ledger.learn(facts)
             case Measured(index=index, measurement=measurement):
                 plan = flight.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))
@@ -330,7 +257,7 @@ class Search:
         self._broken += 1
         if self._broken > BREAKS:
             raise error
-        self._tell(Line(text=f"{error}; trying again"))
+        self._ledger.say(f"{error}; trying again")
 
     def _landed(self, slot: int, ended: LaunchEnded) -> None:
         """Close a launch: what it did not reach is planned again, unless it never can be."""
@@ -341,17 +268,17 @@ class Search:
         first = flight.trials[0]
         if flight.reported == 0 and first.plan.neutral and first.purpose is Purpose.SEARCH:
             self._release(self._flights.pop(slot))
-            seen = bool((self._study.facts or Facts()).roots)
+            seen = self._ledger.seen()
             raise ScriptError(endings.too_short(self._options.script, ended.steps, seen=seen))
         if flight.reported == 0:
             reason = f"the script ended after {ended.steps} steps, before a size was measured"
             report = TrialReport(index=0, plan=first.plan, verdict=Verdict.REFUSED, reason=reason)
-            self._finish(first, report, slot)
+            self._ledger.finish(first, report, slot)
         self._release(self._flights.pop(slot))
-        self._keep_seconds()
+        self._ledger.keep_seconds()
 
     def _release(self, flight: Flight, *, but: TrialRecord | None = None) -> None:
-        running = {t.id for t in self._store.trials(self._study, state=State.RUNNING)}
+        running = {t.id for t in self._store.trials(self._ledger.study, state=State.RUNNING)}
         for trial in flight.trials:
             if trial.id in running and trial != but:
                 self._store.release(trial)
@@ -364,34 +291,34 @@ class Search:
         That the script as it is was measured says no more than that its few steps went well.
         """
         trial, trace = flight.trials[report.index], flight.traces.get(report.index)
-        facts = self._study.facts
-        trace = self._reference.adopt(trial, report, trace, facts) or trace
-        judged = self._reference.judged(report, trace, facts)
+        facts = self._ledger.study.facts
+        trace = self._ledger.reference.adopt(trial, report, trace, facts) or trace
+        judged = self._ledger.reference.judged(report, trace, facts)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
         if judged is None:
-            self._alone |= {trial.plan}
+            self._ledger.alone |= {trial.plan}
             flight.spoilt = True
-        elif judged.verdict is Verdict.DRIFTED and self._reference.trace is not None:
+        elif judged.verdict is Verdict.DRIFTED and self._ledger.reference.trace is not None:
             flight.doubt(Doubt(trial, report, trace, drifted=True))
-        elif failed and self._baseline() is Verdict.MEASURED:
+        elif failed and self._ledger.baseline() is Verdict.MEASURED:
             flight.doubt(Doubt(trial, report))
         else:
-            self._finish(trial, judged, slot, trace)
+            self._ledger.finish(trial, judged, slot, trace)
 
     def _run_reference(self, slot: int, doubt: Doubt, steps: int, flight: Flight) -> None:
         """Run the reference past the step at which the doubted trial failed or drifted."""
         self._release(flight, but=doubt.trial)
         steps = steps or LATE_STEPS
-        known = self._reference.repeats is not None or not doubt.drifted
+        known = self._ledger.reference.repeats is not None or not doubt.drifted
         if steps <= self._safe_steps and known:
             self._flights.pop(slot)
             self._settle(doubt, slot)
             return
         self._flights[slot] = Flight((doubt.trial,), doubted=doubt, steps=steps)
         reason = "its training differs" if doubt.drifted else doubt.report.reason
-        self._tell(Line(text=f"{doubt.trial.plan}: {reason}: does the script do so by itself?"))
-        self._store.next_launch(self._study)
-        plan = self._reference.plan if doubt.drifted else Plan()
+        self._ledger.say(f"{doubt.trial.plan}: {reason}: does the script do so by itself?")
+        self._store.next_launch(self._ledger.study)
+        plan = self._ledger.reference.plan if doubt.drifted else Plan()
         self._submit(slot, replace(self._request((plan,), Purpose.CONFIRM), steps=steps))
 
     def _hear_reference(
@@ -401,11 +328,11 @@ class Search:
         assert doubt is not None
         match happening:
             case Traced(trace=trace):
-                self._reference.again(trace)
+                self._ledger.reference.again(trace)
             case TrialReport(verdict=Verdict.SCRIPT_FAILED):
-                self._finish(doubt.trial, replace(happening, plan=doubt.trial.plan), slot)
+                self._ledger.finish(doubt.trial, replace(happening, plan=doubt.trial.plan), slot)
             case TrialReport():
-                self._reference.longer(happening)
+                self._ledger.reference.longer(happening)
             case LaunchEnded():
                 self._safe_steps = max(self._safe_steps, flight.steps)
                 self._flights.pop(slot)
@@ -415,85 +342,24 @@ class Search:
 
     def _settle(self, doubt: Doubt, slot: int) -> None:
         """Finish a trial whose doubt another run of the reference has resolved."""
-        judged = self._reference.judged(doubt.report, doubt.trace, self._study.facts)
-        self._finish(doubt.trial, judged or doubt.report, slot)
-
-    def _learn(self, facts: Facts) -> None:
-        """Keep new facts, unless a launch that has just begun knows less than an earlier one."""
-        if facts.optimizers or self._study.facts is None or not self._study.facts.roots:
-            self._study = self._store.set_facts(self._study, facts)
-            self._tell(FactsKnown(facts=facts))
-
-    # --- recording -------------------------------------------------------------------------
-
-    def _finish(
-        self, trial: TrialRecord, report: TrialReport, slot: int, trace: Trace | None = None
-    ) -> None:
-        cut = report.verdict is Verdict.TIMED_OUT and self._late()  # by the search's own time
-        if report.verdict is Verdict.INTERRUPTED or cut:
-            return  # released with its flight, and planned again
-        report = judged(report, self._options.script, self._baseline())
-        kept = trace if trace is self._reference.trace else None
-        trial = self._store.finish(trial, report, trace=kept)
-        if trial.purpose is Purpose.SEARCH:
-            self._mirror.tell(trial)
-            self._announce(len(self._finished()) - 1, trial, slot)
-        if report.verdict is Verdict.SCRIPT_FAILED:
-            raise ScriptError(f"{self._options.script.target}: {report.reason}", report.traceback)
-        ruled_out = culprit(report, self._finished())
-        if report.verdict in BLAMED and ruled_out:
-            self._study = self._store.leave_out(self._study, *ruled_out, report.reason)
-
-    def _announce(self, number: int, trial: TrialRecord, slot: int) -> None:
-        assert trial.report is not None, "a finished trial has a report"
-        leading = ranked(self._finished(), self._study.budget)[:1]
-        best = any(first.id == trial.id for first in leading)
-        self._tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
-
-    def _finished(self) -> tuple[TrialRecord, ...]:
-        return self._store.trials(self._study, state=State.FINISHED, purpose=Purpose.SEARCH)
-
-    def _baseline(self) -> Verdict | None:
-        return next((t.verdict for t in self._finished() if t.plan.neutral), None)
-
-    def _require_baseline(self) -> None:
-        """Raise when the script as it is says that no plan can help."""
-        seen = bool((self._study.facts or Facts()).roots)
-        endings.of_baseline(self._finished(), self._options.script, self._study.budget, seen=seen)
+        judged = self._ledger.reference.judged(doubt.report, doubt.trace, self._ledger.study.facts)
+        self._ledger.finish(doubt.trial, judged or doubt.report, slot)
 
     # --- ending ----------------------------------------------------------------------------
 
     def _confirm(self) -> None:
         """Measure the winner again in a fresh process; if it fails, the runner-up."""
-        failed = 0
-        for trial in ranked(self._finished(), self._study.budget):
+        failed, ledger = 0, self._ledger
+        for trial in ledger.ranked():
             assert trial.report is not None
             plan = trial.report.best or trial.plan
-            if not self._confirmations(plan, Verdict.DRIFTED) and not self._held(plan):
+            if not ledger.confirmations(plan, Verdict.DRIFTED) and not ledger.held(plan):
                 self._tell(Remeasuring(plan=plan))
                 self._drive(once(plan), Purpose.CONFIRM)
-                failed += not self._confirmations(plan, Verdict.DRIFTED)
-            if self._held(plan):
+                failed += not ledger.confirmations(plan, Verdict.DRIFTED)
+            if ledger.held(plan):
                 return
-            self._tell(Line(text=endings.did_not_hold(plan, self._confirmations(plan))))
+            ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
             if failed == FINALISTS:
                 break
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
-
-    def _held(self, plan: Plan) -> bool:
-        """Return whether a plan fitted when it was measured again."""
-        return any(fits(each, self._study.budget) for each in self._confirmations(plan))
-
-    def _confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
-        finished = self._store.trials(self._study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        mine = [trial for trial in finished if trial.plan == plan]
-        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
-
-    def _keep_seconds(self) -> None:
-        """Add the time since it was last kept: a kill loses no more than one launch's."""
-        lap = self._lap()
-        self._store.add_seconds(self._study, lap - self._stored_seconds)
-        self._stored_seconds = lap
-
-    def _lap(self) -> float:
-        return time.monotonic() - self._started

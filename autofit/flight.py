@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autofit.plan import Plan
@@ -43,17 +43,7 @@ class Flight:
         self.doubted, self.spoilt = doubt, True
 
 
-def once(plan: Plan) -> Callable[[], tuple[Plan, ...]]:
+def once(plan: Plan) -> Callable[[Plan | None], Plan | None]:
     """Return what proposes ``plan`` the first time, and nothing after."""
-    left = [(plan,)]
-    return lambda: left.pop() if left else ()
-
-
-def together(plan: Plan, chosen: Sequence[Plan], alone: frozenset[Plan] = frozenset()) -> bool:
-    """Return whether ``plan`` may follow those chosen in one launch.
-
-    ``alone``: plans that can only be judged when they come first.
-    """
-    if chosen and plan in alone:
-        return False
-    return plan not in chosen and all(plan.fixed == other.fixed for other in chosen)
+    left = [plan]
+    return lambda fixed: left.pop() if left else None

@@ -1,0 +1,134 @@
+"""What a search has found so far, in the store, in Optuna's mirror, and told to who listens."""
+
+from __future__ import annotations
+
+import time
+
+from autofit import endings
+from autofit.asked import SearchOptions
+from autofit.exceptions import ScriptError
+from autofit.mirror import Mirror
+from autofit.plan import Plan
+from autofit.progress import FactsKnown, Line, Listener, TrialEnded
+from autofit.reference import Reference
+from autofit.results import fits, ranked
+from autofit.rules import BLAMED, culprit, judged
+from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
+from autofit.strategies import Facts
+from autofit.worker.records import Trace, TrialReport, Verdict
+
+
+class Ledger:
+    """Keeps one study while it is searched: every trial that ends is entered here."""
+
+    def __init__(
+        self,
+        store: Store,
+        study: StudyRecord,
+        options: SearchOptions,
+        listener: Listener,
+        started: float,
+    ) -> None:
+        """``started``: when the search began, by ``time.monotonic``."""
+        self.store = store
+        self.study = study
+        self.options = options
+        self.tell = listener
+        self.alone: frozenset[Plan] = frozenset()
+        """Whose loss looked wrong after other plans: to be launched first in a process."""
+        self.reference = Reference(store.reference(study), self.say)
+        self.mirror = Mirror(store, study)
+        self.mirror.catch_up(store.trials(study, purpose=Purpose.SEARCH))
+        self._started = started
+        self._stored_seconds = 0.0
+
+    def say(self, line: str) -> None:
+        """Tell a line for people."""
+        self.tell(Line(text=line))
+
+    # --- what is known ---------------------------------------------------------------------
+
+    def finished(self) -> tuple[TrialRecord, ...]:
+        """Return the search's finished trials, confirmations left out."""
+        return self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
+
+    def running(self) -> tuple[TrialRecord, ...]:
+        """Return the search's trials that have no verdict yet, whether they run or wait for one."""
+        return self.store.trials(self.study, state=State.RUNNING, purpose=Purpose.SEARCH)
+
+    def ranked(self) -> list[TrialRecord]:
+        """Return the finished trials that fit, the fastest first."""
+        return ranked(self.finished(), self.study.budget)
+
+    def baseline(self) -> Verdict | None:
+        """Return how the neutral plan ended, if it has."""
+        return next((trial.verdict for trial in self.finished() if trial.plan.neutral), None)
+
+    def require_baseline(self) -> None:
+        """Raise when the script as it is says that no plan can help."""
+        endings.of_baseline(
+            self.finished(), self.options.script, self.study.budget, seen=self.seen()
+        )
+
+    def seen(self) -> bool:
+        """Return whether the script has called a module with gradients."""
+        return bool((self.study.facts or Facts()).roots)
+
+    def confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
+        """Return the trials in which ``plan`` was measured again, those with these verdicts."""
+        finished = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+        mine = [trial for trial in finished if trial.plan == plan]
+        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
+
+    def held(self, plan: Plan) -> bool:
+        """Return whether a plan fitted when it was measured again."""
+        return any(fits(each, self.study.budget) for each in self.confirmations(plan))
+
+    # --- entering --------------------------------------------------------------------------
+
+    def learn(self, facts: Facts) -> None:
+        """Keep new facts, unless a launch that has just begun knows less than an earlier one."""
+        if facts.optimizers or self.study.facts is None or not self.study.facts.roots:
+            self.study = self.store.set_facts(self.study, facts)
+            self.tell(FactsKnown(facts=facts))
+
+    def finish(
+        self, trial: TrialRecord, report: TrialReport, slot: int, trace: Trace | None = None
+    ) -> None:
+        """Enter what became of a trial; raise ``ScriptError`` where that is the script's fault."""
+        cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by the search's own time
+        if report.verdict is Verdict.INTERRUPTED or cut:
+            return  # released with its flight, and planned again
+        report = judged(report, self.options.script, self.baseline())
+        kept = trace if trace is self.reference.trace else None
+        trial = self.store.finish(trial, report, trace=kept)
+        if trial.purpose is Purpose.SEARCH:
+            self.mirror.tell(trial)
+            self.announce(len(self.finished()) - 1, trial, slot)
+        if report.verdict is Verdict.SCRIPT_FAILED:
+            raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
+        ruled_out = culprit(report, self.finished())
+        if report.verdict in BLAMED and ruled_out:
+            self.study = self.store.leave_out(self.study, *ruled_out, report.reason)
+
+    def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
+        """Tell of a finished trial."""
+        assert trial.report is not None, "a finished trial has a report"
+        best = any(first.id == trial.id for first in self.ranked()[:1])
+        self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
+
+    # --- time ------------------------------------------------------------------------------
+
+    def lap(self) -> float:
+        """Return the seconds since the search began."""
+        return time.monotonic() - self._started
+
+    def late(self) -> bool:
+        """Return whether the time that was asked for is up."""
+        return self.options.timeout is not None and self.lap() > self.options.timeout
+
+    def keep_seconds(self) -> None:
+        """Add the time since it was last kept: a kill loses no more than one launch's."""
+        lap = self.lap()
+        self.store.add_seconds(self.study, lap - self._stored_seconds)
+        self._stored_seconds = lap

@@ -1,0 +1,84 @@
+"""Which plan is measured next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autofit.ladder import rungs
+from autofit.ledger import Ledger
+from autofit.plan import Plan
+from autofit.progress import LevelsLeftOut
+from autofit.reference import leading
+from autofit.rules import dominated
+from autofit.space import Reason, Space, space
+from autofit.strategies import Facts, Hardware
+from autofit.worker.records import Verdict
+
+
+class Proposer:
+    """Proposes one plan at a time, by what the ledger holds when it is asked."""
+
+    def __init__(self, ledger: Ledger, hardware: Hardware) -> None:
+        self._ledger = ledger
+        self._hardware = hardware
+        self._left_out: tuple[Reason, ...] = ()
+
+    def next(self, fixed: Plan | None = None) -> Plan | None:
+        """Return the plan to measure next; ``None`` when there is none worth it now.
+
+        ``fixed``: the ``Plan.fixed`` of the launch that has room for one more; ``None`` for a new
+        launch. Only what a launch has finished is known of it, so the plans of all those under
+        way are among the ledger's ``running``.
+        """
+        ledger = self._ledger
+        finished, flying = ledger.finished(), {trial.plan for trial in ledger.running()}
+        if self._spent(len(finished) + len(flying)):
+            return None
+        if fixed is None and self._awaited(flying):
+            return None
+        known = {trial.plan for trial in finished} | flying
+        if fixed is None and Plan() not in known:
+            return Plan()
+        ledger.require_baseline()
+        batch = ledger.study.facts.batch if ledger.study.facts else None
+        candidates = [plan for plan in self._space().plans() if plan not in known]
+        candidates = [plan for plan in candidates if dominated(plan, finished, batch) is None]
+        if (first := self._leading(candidates)) is not None:
+            return first if fixed is None else None  # what is compared with comes first
+        ledger.mirror.enqueue(rungs(Plan(), candidates))
+        if fixed is not None:
+            candidates = [p for p in candidates if p.fixed == fixed and p not in ledger.alone]
+        return ledger.mirror.ask(candidates)
+
+    def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
+        """Return the plan that goes first, to be the reference, where the script does not fit."""
+        ledger = self._ledger
+        if ledger.reference.trace is not None or ledger.baseline() in (None, Verdict.MEASURED):
+            return None
+        return leading(candidates, ledger.finished(), ledger.study.facts)
+
+    def _awaited(self, flying: set[Plan]) -> bool:
+        """Return whether the launch that becomes the reference, or shows there is none, is out."""
+        exact = {plan for plan in flying if leading([plan], (), self._ledger.study.facts)}
+        return Plan() in flying or bool(exact and self._leading([*exact]))
+
+    def _space(self) -> Space:
+        options, study = self._ledger.options, self._ledger.study
+        found = space(
+            self._hardware,
+            study.facts or Facts(),
+            allow=options.allow,
+            only=options.only,
+            without=options.without,
+            refused=study.left_out,
+        )
+        if study.facts is not None and found.left_out != self._left_out:
+            new = tuple(reason for reason in found.left_out if reason not in self._left_out)
+            self._left_out = found.left_out
+            if new:
+                self._ledger.tell(LevelsLeftOut(reasons=new))
+        return found
+
+    def _spent(self, trials: int) -> bool:
+        most = self._ledger.options.trials
+        return self._ledger.late() or (most is not None and trials >= most)
