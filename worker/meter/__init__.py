@@ -10,11 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 
-from autofit.exceptions import UsageError
+from autofit.exceptions import UsageError, WorkerError
 from autofit.strategies.facts import Hardware
-from autofit.worker.meter import build, host, nvml
+from autofit.worker.meter import build, host, libcuda, nvml
 from autofit.worker.meter.base import CAP, Meter, Peak
-from autofit.worker.meter.nvml import Card, Holder, cards
+from autofit.worker.meter.nvml import Card, Holder
 
 __all__ = [
     "Card",
@@ -40,17 +40,32 @@ _GIVE_BACK_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_
 
 def default_device() -> str:
     """Return ``"cuda"`` where the driver shows a GPU, else ``"cpu"``."""
-    return "cuda" if nvml.count() else "cpu"
+    return "cuda" if cards() else "cpu"
+
+
+def cards() -> tuple[Card, ...]:
+    """Return the GPUs that CUDA shows this process, as they are; none where there are none."""
+    try:
+        return nvml.cards()
+    except WorkerError:
+        return libcuda.cards()
 
 
 def hardware(device: str, index: int = 0) -> Hardware:
     """Return what the device is: its name and bytes; raise ``WorkerError`` when it is not there."""
-    return nvml.card(index).hardware if _known(device) == "cuda" else host.hardware()
+    return _card(index).hardware if _known(device) == "cuda" else host.hardware()
 
 
 def free_bytes(device: str, index: int = 0) -> int:
     """Return the bytes nobody holds on the device."""
-    return nvml.card(index).free if _known(device) == "cuda" else host.free_bytes()
+    return _card(index).free if _known(device) == "cuda" else host.free_bytes()
+
+
+def _card(index: int) -> Card:
+    found = cards()
+    if index >= len(found):
+        raise WorkerError(f"no GPU {index}: {len(found)} are visible here; ask for fewer")
+    return found[index]
 
 
 def environment(

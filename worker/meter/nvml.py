@@ -47,6 +47,8 @@ class Card:
     holders: tuple[Holder, ...]
     """The processes the driver names; in a container it may name none."""
     mig: bool = False
+    measured: bool = True
+    """``False`` where nobody says what is free: all of it, for want of knowledge."""
 
     @property
     def label(self) -> str:
@@ -104,15 +106,6 @@ def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
     """
     with _driver() as nvml:
         return tuple(_card(nvml, entry, handle) for entry, handle in _handles(nvml, environment))
-
-
-def card(index: int) -> Card:
-    """Return the ``index``-th visible card; raise ``WorkerError`` when it is not there."""
-    with _driver() as nvml:
-        handles = _handles(nvml)
-        if index >= len(handles):
-            raise WorkerError(f"no GPU {index}: {len(handles)} are visible; ask for fewer")
-        return _card(nvml, *handles[index])
 
 
 def handle_of(uuid: str) -> Any | None:

@@ -1,0 +1,36 @@
+"""``autofit doctor``: what this machine offers a search, and who holds its memory."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from autofit.doctor import Examination
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Write what was found as JSON.")
+def command(as_json: bool) -> None:
+    """Show versions, devices, who holds their memory, and what is missing."""
+    from autofit.doctor import as_document, examine
+
+    found = examine()
+    if as_json:
+        click.echo(json.dumps(as_document(found), indent=2))
+    else:
+        click.echo("\n".join(lines(found)))
+
+
+def lines(found: Examination) -> list[str]:
+    """Return an examination as plain text, a line a finding."""
+    wide = max(len(each.name) for each in found.findings)
+    return [
+        ", ".join(f"{name} {version}" for name, version in found.versions.items()),
+        *(
+            f"{'ok' if each.ok else '! '}  {each.name:<{wide}}  {each.text}"
+            for each in found.findings
+        ),
+    ]

@@ -1,0 +1,153 @@
+"""What this machine offers a search: versions, devices and who holds them, what is missing.
+
+``examine`` computes, ``autofit/cli/doctor.py`` shows. Nothing is changed, and no device is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.exceptions import WorkerError
+from autofit.study import versions
+from autofit.units import format_size
+from autofit.worker import meter
+from autofit.worker.guard import SLACK, who
+from autofit.worker.meter import build, nvml
+
+_OVERLAY = """
+import sys
+from pathlib import Path
+from autofit.worker.harness.overlay import isolate
+sys.exit(not isolate(Path(sys.argv[1])))
+"""
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    """``False`` where something is worse for it; the text says what."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What a machine offers a search."""
+
+    versions: dict[str, str]
+    device: str
+    """``"cuda"`` or ``"cpu"``: what a search would use."""
+    cards: tuple[meter.Card, ...]
+    findings: tuple[Finding, ...]
+
+
+def examine() -> Examination:
+    """Look at everything once."""
+    device = meter.default_device()
+    cards = meter.cards()
+    return Examination(
+        versions=dict(versions()),
+        device=device,
+        cards=cards,
+        findings=(*_torch(device), *_driver(cards), *map(_card, cards), *_machine(), *_tools()),
+    )
+
+
+def as_document(found: Examination) -> dict[str, Any]:
+    """Return an examination for JSON; sizes are bytes."""
+    return {
+        "versions": found.versions,
+        "device": found.device,
+        "cards": [
+            {
+                "entry": card.entry,
+                "uuid": card.uuid,
+                "name": card.hardware.name,
+                "total_bytes": card.hardware.total_bytes,
+                "free_bytes": card.free,
+                "held_bytes": card.held,
+                "mig": card.mig,
+                "holders": [
+                    {"pid": each.pid, "name": each.name, "bytes": each.size}
+                    for each in card.holders
+                ],
+            }
+            for card in found.cards
+        ],
+        "findings": [
+            {"name": each.name, "ok": each.ok, "text": each.text} for each in found.findings
+        ],
+    }
+
+
+def _torch(device: str) -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of its own does not load
+        yield Finding(name="torch", ok=False, text=f"cannot be imported: {error}")
+        return
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    sees = torch.cuda.device_count() if torch.version.cuda else 0
+    text = f"{torch.__version__}, built for {built}, sees {sees} GPUs"
+    if device == "cuda" and not sees:
+        text += ": the driver has some; this torch, or its CUDA version, does not go with it"
+    yield Finding(name="torch", ok=device == "cpu" or sees > 0, text=text)
+
+
+def _driver(cards: tuple[meter.Card, ...]) -> Iterator[Finding]:
+    try:
+        text, ok = f"driver {nvml.driver_version()}", True
+    except WorkerError as error:
+        text, ok = str(error), False
+    yield Finding(name="NVML", ok=ok, text=text)
+    if not cards:
+        hidden = f"{nvml.VISIBLE} shows none" if nvml.visible() is not None else "none"
+        text = f"{hidden}: searches use the CPU as a stand-in device"
+        yield Finding(name="GPUs", ok=False, text=text)
+
+
+def _card(card: meter.Card) -> Finding:
+    """Describe a card; other people's memory on it leaves less for a search."""
+    total = format_size(card.hardware.total_bytes)
+    free = f"{format_size(card.free)} of {total} free{who(card)}"
+    if not card.measured:
+        free = f"{total}; without NVML nobody says what is free"
+    text = f"{card.hardware.name}, {free}"
+    if card.mig:
+        text += "; a MIG instance: trials see this instance alone"
+    return Finding(name=card.label, ok=card.measured and card.held <= SLACK, text=text)
+
+
+def _machine() -> Iterator[Finding]:
+    host, free = meter.hardware("cpu"), format_size(meter.free_bytes("cpu"))
+    text = f"{host.name}, {free} of {format_size(host.total_bytes)} free"
+    yield Finding(name="CPU", ok=True, text=text)
+    shim = build.shim() is not None
+    exact = "memory is counted to the byte" if shim else "no C compiler: memory is counted roughly"
+    yield Finding(name="CPU as a device", ok=shim, text=exact)
+
+
+def _tools() -> Iterator[Finding]:
+    compiler = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+    triton = importlib.util.find_spec("triton") is not None
+    text = f"C compiler {compiler or 'missing'}, Triton {'there' if triton else 'missing'}"
+    yield Finding(name="torch.compile", ok=compiler is not None, text=text)
+    ray = importlib.util.find_spec("ray") is not None
+    yield Finding(name="Ray", ok=ray, text=versions().get("ray", "missing: pip install ray"))
+    with tempfile.TemporaryDirectory() as scratch:
+        overlay = [sys.executable, "-c", _OVERLAY, scratch]
+        contained = subprocess.run(overlay, capture_output=True, timeout=_SECONDS).returncode == 0
+    written = "what a trial writes to disk goes with it"
+    if not contained:
+        written = "not allowed here: what a trial writes to disk is really written"
+    yield Finding(name="overlay", ok=contained, text=written)

@@ -1,0 +1,59 @@
+"""The GPUs as CUDA's driver library lists them, where NVML is missing. Imports no torch.
+
+Containers are often given the driver's ``compute`` part without ``utility``, to which NVML belongs.
+Nothing tells then how much of a card is free, or who holds the rest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from autofit.strategies.facts import Hardware
+from autofit.worker.meter.nvml import Card
+
+_CAPABILITY = (75, 76)
+"""``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`` and ``_MINOR``."""
+
+
+@cache
+def cards() -> tuple[Card, ...]:
+    """Return the GPUs that CUDA shows this process; none where there is no driver.
+
+    No context is made: no memory is taken.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_card(cuda, index) for index in range(count.value))
+
+
+def _card(cuda: ctypes.CDLL, index: int) -> Card:
+    device, total = ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    capability = []
+    for attribute in _CAPABILITY:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        capability.append(value.value)
+    return Card(
+        entry=str(index),
+        uuid="",
+        hardware=Hardware(
+            device="cuda",
+            name=name.value.decode(errors="replace"),
+            total_bytes=total.value,
+            capability=(capability[0], capability[1]),
+        ),
+        free=total.value,
+        held=0,
+        holders=(),
+        measured=False,
+    )
