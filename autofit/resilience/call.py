@@ -26,7 +26,6 @@ from autofit.resilience.ranks import (
     SHORT,
     Ranks,
     in_use,
-    lost,
 )
 from autofit.resilience.records import Hook, Retry, Rung
 from autofit.resilience.shapes import key_of
@@ -113,7 +112,7 @@ class Call:
         how = SHORT if found.kind is Kind.OOM else BROKEN
         if isinstance(error, Refused) and self.of.ladder.refused(self.rung):
             found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), SHORT
-        elif self.ranks is not None and how is BROKEN and lost(error):
+        elif self.ranks is not None and how is BROKEN and self.ranks.lost(error):
             found, how = ANOTHER, LOST
         if self.ranks is not None:
             self.ranks.say(how)
@@ -142,10 +141,13 @@ class Call:
         failure, self._failure = self._failure, None
         error, found = failure or (None, ANOTHER)
         seconds = time.perf_counter() - self._started
-        shortage.give_back(error)
+        if error is not None:
+            shortage.forget(error)
         ended = () if self.ranks is None else self._left(self.ranks, error)
+        shortage.give_back()  # waits for the device: not before a stuck collective is aborted
         rung = self._agreed(error)
         del error, failure
+        shortage.give_back()  # what the traceback held
         tried, self.rung = self.rung, rung
         self._random.restore()
         record = self._record(tried, found, seconds)
@@ -155,6 +157,8 @@ class Call:
 
     def _left(self, ranks: Ranks, error: Exception | None) -> list[str]:
         """Leave the process group; return how the attempt ended on each rank, if it can go on."""
+        if error is not None:
+            shortage.shorten(error)  # connections close with the last that holds the group
         ranks.leave()
         ended = ranks.heard(PATIENCE)
         if ended is None or BROKEN in ended:
@@ -166,7 +170,7 @@ class Call:
 
     def _agreed(self, error: Exception | None) -> Rung:
         """Return the next rung, the same on every rank; raise where one cannot start over."""
-        objection = self._objection()
+        objection = self._objection(error)
         if self.ranks is None:
             if objection:
                 raise CannotRetry(objection) from error
@@ -185,9 +189,12 @@ class Call:
         self.ranks.join_again()
         return rung if rung is not None and self.ranks.first else self.of.ladder.start(kept)
 
-    def _objection(self) -> str:
+    def _objection(self, error: Exception | None) -> str:
         """Undo what the attempt did outside the function; say why, where that cannot be done."""
         stepped = self.steps.changed()
+        if stepped is not None and error is not None:
+            shortage.shorten(error)
+            stepped = self.steps.changed()
         clean = self._gradients.take_back()
         if self._checkpoint is not None:
             self._checkpoint.restore()

@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
 
+import torch
 from torch import distributed
 
 PATIENCE = 60.0
@@ -39,11 +40,6 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _calls = count()
-
-
-def lost(error: BaseException) -> bool:
-    """Return whether an error only says that another rank is gone."""
-    return isinstance(error, (RuntimeError, OSError)) and bool(_LOST.search(str(error)))
 
 
 def in_use() -> bool:
@@ -67,6 +63,29 @@ class Ranks:
         self._timeout: timedelta = home.default_pg_timeout
         self._device = getattr(group, "bound_device_id", None)
         self._attempt = 0
+        self._freed = False
+        """The watcher has taken the group away: whatever failed then failed of that."""
+        if "nccl" in self._backend and self._device is None:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Make NCCL's communicator before the function does.
+
+        A rank that waits in NCCL for others to join a communicator cannot be freed. Needs to know
+        each rank's GPU: where two name the same one, the function is still to choose its own.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._store.set(f"gpu/{self._rank}", str(torch.cuda.get_device_properties(device).uuid))
+        keys = [f"gpu/{rank}" for rank in range(self._size)]
+        self._store.wait(keys, timedelta(seconds=FINISHED_PATIENCE))
+        if len({self._store.get(key) for key in keys}) == self._size:
+            self._device = device
+            distributed.all_reduce(torch.zeros(1, device=device))
+
+    def lost(self, error: BaseException) -> bool:
+        """Return whether an error only says that another rank is gone."""
+        known = isinstance(error, (RuntimeError, OSError)) and bool(_LOST.search(str(error)))
+        return known or self._freed
 
     @property
     def first(self) -> bool:
@@ -95,19 +114,22 @@ class Ranks:
             yield
         finally:
             over.set()
-            watcher.join()
+            watcher.join(PATIENCE)
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(0.5):
-            if self._store.check([self._key("failed")]):
+            if self._await([self._key("failed")], 0.0):
+                self._freed = True
+                _release_defaults()
                 distributed.distributed_c10d._abort_process_group()
                 return
 
     def say(self, how: str) -> None:
         """Tell the others how this rank's attempt ended; does not wait."""
-        if how != HELD:
-            self._store.set(self._key("failed"), how)
-        self._store.set(self._key(f"ended/{self._rank}"), how)
+        with suppress(distributed.DistNetworkError):  # the store is gone: nobody listens
+            if how != HELD:
+                self._store.set(self._key("failed"), how)
+            self._store.set(self._key(f"ended/{self._rank}"), how)
 
     def heard(self, seconds: float) -> list[str] | None:
         """Return how the attempt ended on each rank; ``None`` when one has not said so in time."""
@@ -118,14 +140,15 @@ class Ranks:
 
     def leave(self) -> None:
         """Let go of the process group, so that no peer waits for this rank."""
-        if distributed.is_initialized():
-            if "nccl" in self._backend:
-                distributed.distributed_c10d._abort_process_group()
-            else:
-                _release_defaults()
-                _release_meshes()
-                distributed.destroy_process_group()
-                gc.collect()  # the connections close with the last reference
+        _release_defaults()
+        if not distributed.is_initialized():
+            pass  # the watcher has left it
+        elif "nccl" in self._backend:
+            distributed.distributed_c10d._abort_process_group()
+        else:
+            distributed.destroy_process_group()
+        _release_meshes()
+        gc.collect()  # gloo's connections close with the last reference
 
     def agree(self, objection: str, rung: Mapping[str, Any] | None) -> tuple[str, Any]:
         """Return the first objection of any rank, and what the first rank wants to try next.
@@ -145,6 +168,7 @@ class Ranks:
     def join_again(self) -> None:
         """Make a new process group for the next attempt."""
         self._attempt += 1
+        self._freed = False
         distributed.init_process_group(
             self._backend,
             store=distributed.distributed_c10d.PrefixStore(f"{self._attempt}", self._store),
@@ -160,11 +184,14 @@ class Ranks:
     def _await(self, keys: list[str], seconds: float) -> bool:
         """Wait for keys, in short looks so that other threads may use the store in between."""
         deadline, pause = time.monotonic() + seconds, 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+        try:
+            while not self._store.check(keys):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+        except distributed.DistNetworkError:
+            return False  # the rank that keeps the store has ended
         return True
 
 
@@ -176,11 +203,12 @@ def _release_defaults() -> None:
     connections. ``None`` means the default group of the moment when it is called.
     """
     module = sys.modules.get("torch.distributed.nn.functional")
-    group = distributed.distributed_c10d._get_default_group()
+    group = distributed.ProcessGroup
     for function in vars(module).values() if module is not None else ():
         defaults = getattr(function, "__defaults__", None)
-        if isinstance(defaults, tuple) and any(each is group for each in defaults):
-            function.__defaults__ = tuple(None if each is group else each for each in defaults)
+        if isinstance(defaults, tuple) and any(isinstance(each, group) for each in defaults):
+            kept = (None if isinstance(each, group) else each for each in defaults)
+            function.__defaults__ = tuple(kept)
 
 
 def _release_meshes() -> None:

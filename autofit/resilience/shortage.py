@@ -52,7 +52,7 @@ def held() -> int | None:
     return None if shim is None else shim.current()
 
 
-def give_back(error: BaseException | None) -> None:
+def give_back(error: BaseException | None = None) -> None:
     """Free what a failed call holds: its frames' variables, what only cycles hold, the cache.
 
     Call it outside the ``except`` block: inside, the interpreter itself holds the error.
@@ -74,6 +74,31 @@ def forget(error: BaseException) -> None:
     """
     for each in _behind(error):
         traceback.clear_frames(each.__traceback__)
+
+
+def shorten(error: BaseException) -> None:
+    """Cut the tracebacks where they come to a closure; what is cut stays readable, as a note.
+
+    A cleared frame still holds its function and, by that, what the function closes over: torch
+    calls a module with hooks through one that holds the module and its inputs. Deeper frames hold
+    the frames that called them.
+    """
+    for each in _behind(error):
+        _cut(each)
+    gc.collect()
+
+
+def _cut(error: BaseException) -> None:
+    before, entry = None, error.__traceback__
+    while entry is not None and not entry.tb_frame.f_code.co_freevars:
+        before, entry = entry, entry.tb_next
+    if entry is None:
+        return
+    error.add_note("autofit: and from there on\n" + "".join(traceback.format_tb(entry)).rstrip())
+    if before is None:
+        error.__traceback__ = None
+    else:
+        before.tb_next = None
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
