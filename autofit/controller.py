@@ -12,11 +12,20 @@ from typing import Self
 from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
+from autofit.crew import Crew
 from autofit.exceptions import NothingFits, ScriptError, UsageError, WorkerError
 from autofit.flight import Doubt, Flight, once
 from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.progress import FactsKnown, LaunchStarted, Listener, Remeasuring, Result, SizeMeasured
+from autofit.progress import (
+    FactsKnown,
+    LaunchStarted,
+    Line,
+    Listener,
+    Remeasuring,
+    Result,
+    SizeMeasured,
+)
 from autofit.proposing import Proposer
 from autofit.results import result_of
 from autofit.storage import (
@@ -29,7 +38,6 @@ from autofit.storage import (
     TrialRecord,
 )
 from autofit.strategies import Hardware
-from autofit.worker import meter
 from autofit.worker.pool import Pool
 from autofit.worker.records import (
     LaunchEnded,
@@ -76,7 +84,6 @@ class Search:
         self._tell = listener
         self._owner = Owner.current()
         self._started = time.monotonic()
-        self._pool: Pool | None = None
         self._flights: dict[int, Flight] = {}
         self._broken = 0
         self._warned = False
@@ -123,9 +130,9 @@ class Search:
 
     def _open(self) -> None:
         options = self._options
-        device = meter.default_device()
-        hardware = meter.hardware(device)
-        budget = studies.budget(device, hardware, options.memory, options.headroom)
+        self._crew = Crew(options)
+        device, hardware = self._crew.device, self._crew.hardware
+        budget = studies.budget(self._crew.free, hardware, options.memory, options.headroom)
         key = studies.key(options, hardware)
         self._device = device
         self._store = self._stack.enter_context(Store(options.storage))
@@ -139,8 +146,9 @@ class Search:
         before = self._store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
         if not options.fresh and endings.failed(before):  # there is nothing to carry on
             study, before = self._open_study(key, hardware, budget, fresh=True), ()
-        self._slots = options.gpus or 1 if device == "cuda" else 1
-        self._tell(studies.opened(study, options, slots=self._slots, resumed=len(before)))
+        self._tell(studies.opened(study, options, slots=self._crew.slots, resumed=len(before)))
+        for line in self._crew.lines:
+            self._tell(Line(text=line))
         if study.facts is not None:
             self._tell(FactsKnown(facts=study.facts))
         self._ledger = Ledger(self._store, study, options, self._tell, self._started)
@@ -162,10 +170,7 @@ class Search:
 
     def _workers(self) -> Pool:
         """Return the pool, started when the first launch needs it."""
-        if self._pool is None:
-            pool = Pool(self._slots, self._device, self._options.address)
-            self._pool = self._stack.enter_context(pool)
-        return self._pool
+        return self._crew.workers(self._stack)
 
     # --- driving ---------------------------------------------------------------------------
 
@@ -178,7 +183,7 @@ class Search:
     ) -> None:
         """Keep every slot busy with what is proposed, until nothing is and nothing runs."""
         while True:
-            for slot in [each for each in range(self._slots) if each not in self._flights]:
+            for slot in self._crew.idle(self._flights):
                 if (plan := propose(None)) is None:
                     break
                 self._launch(slot, plan, propose, purpose)
@@ -218,7 +223,7 @@ class Search:
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:
         self._workers().submit(slot, request)
-        self._tell(LaunchStarted(slot=slot, plans=request.plans))
+        self._tell(LaunchStarted(slot=slot, plans=request.plans, on=self._crew.label(slot)))
 
     def _deadline(self, purpose: Purpose) -> float:
         """Return the seconds a launch may take; the last word is not cut short by --timeout."""
@@ -228,6 +233,12 @@ class Search:
 
     def _hear(self, slot: int, happening: LaunchEvent | WorkerError) -> None:
         flight = self._flights[slot]
+        if isinstance(happening, LaunchEnded) and self._crew.heed(
+            slot, happening, self._ledger.say
+        ):
+            self._release(self._flights.pop(slot))
+            self._ledger.keep_seconds()
+            return
         if flight.steps:
             self._hear_reference(slot, flight, happening)
             return
@@ -355,7 +366,7 @@ class Search:
             plan = trial.report.best or trial.plan
             if not ledger.confirmations(plan, Verdict.DRIFTED) and not ledger.held(plan):
                 self._tell(Remeasuring(plan=plan))
-                self._drive(once(plan), Purpose.CONFIRM)
+                self._again(plan)
                 failed += not ledger.confirmations(plan, Verdict.DRIFTED)
             if ledger.held(plan):
                 return
@@ -363,3 +374,10 @@ class Search:
             if failed == FINALISTS:
                 break
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
+
+    def _again(self, plan: Plan) -> None:
+        """Measure ``plan`` in a fresh process; once more where others took the memory from it."""
+        interrupted = -1
+        while interrupted < self._crew.interrupted and not self._ledger.confirmations(plan):
+            interrupted = self._crew.interrupted
+            self._drive(once(plan), Purpose.CONFIRM)

@@ -54,6 +54,8 @@ class LaunchStarted:
 
     slot: int
     plans: tuple[Plan, ...]
+    on: str = ""
+    """The card the slot has, where there are several slots: ``"GPU 2"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

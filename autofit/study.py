@@ -12,7 +12,6 @@ from autofit.progress import StudyOpened
 from autofit.storage import StudyKey, StudyRecord
 from autofit.strategies import Hardware
 from autofit.units import format_size
-from autofit.worker import meter
 
 PACKAGES = ("torch", "accelerate", "bitsandbytes", "transformers", "optuna", "ray")
 """Whose versions a study keeps beside its figures."""
@@ -40,14 +39,13 @@ def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
     )
 
 
-def budget(device: str, hardware: Hardware, asked: int | None, headroom: float) -> int:
+def budget(free: int, hardware: Hardware, asked: int | None, headroom: float) -> int:
     """Return the bytes a trial may occupy on the device.
 
     ``asked``: taken as it is; raise ``UsageError`` if the device has less. Without it: what the
-    device has free, less ``headroom`` per cent of the whole.
+    device has ``free``, less ``headroom`` per cent of the whole.
     """
     if asked is None:
-        free = meter.free_bytes(device)
         return max(0, int(free - hardware.total_bytes * headroom / 100))
     if asked > hardware.total_bytes:
         raise UsageError(

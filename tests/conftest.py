@@ -1,5 +1,6 @@
 """Shared by all tests: the tiers, and a copy of the repository to work on."""
 
+import os
 import shutil
 import subprocess
 from functools import cache
@@ -32,7 +33,11 @@ def _gpu_seen() -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test in no tier; skip what needs a GPU where there is none."""
+    """Refuse a test in no tier; skip what needs a GPU where there is none.
+
+    What needs one goes first: what follows is shown none, and CUDA looks but once a process.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("gpu") is None)
     homeless = [i.nodeid for i in items if not any(i.get_closest_marker(tier) for tier in TIERS)]
     if homeless:
         raise pytest.UsageError(
@@ -41,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _gpu_seen():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; nvidia-smi lists none"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Show GPUs to the tests that are marked for them: the others cap and measure the CPU."""
+    if not item.get_closest_marker("gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,8 @@ class Running:
     size: Plan | None = None
     """The current plan with the micro-batch size measured last."""
     latest: Measurement | None = None
+    on: str = ""
+    """The card it runs on, where there are several."""
 
 
 class LiveTable:
@@ -77,15 +79,15 @@ class LiveTable:
         match notice:
             case StudyOpened(budget=budget):
                 self._budget = budget
-            case LaunchStarted(slot=slot, plans=plans):
-                self._running[slot] = Running(plans=plans, since=time.monotonic())
+            case LaunchStarted(slot=slot, plans=plans, on=on):
+                self._running[slot] = Running(plans=plans, since=time.monotonic(), on=on)
             case SizeMeasured(slot=slot, plan=plan, measurement=latest):
                 running = self._running.get(slot) or Running(plans=(plan,), since=time.monotonic())
                 self._running[slot] = replace(running, size=plan, latest=latest)
             case TrialEnded(slot=slot):
                 ended = self._running.pop(slot, None)
                 if ended and (rest := ended.plans[1:]):
-                    self._running[slot] = Running(plans=rest, since=time.monotonic())
+                    self._running[slot] = Running(plans=rest, since=time.monotonic(), on=ended.on)
             case _:
                 pass
 
@@ -94,7 +96,8 @@ def running_line(running: Running, now: float, budget: int) -> str:
     """Return the line for a launch that has been running until ``now``."""
     more = f" and {len(running.plans) - 1} more" if len(running.plans) > 1 else ""
     plan = running.size or running.plans[0]
-    line = f"  .. {plan}{more}, {format_duration(now - running.since)}"
+    on = f"{running.on}: " if running.on else ""
+    line = f"  .. {on}{plan}{more}, {format_duration(now - running.since)}"
     if running.latest is None:
         return line
     latest = running.latest

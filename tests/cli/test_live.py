@@ -50,6 +50,16 @@ def test_what_runs(measure: Callable[[float, float], Measurement]) -> None:
     assert running_line(running, 22.0, 1 << 30) == "  .. checkpointing, micro 8, 12 s"
 
 
+def test_which_card_runs_what() -> None:
+    screen = io.StringIO()
+    table = LiveTable(screen, Console(file=screen, width=100))
+    for slot in (0, 1):
+        table(LaunchStarted(slot=slot, plans=(Plan(), SPLIT), on=f"GPU {slot + 2}"))
+    first, second = table.status().plain.split("\n")
+    assert first.startswith("  .. GPU 2: as it is")
+    assert second.startswith("  .. GPU 3: as it is")
+
+
 def test_a_real_terminal_gets_the_live_table() -> None:
     code = (
         "from autofit.cli.render import renderer\n"

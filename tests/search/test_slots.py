@@ -1,0 +1,83 @@
+"""Trials side by side, on two CPU slots: the driver's part is the same with two GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from autofit import crew
+from autofit.asked import SearchOptions
+from autofit.controller import search
+from autofit.exceptions import WorkerError
+from autofit.progress import LaunchStarted, Notice, StudyOpened, TrialEnded
+from autofit.worker.records import LaunchEnded, Script, Verdict
+
+
+@pytest.fixture
+def options(script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> SearchOptions:
+    """A search of some plans on two slots."""
+    monkeypatch.setattr(crew, "CPU_SLOTS", 2)
+    path = script()
+    return SearchOptions(
+        script=Script(target=path.name, args=("--steps", "400"), cwd=str(path.parent)),
+        storage=f"sqlite:///{path.parent / 'autofit.db'}",
+        trials=8,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_every_slot_is_kept_busy_with_plans_of_its_own(options: SearchOptions) -> None:
+    heard: list[Notice] = []
+    result = search(options, heard.append)
+    assert isinstance(heard[0], StudyOpened)
+    assert heard[0].slots == 2
+    plans = [each.report.plan for each in heard if isinstance(each, TrialEnded)]
+    assert len(plans) == len(set(plans)) >= 6
+    running: Counter[int] = Counter()
+    side_by_side = False
+    for each in heard:
+        if isinstance(each, LaunchStarted):
+            running[each.slot] += len(each.plans)
+            side_by_side |= len(+running) == 2
+        elif isinstance(each, TrialEnded):
+            running[each.slot] -= 1
+    assert side_by_side
+    assert result.baseline_verdict is Verdict.MEASURED
+
+
+def ended(**why: str) -> LaunchEnded:
+    return LaunchEnded(steps=0, stopped=False, seconds=1.0, **why)  # type: ignore[arg-type]
+
+
+@pytest.mark.quick
+def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> None:
+    said: list[str] = []
+    slots = crew.Crew(options)
+    assert slots.idle({1}) == [0]
+    assert not slots.heed(0, ended(), said.append)
+    assert slots.heed(0, ended(lost="GPU 0 has 1.0 GiB free"), said.append)
+    assert slots.idle(()) == [1]
+    assert said == ["GPU 0 has 1.0 GiB free; it is not used any more"]
+    assert slots.heed(1, ended(lost="GPU 1 has 2.0 GiB free"), said.append)
+    assert slots.idle(()), "whoever has work left is told by the next launch"
+    with (
+        ExitStack() as stack,
+        pytest.raises(WorkerError, match=r"no device is left: GPU 0 .*; GPU 1 "),
+    ):
+        slots.workers(stack)
+
+
+@pytest.mark.quick
+def test_memory_that_others_take_again_and_again_ends_the_search(options: SearchOptions) -> None:
+    said: list[str] = []
+    slots = crew.Crew(options)
+    for _ in range(crew.TAKEN):
+        assert slots.heed(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
+    assert slots.idle(()) == [0, 1]
+    with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0 was taken"):
+        slots.heed(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
