@@ -5,7 +5,8 @@
 Each configuration is an example with the flags of ``examples/_by_hand.py``, in a process of its
 own, measured as a trial of a search measures: full optimizer steps, synchronised, the first ones
 dropped, the median; peaks of torch's allocator and of the device. Writes ``grid.json`` and
-``grid.md``.
+``grid.md`` after each, and keeps what they hold of other configurations: a grid can be measured in
+parts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autofit.plan import Plan
 from autofit.study import versions
@@ -27,8 +30,9 @@ from autofit.worker.records import LaunchRequest, Script, TrialReport
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 EXAMPLES = HERE.parent / "examples"
-STEPS = 15
-"""Measured in each process."""
+STEPS = 9
+"""Measured in each process; more under compile, where some compile anew."""
+COMPILED_STEPS = 15
 LAUNCH_SECONDS = 400.0
 
 
@@ -53,6 +57,7 @@ WORKS = (
             "--precision tf32",
             "--precision bf16 --optimizer fused",
             "--precision bf16 --optimizer fused --compile regional",
+            "--precision bf16 --optimizer fused --compile full",
             "--precision bf16 --optimizer fused --micro-batch 32",
             "--precision bf16 --optimizer fused --checkpointing",
             "--precision bf16 --optimizer 8bit --checkpointing",
@@ -102,10 +107,20 @@ class Figure:
     peak_reserved: int | None = None
     peak_device: int | None = None
     reason: str = ""
+    seconds: float = 0.0
+    """Of the whole process."""
+    command: str = ""
+    """What measured it."""
 
 
-def measure(work: Work, flags: str, *, memory: int, steps: int = STEPS) -> Figure:
+def measure(work: Work, flags: str, *, memory: int) -> Figure:
     """Run one configuration within ``memory`` bytes of the device."""
+    started = time.monotonic()
+    figure = _measured(work, flags, memory, COMPILED_STEPS if "--compile" in flags else STEPS)
+    return replace(figure, seconds=round(time.monotonic() - started, 1), command=command_line())
+
+
+def _measured(work: Work, flags: str, memory: int, steps: int) -> Figure:
     script = Script(
         target=str(EXAMPLES / work.script),
         args=(*work.arguments, *flags.split()),
@@ -139,21 +154,46 @@ def measure(work: Work, flags: str, *, memory: int, steps: int = STEPS) -> Figur
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as a table in Markdown."""
     lines = [
-        "| work | configuration | samples/s | spread | allocated | reserved | device |",
-        "|---|---|---|---|---|---|---|",
+        "| work | configuration | samples/s | spread | allocated | reserved | device | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for each in figures:
         name = each.flags or "as it is"
         if each.samples_per_second is None:
-            lines.append(f"| {each.work} | {name} | {each.verdict}: {each.reason} | | | | |")
+            lines.append(f"| {each.work} | {name} | {each.verdict}: {each.reason} | | | | | |")
             continue
         sizes = (each.peak_allocated, each.peak_reserved, each.peak_device)
         shown = " | ".join(format_size(size or 0) for size in sizes)
         spread = f"{each.spread or 0:.1%}"
         lines.append(
-            f"| {each.work} | {name} | {each.samples_per_second:.1f} | {spread} | {shown} |"
+            f"| {each.work} | {name} | {each.samples_per_second:.1f} | {spread} | {shown} "
+            f"| {each.seconds:.0f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def command_line() -> str:
+    """Return how this process was started."""
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def stored(path: Path, kind: str) -> list[dict[str, Any]]:
+    """Return what an earlier run has left in ``path``; nothing where there is no such file."""
+    found: list[dict[str, Any]] = json.loads(path.read_text())[kind] if path.exists() else []
+    return found
+
+
+def merged(
+    before: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]], *key: str
+) -> list[dict[str, Any]]:
+    """Return both, what is new in the place of what has the same ``key``."""
+    rows = {tuple(row[name] for name in key): row for row in (*before, *new)}
+    return list(rows.values())
+
+
+def about(hardware: str) -> str:
+    """Return the line above a table."""
+    return f"Last written by `{command_line()}` on one {hardware}.\n\n"
 
 
 def main() -> None:
@@ -166,21 +206,29 @@ def main() -> None:
     device = meter.default_device()
     hardware = meter.hardware(device)
     memory = meter.free_bytes(device)
-    figures: list[Figure] = []
     for work in WORKS:
         if arguments.work and work.name not in arguments.work:
             continue
         for flags in work.flags:
             if arguments.only not in flags:
                 continue
-            figures.append(measure(work, flags, memory=memory))
-            sys.stderr.write(table(figures[-1:]).splitlines()[-1] + "\n")
-    command = " ".join(["python benchmarks/grid.py", *sys.argv[1:]])
-    about = {"command": command, "hardware": hardware.name, "versions": dict(versions())}
-    document = {**about, "figures": [asdict(each) for each in figures]}
-    (arguments.out / "grid.json").write_text(json.dumps(document, indent=1) + "\n")
-    said = f"Written by `{command}` on one {hardware.name}.\n\n"
-    (arguments.out / "grid.md").write_text("# By hand\n\n" + said + table(figures))
+            figure = measure(work, flags, memory=memory)
+            sys.stderr.write(table([figure]).splitlines()[-1] + "\n")
+            _keep(figure, arguments.out, hardware.name)
+
+
+def _keep(figure: Figure, folder: Path, hardware: str) -> None:
+    """Write a figure to the others, in the order of the grid."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = stored(folder / "grid.json", "figures")
+    rows = merged(before, [asdict(figure)], "work", "flags")
+    order = [(work.name, flags) for work in WORKS for flags in work.flags]
+    known = [row for row in rows if (row["work"], row["flags"]) in order]
+    known.sort(key=lambda row: order.index((row["work"], row["flags"])))
+    document = {"hardware": hardware, "versions": dict(versions()), "figures": known}
+    (folder / "grid.json").write_text(json.dumps(document, indent=1) + "\n")
+    written = table([Figure(**row) for row in known])
+    (folder / "grid.md").write_text(f"# By hand\n\n{about(hardware)}{written}")
 
 
 if __name__ == "__main__":

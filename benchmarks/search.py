@@ -4,7 +4,8 @@
 
 Each search is given an example without any flag and a budget (``card``: the whole device). It is
 compared with the fastest configuration of ``grid.json`` whose device peak fits the same budget, so
-``grid.py`` runs first. Writes ``search.json`` and ``search.md``.
+``grid.py`` runs first. Writes ``search.json`` and ``search.md`` after each, and keeps what they
+hold of other searches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grid import EXAMPLES, RESULTS, WORKS, Work
+from grid import EXAMPLES, RESULTS, WORKS, Work, about, command_line, merged, stored
 
 from autofit.units import format_size, parse_size
 from autofit.worker import meter
@@ -50,6 +51,8 @@ class Found:
     document: dict[str, Any]
     """What ``--json`` wrote; empty where nothing fits."""
     last_line: str
+    command: str = ""
+    """What measured it."""
 
 
 def search(work: Work, memory: str, grid: Sequence[dict[str, Any]], folder: Path) -> Found:
@@ -77,6 +80,7 @@ def search(work: Work, memory: str, grid: Sequence[dict[str, Any]], folder: Path
         best.get("flags", ""),
         json.loads(done.stdout) if done.returncode == 0 else {},
         (done.stderr.strip().splitlines() or [""])[-1],
+        command_line(),
     )
 
 
@@ -89,7 +93,7 @@ def table(found: Sequence[Found]) -> str:
     """Return the searches as a table in Markdown."""
     lines = [
         "| work | budget | plan | samples/s | device peak | of the best by hand | launches "
-        "(out of memory) | seconds |",
+        "(out of memory) | seconds (of the whole command) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for each in found:
@@ -98,12 +102,14 @@ def table(found: Sequence[Found]) -> str:
             continue
         plan = ", ".join(f"{k} {v}" for k, v in each.document["plan"].items() if v != "as_is")
         rate = each.document["samples_per_second"]
-        share = f"{rate / each.by_hand:.0%} ({each.by_hand_flags})" if each.by_hand else ""
+        flags = each.by_hand_flags or "as it is"
+        share = f"{rate / each.by_hand:.0%} ({flags})" if each.by_hand else ""
         short = each.document["launches_out_of_memory"]
+        searched = each.document["search_seconds"]
         lines.append(
             f"| {each.work} | {each.memory} | {plan or 'as it is'} | {rate:.1f} "
             f"| {format_size(each.document['peak_bytes'])} | {share} "
-            f"| {each.document['launches']} ({short}) | {each.seconds:.0f} |"
+            f"| {each.document['launches']} ({short}) | {searched:.0f} ({each.seconds:.0f}) |"
         )
     return "\n".join(lines) + "\n"
 
@@ -115,22 +121,27 @@ def main() -> None:
     parser.add_argument("--memory", action="append", help="budgets, in place of each work's own")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    written = arguments.out / "grid.json"
-    grid = json.loads(written.read_text())["figures"] if written.exists() else []
-    found: list[Found] = []
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    grid = stored(arguments.out / "grid.json", "figures")
     with tempfile.TemporaryDirectory() as folder:
         for work in WORKS:
             if arguments.work and work.name not in arguments.work:
                 continue
             for memory in arguments.memory or BUDGETS[work.name]:
-                found.append(search(work, memory, grid, Path(folder)))
-                sys.stderr.write(table(found[-1:]).splitlines()[-1] + "\n")
-    command = " ".join(["python benchmarks/search.py", *sys.argv[1:]])
+                found = search(work, memory, grid, Path(folder))
+                sys.stderr.write(table([found]).splitlines()[-1] + "\n")
+                _keep(found, arguments.out)
+
+
+def _keep(found: Found, folder: Path) -> None:
+    """Write a search to the others."""
+    before = stored(folder / "search.json", "found")
+    rows = merged(before, [asdict(found)], "work", "memory")
     hardware = meter.hardware(meter.default_device()).name
-    document = {"command": command, "hardware": hardware, "found": [asdict(each) for each in found]}
-    (arguments.out / "search.json").write_text(json.dumps(document, indent=1) + "\n")
-    said = f"Written by `{command}` on one {hardware}.\n\n"
-    (arguments.out / "search.md").write_text("# Searches\n\n" + said + table(found))
+    document = {"hardware": hardware, "found": rows}
+    (folder / "search.json").write_text(json.dumps(document, indent=1) + "\n")
+    written = table([Found(**row) for row in rows])
+    (folder / "search.md").write_text(f"# Searches\n\n{about(hardware)}{written}")
 
 
 if __name__ == "__main__":
