@@ -46,6 +46,8 @@ class CudaMeter:
     def __init__(self, cap: int | None = None) -> None:
         self._cap = cap
         self._armed = False
+        self._capped = cap is not None
+        """The allocator has been, or will be, told of a cap; an uncapped one is left alone."""
         self._context = 0
         self._worst_context = 0
         self._before = {card.uuid: card.held for card in _asked(nvml.cards) or ()}
@@ -84,10 +86,13 @@ class CudaMeter:
     def set_cap(self, size: int | None) -> None:
         """Let the process occupy at most ``size`` bytes of the device; ``None`` lifts the cap."""
         self._cap = size
+        self._capped |= size is not None
         if _torch().cuda.is_initialized():
             self._apply()
 
     def _apply(self) -> None:
+        if not self._capped:
+            return
         cuda = _torch().cuda
         total = int(cuda.get_device_properties(cuda.current_device()).total_memory)
         room = total if self._cap is None else max(0, self._cap - self._context)
