@@ -7,7 +7,7 @@ memory that does not come back after a launch makes a card useless for the next.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autofit.exceptions import WorkerError
 from autofit.units import format_size
@@ -39,16 +39,21 @@ class Guard:
         """Return the guard of the cards that a process with ``environment`` sees."""
         return cls((lambda: nvml.cards(environment)) if device == "cuda" else tuple)
 
-    def taken(self, room: int, budget: int) -> bool:
+    def taken(self, room: int, budget: int, beside: Collection[int] = ()) -> bool:
         """Return whether a process with ``room`` on the first card had less than it was promised.
 
-        ``room``: the bytes it held and those nobody did, when an allocation failed.
+        ``room``: the bytes it held and those nobody did, when an allocation failed. ``beside``: the
+        ids of other processes of the same launch, whose memory is the launch's own.
         """
-        return any(room < min(budget, free) - SLACK for free in [*self._free.values()][:1])
+        for card in self._cards()[:1]:
+            promised = min(budget, self._free.get(card.uuid, card.free))
+            room += sum(holder.size or 0 for holder in card.holders if holder.pid in beside)
+            return room < promised - SLACK
+        return False
 
-    def takers(self, pid: int) -> str:
-        """Return a line on who holds the slot's cards, but for the measured process ``pid``."""
-        return "; ".join(f"{c.label} was taken meanwhile{who(c, but=pid)}" for c in self._cards())
+    def takers(self, own: Collection[int]) -> str:
+        """Return a line on who holds the slot's cards, but for the launch's ``own`` processes."""
+        return "; ".join(f"{c.label} was taken meanwhile{who(c, but=own)}" for c in self._cards())
 
     def wait(self, budget: int, seconds: float | None = None) -> str:
         """Wait until every card has ``budget`` bytes free, or as much as at first.
@@ -73,19 +78,19 @@ class Guard:
             return ()
 
 
-def who(card: Card, *, but: int | None = None, most: int = 3) -> str:
+def who(card: Card, *, but: Collection[int] = (), most: int = 3) -> str:
     """Return who holds a card's memory, to be put behind what is said of it; maybe nothing.
 
-    ``": process 4711 (python) holds 100.0 GiB"``. ``but``: a process to leave out.
+    ``": process 4711 (python) holds 100.0 GiB"``. ``but``: processes to leave out.
     """
     sizes = {holder: holder.size or 0 for holder in card.holders if holder.size}
-    others = [holder for holder in sizes if holder.pid != but][:most]
+    others = [holder for holder in sizes if holder.pid not in but][:most]
     said = [
         f"process {each.pid}{f' ({each.name})' if each.name else ''} "
         f"holds {format_size(sizes[each])}"
         for each in others
     ]
-    rest = card.held - sum(sizes[each] for each in sizes if each in others or each.pid == but)
+    rest = card.held - sum(sizes[each] for each in sizes if each in others or each.pid in but)
     if rest > SLACK:
         unnamed = "others hold" if said else "processes that the driver does not name here hold"
         said.append(f"{unnamed} {format_size(rest)}")

@@ -21,7 +21,7 @@ from autofit.worker import oom
 from autofit.worker.child import Child, python
 from autofit.worker.environment import child_environment
 from autofit.worker.guard import BRIEFLY, Guard
-from autofit.worker.reaper import SESSION
+from autofit.worker.reaper import SESSION, processes, with_descendants
 from autofit.worker.records import (
     ChildSpec,
     Event,
@@ -255,8 +255,11 @@ class _Account:
 
     def _was_taken(self, short: OutOfMemory) -> bool:
         """Note who took the card, where that is why memory ran out."""
-        if short.room is not None and self._guard.taken(short.room, self._request.budget):
-            self.taken = self._guard.takers(self._pid)
+        if short.room is None:
+            return False
+        own = {process.pid for process in with_descendants([self._pid], processes())}
+        if self._guard.taken(short.room, self._request.budget, own - {self._pid}):
+            self.taken = self._guard.takers(own)
         return bool(self.taken)
 
     def _raised(self, raised: Raised, end: _End) -> TrialReport:
@@ -270,7 +273,7 @@ class _Account:
 
     def _starved(self, shortage: OutOfMemory) -> TrialReport:
         if shortage.room is None and self._guard.wait(self._request.budget, BRIEFLY):
-            self.taken = self._guard.takers(self._pid)  # before CUDA had even started
+            self.taken = self._guard.takers([])  # before CUDA had even started
             return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
         return self._report(Verdict.OUT_OF_MEMORY, shortage.message)

@@ -67,9 +67,9 @@ def test_who_holds_what_is_named_as_far_as_the_driver_says(machine: Machine) -> 
     assert who(machine.cards()[0]) == (
         ": process 4711 (python) holds 50.0 GiB, process 4712 (python) holds 10.0 GiB"
     )
-    assert who(machine.cards()[0], but=4711) == ": process 4712 (python) holds 10.0 GiB"
+    assert who(machine.cards()[0], but=[4711]) == ": process 4712 (python) holds 10.0 GiB"
     machine.unnamed = 5 * GIB
-    assert who(machine.cards()[0], but=4711).endswith("10.0 GiB, others hold 5.0 GiB")
+    assert who(machine.cards()[0], but=[4711]).endswith("10.0 GiB, others hold 5.0 GiB")
     machine.holders = [Holder(pid=9, name="", size=None)]
     assert who(machine.cards()[0]) == (
         ": processes that the driver does not name here hold 5.0 GiB"
@@ -83,6 +83,8 @@ def test_what_others_held_at_first_is_not_held_against_the_card(machine: Machine
     assert not guard.taken(20 * GIB, 80 * GIB)
     assert guard.taken(19 * GIB, 80 * GIB)
     assert not guard.taken(19 * GIB, 10 * GIB), "there is room enough for this budget"
+    machine.take(5, pid=4712)
+    assert not guard.taken(15 * GIB, 80 * GIB, beside=[4712]), "a process of the launch's own"
 
 
 def test_memory_that_does_not_come_back_is_told_with_its_holder(machine: Machine) -> None:

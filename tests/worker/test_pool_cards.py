@@ -1,0 +1,54 @@
+"""Which cards each slot is shown. No card is needed for that: the children only look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autofit.exceptions import WorkerError
+from autofit.plan import Plan
+from autofit.worker.pool import Pool
+from autofit.worker.records import LaunchRequest, Learned, Script
+
+HARNESS = """
+import os
+from multiprocessing.connection import Connection
+from autofit.strategies import Facts
+from autofit.worker.records import *
+
+events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
+Connection(int(os.environ["AUTOFIT_CONTROL_FD"]), writable=False).recv()
+events.send(Learned(facts=Facts(framework=os.environ["CUDA_VISIBLE_DEVICES"])))
+"""
+
+
+@pytest.mark.full
+def test_each_slot_sees_its_own(tmp_path: Path) -> None:
+    harness = tmp_path / "harness.py"
+    harness.write_text(HARNESS)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan(),),
+        device="cuda",
+        budget=1 << 30,
+        timeout=60,
+    )
+    cards = ["3", "MIG-a", "1", "0"]
+    seen: dict[int, str | None] = {}
+    with Pool(slots=2, device="cuda", gpus=2, cards=cards, harness=harness) as pool:
+        assert pool.labels == ["GPU 3,MIG-a", "GPU 1,0"]
+        for slot in pool.slots:
+            pool.submit(slot, request)
+        while len(pool.free) < 2:
+            for slot, event in pool.events(timeout=30):
+                if isinstance(event, Learned):
+                    seen[slot] = event.facts.framework
+    assert seen == {0: "3,MIG-a", 1: "1,0"}
+
+
+@pytest.mark.full
+def test_more_than_there_are_is_refused() -> None:
+    asked = Pool(slots=2, device="cuda", gpus=2, cards=["0", "1", "2"])
+    with pytest.raises(WorkerError, match="4 GPUs were asked for, 3 are visible"), asked:
+        pass
