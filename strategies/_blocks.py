@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of ``model`` in the order of their registration.
 
-    Blocks are two or more children of one class in a ``ModuleList`` or ``Sequential``, each with
-    submodules of its own (a list of bare linear layers has nothing inside to recompute).
-    Blocks inside a block are not looked for.
+    Blocks are two or more children of one class in a ``ModuleList`` or ``Sequential``, which may be
+    the model itself, each with submodules of its own (a list of bare linear layers has nothing
+    inside to recompute). Blocks inside a block are not looked for.
     """
     return list(_walk(model))
 
@@ -22,17 +22,17 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
     from torch import nn
 
-    for child in module.children():
-        members = list(child.children())
-        if (
-            isinstance(child, (nn.ModuleList, nn.Sequential))
-            and len(members) >= 2
-            and len({type(member) for member in members}) == 1
-            and all(_composite(member) for member in members)
-        ):
-            yield from members
-        else:
-            yield from _walk(child)
+    members = list(module.children())
+    if (
+        isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(members) >= 2
+        and len({type(member) for member in members}) == 1
+        and all(_composite(member) for member in members)
+    ):
+        yield from members
+        return
+    for child in members:
+        yield from _walk(child)
 
 
 def _composite(module: nn.Module) -> bool:

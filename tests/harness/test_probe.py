@@ -101,14 +101,15 @@ def check(split: Any, model: nn.Module, batches: Sequence[Call], micro_batch: in
             output = forward(*values)
             scalar(output).backward()
             gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-            results.append((output, gradients, dict(module.named_buffers())))
-        (expected, plain, buffers), (found, gradients, others) = results
+            kept = {**dict(module.named_buffers()), "calls": vars(module).get("calls")}
+            results.append((output, gradients, kept))
+        (expected, plain, kept), (found, gradients, others) = results
         compare(found, expected, f"output {index} ")
         assert gradients.keys() == plain.keys()
         for name, gradient in plain.items():
             compare(gradients[name], gradient, f"batch {index} {name} ")
-        for name, buffer in buffers.items():
-            compare(others[name], buffer, f"batch {index} {name} ")
+        for name, value in kept.items():
+            compare(others[name], value, f"batch {index} {name} ")
 
 
 class Net(nn.Module):
@@ -599,10 +600,49 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a)
 
 
-@case("a count of calls", pairs, net=Bank, refused="for later")
+@case("a count of calls", pairs, net=Bank)
 def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
     net.calls += 1
     return net.body(a)
+
+
+@case("a count of calls that the answer depends on", pairs, net=Bank)
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    net.calls += 1
+    return net.body(a) * 0.5**net.calls
+
+
+@case("a count of calls in a buffer", pairs, net=Bank)
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    net.buffer.add_(1)
+    return net.body(a) * net.buffer[0, 0]
+
+
+@case("a count of calls in another buffer each time", pairs, net=Bank)
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    net.buffer = net.buffer + 1
+    return net.body(a) * net.buffer[0, 0]
+
+
+@case("a count of samples", pairs, net=Bank, refused="for later")
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    net.calls += len(a)
+    return net.body(a)
+
+
+@case("weights set from the first batch", pairs, net=Bank, refused="sets its weights")
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    if not net.calls:
+        first = net.get_submodule("body.0")
+        nn.Module.get_parameter(first, "bias").data.copy_(-first(a).mean(0))
+        net.calls = 1
+    return net.body(a)
+
+
+CASES["spectral norm"] = Case(
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)),
+    lambda: [(x(8),), (x(7),)],
+)
 
 
 @case("a number of the last call", pairs, net=Bank, refused="for later")

@@ -37,6 +37,7 @@ from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.evaluation import Evaluation, FindValues
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.moved import once
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
 
@@ -60,7 +61,9 @@ class Elastic:
         doubt: Callable[[], None],
         on_shortage: OnShortage,
         ranks: Ranks | None = None,
+        whole_at_worst: bool = True,
     ) -> None:
+        """``whole_at_worst``: a later batch that cannot be split runs in one piece."""
         self.seams = seams
         self.micro_batch = micro_batch
         self.own: list[nn.Parameter] = []
@@ -81,6 +84,7 @@ class Elastic:
         self._on_shortage = on_shortage
         self._evaluation = Evaluation(find_layout, on_shortage)
         self._ranks = ranks
+        self._whole_at_worst = whole_at_worst
         self._buffers: list[torch.Tensor] = []
         self._layer_hooks: list[Mapping[int, Any]] = []
         self._hooks: list[RemovableHandle] = []
@@ -126,6 +130,9 @@ class Elastic:
         except Refused as refusal:
             if not self._has_split or self._ranks is not None:
                 raise
+            if not self._whole_at_worst:
+                reason = f"a later batch cannot be split: {refusal}"
+                raise Refused(reason, "micro_batch") from refusal
             late = str(refusal)
         return self._whole(late, forward, args, kwargs)
 
@@ -135,8 +142,11 @@ class Elastic:
             if not layout.size(batch):
                 raise Refused("it holds no samples")
             start = RandomState.now() if layout.draws else None
+            moving = {id(place.tensor()) for place in layout.moved}
+            self._buffers = [each for each in self._buffers if id(each) not in moving]
+            call = Call(self, once(forward, layout.moved), batch, layout)
             try:
-                output = self._around(lambda: Call(self, forward, batch, layout)())  # noqa: B023
+                output = self._around(call)
             except Refused:  # the parts show that what was proven does not hold for this batch
                 if start is not None:
                     start.restore()

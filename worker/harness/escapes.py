@@ -1,9 +1,10 @@
 """Does anything of a forward outlive its output? Then a split batch would not be the same.
 
-A loss kept in an attribute of the model, features stored by a hook or in a queue, a count of the
-calls: the script uses them beside the output, and under a split they would come from one part of
-the batch, or count its parts. Nor may the forward change its arguments, or use tensors from
-elsewhere that need gradients: the split knows of the parameters and arguments only.
+A loss kept in an attribute of the model, features stored by a hook or in a queue: the script uses
+them beside the output, and under a split they would come from one part of the batch. What a call
+moves on whatever its samples (``moved``) can be told apart. Nor may the forward change its
+arguments, or use tensors from elsewhere that need gradients: the split knows of the parameters and
+arguments only.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from torch.utils._pytree import tree_leaves
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.joining import Batch, same
+from autofit.worker.harness.moved import PLAIN, Place, places
+from autofit.worker.oom import Kind, classify
 
 DEPTH = 3
 """How deep containers in a module's attributes are looked into."""
 ITEMS = 64
 """How many items of a container are looked at, from its end."""
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers", "training"}
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: hooks, parameters, children."""
 
 State = dict[str, Any]
@@ -63,23 +65,58 @@ def versions(part: Batch) -> list[int | None]:
     ]
 
 
-def refuse_memory(module: nn.Module, whole: Batch, chunk: Batch, forward: Forward) -> None:
-    """Raise ``Refused`` when the module remembers something of a call, or of its samples.
+def weights(module: nn.Module) -> list[float]:
+    """Return a number for each parameter that tells when a forward has changed it."""
+    plain = [p.detach() for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
+    return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
+
+
+def _fraction(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided
+
+
+def moved_by(module: nn.Module, whole: Batch, chunk: Batch, forward: Forward) -> tuple[Place, ...]:
+    """Return what each call moves on; raise ``Refused`` when its samples matter to that.
 
     Has run before on the same samples, so that what is kept for good (tables of positions) is
     there already.
     """
     before = state(module)
-    for part in (whole, chunk):
-        args, kwargs = part.call(part.leaves)
-        with torch.no_grad():
-            forward(*args, **kwargs)
-        after = state(module)
-        for name in before.keys() | after.keys():
-            if not same_state(before.get(name), after.get(name)):
-                if name.startswith("buffer"):
-                    raise Refused(f"the model changes its {name} in every forward")
-                raise Refused(f"the model keeps something of a forward for later: its {name}")
+    known = places(module)
+    values = {name: place.read() for name, place in known.items()}
+    after = _after(module, whole, forward)
+    changed = _differing(before, after)
+    for name in changed:
+        if name not in known:
+            raise Refused(_remembers(name))
+        known[name].write(values[name])
+    try:
+        different = _differing(after, _after(module, chunk, forward))
+    except Exception as error:
+        if changed and classify(error).kind is Kind.NOT_OOM:  # statistics of a single sample
+            raise Refused(_remembers(changed[0])) from error
+        raise
+    if different:
+        raise Refused(_remembers(different[0]))
+    return tuple(known[name] for name in changed)
+
+
+def _after(module: nn.Module, part: Batch, forward: Forward) -> State:
+    args, kwargs = part.call(part.leaves)
+    with torch.no_grad():
+        forward(*args, **kwargs)
+    return state(module)
+
+
+def _differing(one: State, other: State) -> list[str]:
+    names = [*one, *(other.keys() - one.keys())]
+    return [name for name in names if not same_state(one.get(name), other.get(name))]
+
+
+def _remembers(name: str) -> str:
+    if name.startswith("buffer"):
+        return f"the model changes its {name} in every forward"
+    return f"the model keeps something of a forward for later: its {name}"
 
 
 def state(module: nn.Module) -> State:

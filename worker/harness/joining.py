@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
+from autofit.worker.harness.moved import Place
 from autofit.worker.harness.opened import flatten
 
 Cut = tuple[int, int]
@@ -115,6 +116,8 @@ class Layout:
     """A rule for each flattened output."""
     draws: bool = False
     """The forward draws random numbers."""
+    moved: tuple[Place, ...] = field(default=(), compare=False)
+    """What each call moves on in the model, whatever its samples."""
 
     def size(self, batch: Batch) -> int:
         """Return the samples in a call."""

@@ -22,15 +22,17 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.comparison import Comparison, Runner, Undecided
 from autofit.worker.harness.escapes import (
+    moved_by,
     refuse_changed_arguments,
     refuse_escapes,
     refuse_listeners,
-    refuse_memory,
     versions,
+    weights,
 )
 from autofit.worker.harness.fixed_draws import fixed_draws
 from autofit.worker.harness.hints import LARGEST, Observer, is_mask
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.moved import once, unmoved
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.oom import Kind, classify
 
@@ -135,14 +137,16 @@ class _Probe:
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
         with preserved(self.module), graph, full_precision():
             seen = Observer()
-            before = versions(part)
+            before, set_out = versions(part), weights(self.module)
             with seen:
                 draws, after = self._draws(part)
             refuse_changed_arguments(part, before, after)
+            if weights(self.module) != set_out:
+                raise Refused("the model sets its weights in a forward, from the batch maybe")
             chunk = Batch(layout.take(part, (0, 1)), part.spec)
-            refuse_memory(self.module, part, chunk, self.forward)
+            moved = moved_by(self.module, part, chunk, self.forward)
             dtypes = self._refuse_escapes(part)
-            return self._compare(replace(layout, draws=draws), part, seen, dtypes)
+            return self._compare(replace(layout, draws=draws, moved=moved), part, seen, dtypes)
 
     def _refuse_escapes(self, part: Batch) -> set[torch.dtype]:
         if self.gradients:
@@ -155,7 +159,7 @@ class _Probe:
         if layout.draws and not self.gradients and self.module.training:
             raise Refused("the model draws random numbers")
         with fixed_draws(self.module) if layout.draws else nullcontext() as draws:
-            runner = Runner(self.forward, layout, draws)
+            runner = Runner(once(self.forward, layout.moved), layout, draws)
             parameters = [p for p in self.module.parameters() if p.requires_grad]
             comparison = Comparison(
                 runner,
@@ -280,17 +284,13 @@ def _copied(leaf: Any) -> Any:
 
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:
-    """Restore the random generators and the module's buffers afterwards."""
+    """Restore the random generators, the module's buffers and plain attributes afterwards."""
     state = RandomState.now()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
-        yield
+        with unmoved(module):
+            yield
     finally:
         state.restore()
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                if buffer.shape == saved.shape:
-                    buffer.copy_(saved)
 
 
 @contextmanager

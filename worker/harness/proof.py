@@ -19,6 +19,7 @@ from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.moved import Moves
 from autofit.worker.harness.probe import (
     REENTRANT,
     SAMPLES,
@@ -47,21 +48,24 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     few = _few(Batch.of(args, kwargs))
     root.take_back()
     try:
-        expected = _gradients(root, root.plain, few)
+        expected, once = _gradients(root, root.plain, few)
         root.apply(plan)
-        found = _gradients(root, root.forward, few)
+        found, moved = _gradients(root, root.forward, few)
     except RuntimeError as failure:
         if "use_reentrant" not in str(failure):
             raise
         root.take_back()
         raise Refused(REENTRANT) from None
+    names = [name for name, _ in shown.changes]
+    blamed = names[0] if len(names) == 1 else None
+    if twice := [name for name, value in moved.items() if value != once.get(name, value)]:
+        raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
     exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
     allowed = max(ROUNDING, exact) if fidelity is Fidelity.ROUNDING else exact
     if (error := mean_difference(found, expected)) > allowed:
-        names = [name for name, _ in shown.changes]
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
-            names[0] if len(names) == 1 else None,
+            blamed,
         )
 
 
@@ -78,8 +82,10 @@ def _few(batch: Batch) -> Batch:
     return few(batch, layout, range(min(SAMPLES, layout.size(batch)) if layout.batched else 0))
 
 
-def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Digest:
-    """Return the gradients of all that the root returns; the random draws are the same each time.
+def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> tuple[Digest, dict[str, Any]]:
+    """Return the gradients of all that the root returns, and what that moved in it.
+
+    The random draws are the same each time.
 
     Under ``DistributedDataParallel`` inside ``no_sync``: nothing is reduced, no hook is armed.
     """
@@ -87,6 +93,7 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Digest:
     args, kwargs = batch.call(batch.leaves)
     quiet = getattr(root.outer, "no_sync", nullcontext)
     with preserved(root.module), torch.enable_grad(), quiet():
+        moves = Moves(root.module)
         outputs = [
             leaf
             for leaf in torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
@@ -96,4 +103,5 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Digest:
             torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0) / leaf.numel()
             for leaf in outputs
         ]
-        return digest(outputs, cotangents, parameters) if outputs else []
+        found = digest(outputs, cotangents, parameters) if outputs else []
+        return found, moves.since()

@@ -43,6 +43,8 @@ class HarnessRoot:
         self.elastic: Elastic | None = None
         self.evaluation: Evaluation | None = None
         """Runs calls without gradients, in parts if need be, where no plan splits the batch."""
+        self.whole_at_worst = True
+        """A later batch that cannot be split runs in one piece; not where a plan is measured."""
         self.standby: Standby | None = None
         """Rescues calls that run whole."""
         self._layouts = Layouts(lambda: self.module, self._find_layout)
@@ -146,6 +148,7 @@ class HarnessRoot:
             doubt=self._layouts.doubt,
             on_shortage=self._on_shortage,
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
+            whole_at_worst=self.whole_at_worst,
         )
 
         def undo() -> None:

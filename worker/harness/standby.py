@@ -163,7 +163,10 @@ class Standby:
         root, batch = call.root, call.without_cache()
         traceback.clear_frames(error.__traceback__)
         with inside(self._seams), torch.enable_grad():
-            size = root.layout(batch).size(batch)
+            layout = root.layout(batch)
+        if layout.moved:
+            raise Refused("the model counts its calls, and this one has been counted already")
+        size = layout.size(batch)
         if size < 2:
             raise Refused("a single sample cannot be split")
         root.split_from_now_on(size)

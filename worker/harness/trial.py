@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
@@ -252,6 +253,11 @@ class Trial(Session):
         self._reporter.send(Finished(steps=self.steps, stopped=False))
 
     # --- what the session asks -------------------------------------------------------------
+
+    def new_root(self, module: nn.Module) -> None:
+        """Refuse a split that a later batch does not allow: its figures would be the whole's."""
+        super().new_root(module)
+        self.roots[-1].whole_at_worst = False
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the present stage's plan."""

@@ -1,0 +1,148 @@
+"""What each call of a model moves on whatever its samples: a count of calls, a power iteration.
+
+The parts of a split call must all find it as the whole would have, and it must move on once: each
+part but the first starts where the first did, and leaves what it found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.strategies.base import Forward
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Kinds of attributes that cannot be changed in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A buffer of a module, or one of its attributes that holds a plain value."""
+
+    owner: weakref.ref[nn.Module]
+    name: str
+    buffer: bool
+
+    def read(self) -> Any:
+        """Return what is there now."""
+        if not self.buffer:
+            return vars(self._module())[self.name]
+        tensor = self.tensor()
+        return tensor, None if tensor is None else tensor.detach().clone()
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the buffer."""
+        return self._module()._buffers[self.name] if self.buffer else None
+
+    def write(self, value: Any) -> None:
+        """Put back what ``read`` returned."""
+        if not self.buffer:
+            vars(self._module())[self.name] = value
+            return
+        tensor, copy = value
+        self._module()._buffers[self.name] = tensor
+        if tensor is not None and not torch.equal(tensor, copy):  # a graph may have saved it
+            with torch.no_grad():
+                tensor.copy_(copy)
+
+    def _module(self) -> nn.Module:
+        module = self.owner()
+        assert module is not None, "a model outlives its calls"
+        return module
+
+
+def places(module: nn.Module) -> dict[str, Place]:
+    """Return the places in a module and its children, each by its name."""
+    found = {}
+    for prefix, each in module.named_modules():
+        path, owner = f"{prefix}." if prefix else "", weakref.ref(each)
+        for name in each._buffers:
+            found[f"buffer {path}{name}"] = Place(owner, name, True)
+        for name, value in vars(each).items():
+            if type(value) in PLAIN:
+                found[f"attribute {path}{name}"] = Place(owner, name, False)
+    return found
+
+
+class Once:
+    """A forward that moves the model on the first time it is called, and never again."""
+
+    def __init__(self, forward: Forward, moved: Sequence[Place]) -> None:
+        self._forward = forward
+        self._moved = moved
+        self._start: list[Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it on some samples."""
+        found = [place.read() for place in self._moved]
+        start, self._start = self._start, self._start or found
+        self._put(self._start)
+        try:
+            output = self._forward(*args, **kwargs)
+        except BaseException:
+            self._start = start
+            self._put(found)
+            raise
+        if start is not None:
+            self._put(found)
+        return output
+
+    def _put(self, values: Sequence[Any]) -> None:
+        for place, value in zip(self._moved, values, strict=True):
+            place.write(value)
+
+
+def once(forward: Forward, moved: Sequence[Place]) -> Forward:
+    """Return ``forward`` as the parts of one call are to see it."""
+    return Once(forward, moved) if moved else forward
+
+
+class Moves:
+    """How often each buffer of a module has been changed since, and what its attributes are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = places(module)
+        self._before = self._now()
+
+    def _now(self) -> dict[str, tuple[torch.Tensor, int]]:
+        tensors = {name: place.tensor() for name, place in self._places.items()}
+        return {
+            name: (tensor, tensor._version)
+            for name, tensor in tensors.items()
+            if tensor is not None and not tensor.is_inference()
+        }
+
+    def since(self) -> dict[str, Any]:
+        """Return the changes of each buffer, and the attributes that are no fractions."""
+        found: dict[str, Any] = {
+            name: value
+            for name, place in self._places.items()
+            if not place.buffer and not isinstance(value := place.read(), (float, complex))
+        }
+        for name, (tensor, version) in self._now().items():
+            before, first = self._before.get(name, (None, 0))
+            if tensor is before:
+                found[name] = version - first
+            elif not tensor.is_floating_point():
+                found[name] = tensor.tolist()
+        return found
+
+
+@contextmanager
+def unmoved(module: nn.Module) -> Iterator[None]:
+    """Leave the module's buffers and plain attributes as they are now."""
+    before = [(place, place.read()) for place in places(module).values()]
+    kinds = {id(each): type(each) for each in module.modules()}
+    try:
+        yield
+    finally:
+        for place, value in before:
+            owner = place.owner()
+            if owner is not None and type(owner) is kinds.get(id(owner)):  # lazy ones become others
+                place.write(value)
