@@ -7,7 +7,7 @@ a kill between the two loses nothing: ``Mirror.catch_up`` tells what was not tol
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autofit import strategies
@@ -20,10 +20,10 @@ from autofit.worker.records import Verdict
 if TYPE_CHECKING:
     import optuna
 
+    from autofit.choice import Situation
+
 VERSION = 2
 """Of the search space: Optuna refuses a parameter whose choices have changed."""
-PATIENCE = 20
-"""Proposals in a row that are known already, after which Optuna has nothing new to say."""
 OURS = "autofit_trial"
 """User attribute of Optuna's trial: the row of ours that it mirrors."""
 MEMORY = "memory"
@@ -42,6 +42,8 @@ class Mirror:
     def __init__(self, store: Store, study: StudyRecord, *, seed: int = 0) -> None:
         import optuna
 
+        from autofit.sampler import CostSampler
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
         self._store = store
@@ -49,10 +51,12 @@ class Mirror:
         self._asked: dict[Plan, optuna.Trial] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            rival = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+            self._sampler = CostSampler(CHOICES, rival)
             self._study = optuna.create_study(
                 storage=optuna.storages.RDBStorage(store.url),
                 study_name=f"autofit-{study.id}-space{VERSION}",
-                sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+                sampler=self._sampler,
                 direction="maximize",
                 load_if_exists=True,
             )
@@ -75,24 +79,16 @@ class Mirror:
             else:  # not told, or given up half-told by a search that was killed as well
                 self.tell(trial)
 
-    def enqueue(self, plans: Iterable[Plan]) -> None:
-        """Put plans at the head of what is proposed, in this order."""
-        for plan in plans:
-            self._study.enqueue_trial(_parameters(plan), skip_if_exists=True)
-
-    def ask(self, candidates: Sequence[Plan]) -> Plan | None:
-        """Return a proposal among ``candidates``; ``None`` when there are none."""
-        if not candidates:
+    def ask(self, situation: Situation) -> Plan | None:
+        """Return the plan to measure next; ``None`` when no candidate is worth it."""
+        chosen = self._sampler.choose(situation)
+        if chosen is None:
             return None
-        for _ in range(PATIENCE):
-            trial = self._study.ask()
-            levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
-            plan = Plan.of(levels)
-            if plan in candidates:
-                self._asked[plan] = trial
-                return plan
-            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-        return candidates[0]
+        trial = self._study.ask()
+        levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
+        self._asked[chosen.plan] = trial
+        assert Plan.of(levels) == chosen.plan, "Optuna holds what is measured"
+        return chosen.plan
 
     def tell(self, trial: TrialRecord) -> None:
         """Tell a trial that has just been stored as finished."""

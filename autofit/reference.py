@@ -128,14 +128,16 @@ def leading(
 ) -> Plan | None:
     """Return the plan to launch next so that there is a reference where the script does not fit.
 
-    The leanest exact one; ``None`` where that has run out of memory as well.
+    The leanest exact one of those that most others can share a launch with; ``None`` where that has
+    run out of memory as well.
     """
     for trial in finished:
         exact = trial.plan.fidelity(facts) <= Fidelity.REDRAW
         if exact and not trial.plan.neutral and trial.verdict is Verdict.OUT_OF_MEMORY:
             return None
     exact_plans = [plan for plan in candidates if plan.fidelity(facts) <= Fidelity.REDRAW]
-    return max(exact_plans, key=order_of_retreat, default=None)
+    shared = [plan for plan in exact_plans if plan.fixed.neutral]
+    return max(shared or exact_plans, key=order_of_retreat, default=None)
 
 
 def _drifted(report: TrialReport, reason: str) -> TrialReport:

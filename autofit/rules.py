@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,8 +16,6 @@ from autofit.worker.records import Script, TrialReport, Verdict
 
 BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
 """Verdicts that rule a level out, where it is known which."""
-OUTCLASSED = 1.2
-"""A level this much faster than another beside the same levels is faster beside others too."""
 FRAGMENTED = 0.05
 """Share of the memory lost to fragmentation from which another allocator setting is worth a try."""
 UNALLOCATED = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
@@ -36,7 +33,7 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
             return f"{trial.plan} fits with the whole batch; this would only be slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less and does not fit"
-    return _needless(plan, finished, batch) or _outclassed(plan, finished)
+    return _needless(plan, finished, batch)
 
 
 def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:
@@ -67,33 +64,6 @@ def _lost(trial: TrialRecord) -> float:
     if measured is None or not measured.peak_reserved:
         return 0.0
     return 1.0 - measured.peak_allocated / measured.peak_reserved
-
-
-def _outclassed(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
-    """Return which level beats one of the plan's, where two trials differ in that level alone.
-
-    Only between levels that need no more memory for being faster (a lower precision): what trades
-    speed for memory may turn out either way beside other levels.
-    """
-    speeds = {trial.plan: _speed(trial) for trial in finished if _speed(trial) > 0.0}
-    failed = {trial.plan for trial in finished} - speeds.keys()
-    for slow, fast in itertools.permutations(speeds, 2):
-        differing = [name for name in strategies.NAMES if slow[name] != fast[name]]
-        if len(differing) != 1 or speeds[fast] < OUTCLASSED * speeds[slow]:
-            continue
-        (name,) = differing
-        strategy = strategies.get(name)
-        if plan.replace(**{name: fast[name]}) in failed:
-            continue
-        free = strategy.level(fast[name]).slowdown < min(1.0, strategy.level(slow[name]).slowdown)
-        if free and plan != slow and plan[name] == slow[name]:
-            return f"{fast} is {speeds[fast] / speeds[slow]:.1f} times as fast as {slow}"
-    return None
-
-
-def _speed(trial: TrialRecord) -> float:
-    measured = trial.verdict is Verdict.MEASURED and trial.measurement is not None
-    return trial.measurement.samples_per_second if measured and trial.measurement else 0.0
 
 
 def _whole(trial: TrialRecord, batch: int | None) -> bool:

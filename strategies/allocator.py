@@ -23,6 +23,7 @@ class Allocator(Strategy):
             name="expandable",
             summary="segments that grow: less is lost to fragmentation",
             slowdown=1.01,
+            keeps=0.3,
             undo=False,
         ),
     )

@@ -84,6 +84,8 @@ class Level:
     fidelity: Fidelity = Fidelity.EXACT
     slowdown: float = 1.0
     """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict."""
+    keeps: float = 1.0
+    """Share expected to be left of the memory that the strategy lowers: a prior as well."""
     undo: bool = True
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
     instead: bool = False

@@ -30,8 +30,8 @@ class Checkpointing(Strategy):
     lowers = frozenset({Memory.ACTIVATIONS})
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
-        Level(name="half", summary="every second block", slowdown=1.15),
-        Level(name="all", summary="every block", slowdown=1.3),
+        Level(name="half", summary="every second block", slowdown=1.15, keeps=0.55),
+        Level(name="all", summary="every block", slowdown=1.3, keeps=0.15),
     )
 
     def describe(self, level: str) -> str:

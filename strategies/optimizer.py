@@ -47,6 +47,7 @@ class Optimizer(Strategy):
             summary="Adam's and AdamW's state in 8 bits, by bitsandbytes",
             fidelity=Fidelity.ROUNDING,
             slowdown=1.1,
+            keeps=0.27,
             undo=False,
         ),
     )

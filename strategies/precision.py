@@ -48,12 +48,14 @@ class Precision(Strategy):
             summary="bfloat16 autocast",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.3,
+            keeps=0.6,
         ),
         Level(
             name="fp16",
             summary="float16 autocast with loss scaling inside the root",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.32,
+            keeps=0.6,
         ),
     )
 

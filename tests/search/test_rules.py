@@ -186,44 +186,6 @@ def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> No
     assert dominated(leaner_plan, [cut], 8) is None
 
 
-def timed(trial: TrialRecord, factor: float) -> TrialRecord:
-    """Return a measured trial whose steps took ``factor`` times as long."""
-    assert trial.report is not None
-    slower = tuple(
-        replace(each, step_seconds=tuple(factor * seconds for seconds in each.step_seconds))
-        for each in trial.report.measurements
-    )
-    return replace(trial, report=replace(trial.report, measurements=slower))
-
-
-def test_the_slower_precision_is_not_tried_beside_other_levels(ended: Ended) -> None:
-    fast = SPLIT.replace(precision="bf16")
-    slow_half = SPLIT.replace(checkpointing="half")
-    known = [
-        timed(ended(SPLIT, 2, verdict=Verdict.MEASURED), 1.3),
-        ended(fast, 2, verdict=Verdict.MEASURED),
-    ]
-    near = [timed(ended(SPLIT, 2, verdict=Verdict.MEASURED), 1.1), known[1]]
-    assert dominated(slow_half, near, 8) is None, "too near to say"
-    assert "times as fast" in (dominated(slow_half, known, 8) or "")
-    assert dominated(slow_half.replace(precision="bf16"), known, 8) is None
-    # what trades time for memory is another matter: beside other levels it may not be needed
-    assert (
-        dominated(
-            fast,
-            [
-                ended(SPLIT, 2, verdict=Verdict.MEASURED),
-                ended(slow_half, 4, verdict=Verdict.MEASURED),
-            ],
-            8,
-        )
-        is None
-    )
-    # and the faster one must not have failed there
-    refused = ended(slow_half.replace(precision="bf16"), verdict=Verdict.REFUSED)
-    assert dominated(slow_half, [*known, refused], 8) is None
-
-
 def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> None:
     short = ended(ALL, verdict=Verdict.OUT_OF_MEMORY)
     assert dominated(HALF, [short], 8) is not None

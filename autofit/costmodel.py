@@ -1,0 +1,331 @@
+"""What a plan will cost, learned from the plans that were measured: step time and device memory.
+
+Both follow a structure that is known beforehand, so that a few trials are enough:
+
+    peak    = (weights + gradients + optimizer state + samples in a chunk * slope) * (1 + waste) + rest
+    seconds = chunks * the larger of (compute in a chunk, overhead of a chunk)
+    compute in a chunk = compute * (1 + rerun * (1 - share)) * share
+
+``share`` is that of the chunk in the batch; ``rerun`` is what runs twice where only one chunk's graph
+is kept; ``overhead`` is the launching of kernels, which small chunks wait for. Bytes of weights, gradients and state are arithmetic. Every level of a plan multiplies the kinds of
+memory that its strategy lowers, and ``compute``, by a factor of its own: ``Level.keeps`` and
+``Level.slowdown`` until trials say otherwise. One chunk frees activations while gradients come; it
+holds the larger of the two. The logarithms of all factors are fitted at once (least squares, each
+pulled towards its prior); what the structure leaves over is a deviation of each plan, of a size
+that the fit shows. Every size that a trial measured is a point, a size that ran out of memory a
+bound. Uncertainty is a set of draws from the posterior, the same for all plans: whether a plan
+fits, at which size, and how fast it is then follow from the structure, draw by draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autofit import strategies
+from autofit.plan import Plan
+from autofit.storage import TrialRecord
+from autofit.strategies import AS_IS, Facts, Memory
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker.records import Verdict
+
+Array: TypeAlias = NDArray[np.float64]
+
+DRAWS = 400
+"""From the posterior."""
+CONTEXT = 0.6 * 2**30
+"""Bytes that a CUDA context and its libraries hold, before one was measured."""
+WASTE = 0.06
+"""Share of the memory lost to fragmentation, where the allocator is as it is."""
+DEVIATION = 0.04
+"""Of a plan from the structure, as a share, before there are enough plans to see it."""
+NOISE = 0.03
+"""Of a step time or a peak at one size, as a share: what the line through sizes leaves over."""
+KNEE = 4.0
+"""How sharply overhead gives way to compute as chunks grow: one would add them up."""
+ALIKE = 0.8
+"""Correlation of what is unsure about two levels of one strategy."""
+EFFECTS = tuple((strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:])
+"""Every level that multiplies something."""
+STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
+"""Of Adam and its kin, and of other optimizers: numbers kept a parameter, and how unsure that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Bytes that do not depend on the batch, in the script as it is."""
+
+    weights: float
+    gradients: float
+    state: float
+    unsure: float
+    """Of the logarithm of ``state``."""
+
+    @classmethod
+    def of(cls, facts: Facts) -> Static:
+        """Return what arithmetic says."""
+        weights = sum(root.parameter_bytes for root in facts.roots)
+        gradients = sum(root.trainable * _element(root.dtype) for root in facts.roots)
+        numbers, unsure = STATE[all("Adam" in name for name in facts.optimizers)]
+        return cls(float(weights), float(gradients), numbers * gradients, unsure)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One size of one plan, as it was measured."""
+
+    plan: Plan
+    samples: float
+    seconds: float
+    noise: float
+    """Of the logarithm of ``seconds``."""
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One size of one plan that needs more than ``peak`` bytes."""
+
+    plan: Plan
+    samples: float
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What plans may come to: one row a draw, one column a plan."""
+
+    plans: tuple[Plan, ...]
+    seconds: Array
+    """Of a step, at the largest size that fits; infinite where none does."""
+    samples: Array
+    """That size; zero where none fits."""
+
+
+class CostModel:
+    """Fitted to the trials of one study under one budget."""
+
+    def __init__(
+        self,
+        finished: Iterable[TrialRecord],
+        facts: Facts | None,
+        budget: int,
+        *,
+        cuda: bool,
+        seed: int = 0,
+    ) -> None:
+        facts = facts or Facts()
+        finished = tuple(finished)
+        points = [point for trial in finished for point in _points(trial)]
+        self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
+        bounds = [bound for trial in finished for bound in _bounds(trial, self._batch)]
+        self._budget = float(budget)
+        self._static = Static.of(facts)
+        self._rng = np.random.default_rng(seed)
+        context = CONTEXT if cuda else 0.02 * budget
+        slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
+        keeps = [np.log(level.keeps) for _, level in EFFECTS]
+        slowdowns = [np.log(level.slowdown) for _, level in EFFECTS]
+        first = points[0] if points else None
+        seconds = first.seconds if first else 1.0
+        if first is not None:
+            seconds /= float(np.exp(_design([first.plan])[0] @ slowdowns))
+        self._memory = _Fit(
+            self._peak,
+            np.array([np.log(context), np.log(slope), 0.0, *keeps]),
+            _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], keeps, 0.3),
+            [(p.plan, p.samples, p.peak, NOISE) for p in points],
+            [(b.plan, b.samples, b.peak) for b in bounds],
+        )
+        self._time = _Fit(
+            self._seconds,
+            np.array([np.log(seconds), np.log(0.15), np.log(0.01 * seconds), *slowdowns]),
+            _unsure([3.0 if first else 0.01, 1.0, 1.5], slowdowns, 0.5),
+            [(p.plan, p.samples, p.seconds, p.noise) for p in points],
+            [],
+        )
+
+    def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
+        """Return the step seconds and the peak bytes expected of a plan with such chunks."""
+        design, size = _design([plan]), np.array([float(samples)])
+        seconds = self._seconds(self._time.mean[None], design, size)
+        peak = self._peak(self._memory.mean[None], design, size)
+        return float(seconds[0, 0]), float(peak[0, 0])
+
+    def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
+        """Return what plans may come to, drawn together: what is common to them is alike."""
+        design = _design(plans)
+        memory, time = self._memory.draw(self._rng), self._time.draw(self._rng)
+        shape = (DRAWS, len(plans))
+        short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))
+        whole = np.full(len(plans), self._batch)
+        rest = self._peak(memory, design, np.zeros(len(plans)))
+        slope = self._peak(memory, design, np.ones(len(plans))) - rest
+        largest = np.floor(np.clip((self._budget / short - rest) / slope, 0.0, self._batch - 1))
+        splits = np.array([plan["micro_batch"] == AUTO for plan in plans])
+        fits = self._peak(memory, design, whole) * short <= self._budget
+        samples = np.where(fits, self._batch, np.where(splits, largest, 0.0))
+        late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
+        seconds = self._seconds(time, design, np.maximum(samples, 1.0)) * late
+        return Outcomes(tuple(plans), np.where(samples > 0, seconds, np.inf), samples)
+
+    # --- the structure ---------------------------------------------------------------------
+
+    def _peak(self, theta: Array, design: Array, samples: Array) -> Array:
+        """Return the bytes of each row of ``design`` under each row of ``theta``."""
+        context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
+        factor = {kind: np.exp(theta[:, 3:] @ (design * mask).T) for kind, mask in LOWERS.items()}
+        weights = self._static.weights * factor[Memory.WEIGHTS]
+        gradients = self._static.gradients * factor[Memory.GRADIENTS]
+        kept = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
+        activations = slope * factor[Memory.ACTIVATIONS] * samples
+        whole = samples >= self._batch
+        work = np.where(whole, np.maximum(activations, gradients), activations + gradients)
+        waste = 1.0 + WASTE * factor[Memory.WORKSPACE]
+        return np.asarray((weights + kept + work) * waste + context)
+
+    def _seconds(self, theta: Array, design: Array, samples: Array) -> Array:
+        """Return the step seconds of each row of ``design`` under each row of ``theta``."""
+        plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
+        compute = plain * np.exp(theta[:, 3:] @ design.T)
+        share = np.minimum(samples / self._batch, 1.0)
+        compute = compute * (1.0 + rerun * (1.0 - share)) * share
+        overhead = overhead * np.exp(theta[:, 3:] @ (design * SLOWER).T)
+        return np.asarray((compute**KNEE + overhead**KNEE) ** (1.0 / KNEE) / share)
+
+
+class _Fit:
+    """Parameters whose logarithms were fitted to points and bounds, each pulled to its prior."""
+
+    def __init__(
+        self,
+        predict: Callable[[Array, Array, Array], Array],
+        prior: Array,
+        unsure: Array,
+        points: Sequence[tuple[Plan, float, float, float]],
+        bounds: Sequence[tuple[Plan, float, float]],
+    ) -> None:
+        plans = [plan for plan, *_ in (*points, *bounds)]
+        design = _design(plans)
+        samples = np.array([row[1] for row in (*points, *bounds)])
+        target = np.log([row[2] for row in (*points, *bounds)])
+        whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
+        tie = np.linalg.inv(np.linalg.cholesky(unsure))
+        self.deviation = DEVIATION
+        """Of a plan that was not measured from what the structure says, as a share."""
+
+        def residuals(theta: Array) -> Array:
+            pull = (theta - prior) @ tie.T
+            if not plans:
+                return pull
+            off = np.log(predict(theta, design, samples)) - target
+            seen, short = off[:, : len(points)] @ whiten.T, off[:, len(points) :]
+            parts = np.hstack([seen, np.minimum(short, 0.0)]) / self.deviation
+            return np.hstack([parts, pull])
+
+        self.mean, inverse = _least_squares(residuals, prior)
+        if points:  # as far off as they turned out to be, and no less than was expected
+            off = residuals(self.mean[None])[0, : len(points)]
+            self.deviation *= max(1.0, float(np.sqrt(np.mean(off**2))))
+            self.mean, inverse = _least_squares(residuals, self.mean)
+        self._spread = np.linalg.cholesky(inverse)
+
+    def draw(self, rng: np.random.Generator) -> Array:
+        """Return draws from the posterior, one a row."""
+        return np.asarray(
+            self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T
+        )
+
+
+def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
+    """Return the parameters of the least squares, and the inverse of their curvature.
+
+    Levenberg and Marquardt's method; ``residuals`` takes one set of parameters a row.
+    """
+    theta, damping, small = start, 1e-3, 1e-5
+    for _ in range(60):
+        now, moved = residuals(theta[None])[0], residuals(theta + small * np.eye(len(theta)))
+        slopes = (moved - now).T / small
+        curvature = slopes.T @ slopes
+        scaled = curvature + damping * np.diag(np.diag(curvature))
+        step = np.linalg.solve(scaled, -slopes.T @ now)
+        then = residuals((theta + step)[None])[0]
+        if then @ then <= now @ now:
+            theta, damping = theta + step, damping / 5
+            if np.abs(step).max() < 1e-4:
+                break
+        else:
+            damping *= 5
+    return theta, np.linalg.inv(curvature)
+
+
+def _covariance(points: Sequence[tuple[Plan, float, float, float]]) -> Array:
+    """Return how points deviate together, in deviations: those of one plan share its own."""
+    same = np.array([[one[0].replace(micro_batch=AS_IS) == other[0].replace(micro_batch=AS_IS)
+                      for other in points] for one in points], dtype=float)
+    noise = np.array([row[3] for row in points])
+    return same.reshape(len(points), len(points)) + np.diag((noise / DEVIATION) ** 2)
+
+
+def _design(plans: Sequence[Plan]) -> Array:
+    """Return which effects each plan has: one row a plan, one column an effect."""
+    rows = [[plan[strategy.name] == level.name for strategy, level in EFFECTS] for plan in plans]
+    return np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
+
+
+def _lowers() -> dict[Memory, Array]:
+    """Return which effects act on which memory; workspace counts where there is nothing else."""
+    acts = [s.lowers - {Memory.WORKSPACE} or s.lowers for s, _ in EFFECTS]
+    return {kind: np.array([kind in each for each in acts], dtype=float) for kind in Memory}
+
+
+LOWERS = _lowers()
+SLOWER = np.array([level.slowdown > 1.0 for _, level in EFFECTS], dtype=float)
+"""Which effects are more work, and so more kernels to launch."""
+
+
+def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> Array:
+    """Return how parameters vary together, before anything was measured.
+
+    ``plain``: deviations of those without a level. An effect is the less known the larger it is,
+    and levels of one strategy are off the same way: where bf16 gains more than usual, so does tf32.
+    """
+    widths = np.array([*plain, *(share * abs(effect) + 0.05 for effect in effects)])
+    names = [*range(len(plain)), *(strategy.name for strategy, _ in EFFECTS)]
+    alike = np.array([[ALIKE * (one == other) for other in names] for one in names])
+    np.fill_diagonal(alike, 1.0)
+    return np.asarray(alike * np.outer(widths, widths))
+
+
+def _points(trial: TrialRecord) -> list[Point]:
+    """Return what a trial measured; a size measured twice counts as it was last."""
+    report = trial.report
+    found = {each.micro_batch: each for each in report.measurements} if report else {}
+    return [
+        Point(
+            plan=trial.plan,
+            samples=float(size),
+            seconds=each.seconds,
+            noise=max(NOISE, each.spread),
+            peak=float(each.peak_device),
+        )
+        for size, each in found.items()
+    ]
+
+
+def _bounds(trial: TrialRecord, batch: float) -> list[Bound]:
+    """Return the size of a trial that ran out of memory, if one did."""
+    short = trial.report.out_of_memory if trial.report else None
+    if short is None:
+        return []
+    smallest = batch if trial.plan["micro_batch"] == AS_IS else 1.0
+    whole = smallest if trial.verdict is Verdict.OUT_OF_MEMORY else batch
+    return [Bound(trial.plan, float(short.micro_batch or whole), float(trial.budget))]
+
+
+def _element(dtype: str) -> int:
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
