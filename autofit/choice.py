@@ -69,9 +69,7 @@ def prospects(situation: Situation) -> list[Prospect]:
     candidates, best = situation.candidates, situation.best
     if not candidates:
         return []
-    model = CostModel(
-        situation.finished, situation.facts, situation.budget, cuda=situation.cuda
-    )
+    model = CostModel(situation.finished, situation.facts, situation.budget, cuda=situation.cuda)
     drawn = model.outcomes([*candidates, *situation.flying]).seconds
     seconds, flying = drawn[:, : len(candidates)], drawn[:, len(candidates) :]
     rival = flying.min(axis=1, initial=np.inf if best is None else best)[:, None]

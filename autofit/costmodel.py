@@ -2,19 +2,22 @@
 
 Both follow a structure that is known beforehand, so that a few trials are enough:
 
-    peak    = (weights + gradients + optimizer state + samples in a chunk * slope) * (1 + waste) + rest
+    peak    = (weights + gradients + state + samples * slope) * (1 + waste) + context
     seconds = chunks * the larger of (compute in a chunk, overhead of a chunk)
-    compute in a chunk = compute * (1 + rerun * (1 - share)) * share
+    compute in a chunk = compute * share * (1 + rerun * (1 - share))
 
-``share`` is that of the chunk in the batch; ``rerun`` is what runs twice where only one chunk's graph
-is kept; ``overhead`` is the launching of kernels, which small chunks wait for. Bytes of weights, gradients and state are arithmetic. Every level of a plan multiplies the kinds of
-memory that its strategy lowers, and ``compute``, by a factor of its own: ``Level.keeps`` and
-``Level.slowdown`` until trials say otherwise. One chunk frees activations while gradients come; it
-holds the larger of the two. The logarithms of all factors are fitted at once (least squares, each
-pulled towards its prior); what the structure leaves over is a deviation of each plan, of a size
-that the fit shows. Every size that a trial measured is a point, a size that ran out of memory a
-bound. Uncertainty is a set of draws from the posterior, the same for all plans: whether a plan
-fits, at which size, and how fast it is then follow from the structure, draw by draw.
+``samples`` are those in a chunk and ``share`` is their part of the batch; ``rerun`` is what runs
+twice where only one chunk's graph is kept; ``overhead`` is the launching of kernels, for which
+small chunks wait. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
+plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
+own: ``Level.keeps`` and ``Level.slowdown`` until trials say otherwise. One chunk frees activations
+while gradients come; it holds the larger of the two.
+
+The logarithms of all factors are fitted at once (least squares, each pulled towards its prior);
+what the structure leaves over is a deviation of each plan, of a size that the fit shows. Every size
+that a trial measured is a point, a size that ran out of memory a bound. Uncertainty is a set of
+draws from the posterior, the same for all plans: whether a plan fits, at which size, and how fast
+it is then follow from the structure, draw by draw.
 """
 
 from __future__ import annotations
@@ -49,10 +52,12 @@ KNEE = 4.0
 """How sharply overhead gives way to compute as chunks grow: one would add them up."""
 ALIKE = 0.8
 """Correlation of what is unsure about two levels of one strategy."""
-EFFECTS = tuple((strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:])
+EFFECTS = tuple(
+    (strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:]
+)
 """Every level that multiplies something."""
 STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
-"""Of Adam and its kin, and of other optimizers: numbers kept a parameter, and how unsure that is."""
+"""Of Adam and its kin, and of others: numbers kept a parameter, and how unsure that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +92,13 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """One size of one plan that needs more than ``peak`` bytes."""
+class Row:
+    """One figure that a fit has to explain, or to exceed."""
 
     plan: Plan
     samples: float
-    peak: float
+    figure: float
+    noise: float = NOISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +144,14 @@ class CostModel:
             self._peak,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
             _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], keeps, 0.3),
-            [(p.plan, p.samples, p.peak, NOISE) for p in points],
-            [(b.plan, b.samples, b.peak) for b in bounds],
+            [Row(p.plan, p.samples, p.peak) for p in points],
+            bounds,
         )
         self._time = _Fit(
             self._seconds,
             np.array([np.log(seconds), np.log(0.15), np.log(0.01 * seconds), *slowdowns]),
             _unsure([3.0 if first else 0.01, 1.0, 1.5], slowdowns, 0.5),
-            [(p.plan, p.samples, p.seconds, p.noise) for p in points],
+            [Row(p.plan, p.samples, p.seconds, p.noise) for p in points],
             [],
         )
 
@@ -206,13 +212,13 @@ class _Fit:
         predict: Callable[[Array, Array, Array], Array],
         prior: Array,
         unsure: Array,
-        points: Sequence[tuple[Plan, float, float, float]],
-        bounds: Sequence[tuple[Plan, float, float]],
+        points: Sequence[Row],
+        bounds: Sequence[Row],
     ) -> None:
-        plans = [plan for plan, *_ in (*points, *bounds)]
-        design = _design(plans)
-        samples = np.array([row[1] for row in (*points, *bounds)])
-        target = np.log([row[2] for row in (*points, *bounds)])
+        rows = (*points, *bounds)
+        design = _design([row.plan for row in rows])
+        samples = np.array([row.samples for row in rows])
+        target = np.log([row.figure for row in rows])
         whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
         tie = np.linalg.inv(np.linalg.cholesky(unsure))
         self.deviation = DEVIATION
@@ -220,7 +226,7 @@ class _Fit:
 
         def residuals(theta: Array) -> Array:
             pull = (theta - prior) @ tie.T
-            if not plans:
+            if not rows:
                 return pull
             off = np.log(predict(theta, design, samples)) - target
             seen, short = off[:, : len(points)] @ whiten.T, off[:, len(points) :]
@@ -236,9 +242,7 @@ class _Fit:
 
     def draw(self, rng: np.random.Generator) -> Array:
         """Return draws from the posterior, one a row."""
-        return np.asarray(
-            self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T
-        )
+        return np.asarray(self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T)
 
 
 def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
@@ -263,11 +267,10 @@ def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[A
     return theta, np.linalg.inv(curvature)
 
 
-def _covariance(points: Sequence[tuple[Plan, float, float, float]]) -> Array:
+def _covariance(points: Sequence[Row]) -> Array:
     """Return how points deviate together, in deviations: those of one plan share its own."""
-    same = np.array([[one[0].replace(micro_batch=AS_IS) == other[0].replace(micro_batch=AS_IS)
-                      for other in points] for one in points], dtype=float)
-    noise = np.array([row[3] for row in points])
+    same = np.array([[one.plan == other.plan for other in points] for one in points], dtype=float)
+    noise = np.array([point.noise for point in points])
     return same.reshape(len(points), len(points)) + np.diag((noise / DEVIATION) ** 2)
 
 
@@ -317,14 +320,14 @@ def _points(trial: TrialRecord) -> list[Point]:
     ]
 
 
-def _bounds(trial: TrialRecord, batch: float) -> list[Bound]:
-    """Return the size of a trial that ran out of memory, if one did."""
+def _bounds(trial: TrialRecord, batch: float) -> list[Row]:
+    """Return the size of a trial that ran out of memory, if one did: it needs more than that."""
     short = trial.report.out_of_memory if trial.report else None
     if short is None:
         return []
     smallest = batch if trial.plan["micro_batch"] == AS_IS else 1.0
     whole = smallest if trial.verdict is Verdict.OUT_OF_MEMORY else batch
-    return [Bound(trial.plan, float(short.micro_batch or whole), float(trial.budget))]
+    return [Row(trial.plan, float(short.micro_batch or whole), float(trial.budget))]
 
 
 def _element(dtype: str) -> int:

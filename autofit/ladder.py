@@ -7,11 +7,8 @@ one strategy as the catalogue lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from autofit import strategies
 from autofit.plan import Plan
-from autofit.space import order_of_retreat
 from autofit.strategies import AS_IS
 
 ORDERED = {"checkpointing": AS_IS, "optimizer": "fused"}
@@ -34,9 +31,3 @@ def lower(name: str, level: str) -> list[str]:
     """Return the levels of an ordered strategy that need less memory than ``level``."""
     levels = [each.name for each in strategies.get(name).levels]
     return levels[max(levels.index(level), levels.index(ORDERED[name])) + 1 :]
-
-
-def rungs(plan: Plan, plans: Iterable[Plan]) -> list[Plan]:
-    """Return the plans to retreat to from ``plan``: cheapest expected loss of speed first."""
-    others = (each for each in plans if each != plan and not leaner(plan, each))
-    return sorted(others, key=order_of_retreat)

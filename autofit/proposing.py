@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autofit.ladder import rungs
+from autofit.choice import Situation
 from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
@@ -45,10 +45,19 @@ class Proposer:
         candidates = [plan for plan in candidates if dominated(plan, finished, batch) is None]
         if (first := self._leading(candidates)) is not None:
             return first if fixed is None else None  # what is compared with comes first
-        ledger.mirror.enqueue(rungs(Plan(), candidates))
         if fixed is not None:
-            candidates = [p for p in candidates if p.fixed == fixed and p not in ledger.alone]
-        return ledger.mirror.ask(candidates)
+            candidates = [plan for plan in candidates if plan not in ledger.alone]
+        return ledger.mirror.ask(
+            Situation(
+                candidates=tuple(candidates),
+                finished=finished,
+                flying=tuple(flying),
+                facts=ledger.study.facts,
+                budget=ledger.study.budget,
+                cuda=self._hardware.device == "cuda",
+                fixed=fixed,
+            )
+        )
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
         """Return the plan that goes first, to be the reference, where the script does not fit."""

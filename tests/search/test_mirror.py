@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
+from autofit.choice import Situation
 from autofit.mirror import CHOICES, MEMORY, OURS, Mirror
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, StudyRecord, TrialRecord
@@ -23,6 +24,11 @@ PLANS = [
     for precision in ("as_is", "bf16")
     for checkpointing in ("as_is", "half", "all")
 ]
+
+
+def among(plans: Iterable[Plan]) -> Situation:
+    """A choice among plans of which nothing is known."""
+    return Situation(candidates=tuple(plans), finished=(), facts=None, budget=BUDGET, cuda=False)
 
 
 class Killed(BaseException):
@@ -100,25 +106,27 @@ def told(trials: list[FrozenTrial]) -> dict[int, TrialState]:
 
 
 def test_the_space_holds_every_level_always(mirror: Mirror, mirrored: Mirrored) -> None:
-    assert mirror.ask(PLANS) in PLANS
+    assert mirror.ask(among(PLANS)) in PLANS
     for trial in mirrored():
         choices = {name: each.choices for name, each in trial.distributions.items()}  # type: ignore[attr-defined]
         assert choices == CHOICES
 
 
-def test_what_is_enqueued_comes_first_and_in_order(mirror: Mirror) -> None:
-    mirror.enqueue(PLANS)
-    mirror.enqueue(PLANS)  # again, as every launch does: nothing is doubled
-    asked = []
-    while (plan := mirror.ask([each for each in PLANS if each not in asked])) is not None:
+def test_optuna_suggests_what_was_chosen(mirror: Mirror, mirrored: Mirrored) -> None:
+    asked: list[Plan] = []
+    while (plan := mirror.ask(among(each for each in PLANS if each not in asked))) is not None:
+        assert mirrored()[-1].params == plan.levels
         asked.append(plan)
-    assert asked == PLANS
+    assert sorted(asked, key=PLANS.index) == PLANS
+    assert [trial.state for trial in mirrored()] == [TrialState.RUNNING] * len(PLANS)
 
 
-def test_only_candidates_are_proposed(mirror: Mirror) -> None:
-    mirror.enqueue(PLANS)
-    assert mirror.ask(PLANS[4:5]) == PLANS[4]
-    assert mirror.ask([]) is None
+def test_without_a_choice_the_rival_suggests(mirror: Mirror, mirrored: Mirrored) -> None:
+    """A study can be carried on by whoever knows Optuna alone."""
+    mirror.ask(among(PLANS[:1]))
+    trial = mirror._study.ask()
+    levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
+    assert Plan.of(levels) in map(Plan.of, (each.params for each in mirrored()[1:]))
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
@@ -127,7 +135,7 @@ def test_each_verdict_has_its_state_in_optuna(
 ) -> None:
     if asked:
         for plan in PLANS[:3]:
-            assert mirror.ask([plan]) == plan
+            assert mirror.ask(among([plan])) == plan
     good = finish(PLANS[0], peak=500)
     short = finish(PLANS[1], peak=1500)
     refused = finish(PLANS[2], verdict=Verdict.REFUSED)
@@ -184,9 +192,8 @@ def test_a_kill_loses_and_doubles_nothing(
     where: str,
 ) -> None:
     mirror = Mirror(store, study)
-    mirror.enqueue(PLANS)
-    for _ in range(2):
-        mirror.ask(PLANS)
+    for plan in PLANS[:2]:
+        mirror.ask(among([plan]))
     mirror.tell(finish(PLANS[0]))
     trial = finish(PLANS[1], peak=1500)
     with pytest.MonkeyPatch.context() as patch:
@@ -204,7 +211,7 @@ def test_a_kill_loses_and_doubles_nothing(
     assert TrialState.RUNNING not in {t.state for t in found}
     kept = {t.id: t.optuna_number for t in store.trials(study)}
     assert kept[trial.id] == counted[0].number
-    assert again.ask(PLANS[2:]) in PLANS[2:]
+    assert again.ask(among(PLANS[2:])) in PLANS[2:]
 
 
 def test_two_kills_in_a_row_lose_nothing(
@@ -212,8 +219,7 @@ def test_two_kills_in_a_row_lose_nothing(
 ) -> None:
     """The first leaves a trial half-told; the second comes once that one has been given up."""
     mirror = Mirror(store, study)
-    mirror.enqueue(PLANS[:1])
-    assert mirror.ask(PLANS[:1]) == PLANS[0]
+    assert mirror.ask(among(PLANS[:1])) == PLANS[0]
     trial = finish(PLANS[0], peak=1500)
     with pytest.MonkeyPatch.context() as patch:
         kills(patch)["before Optuna is told"]()

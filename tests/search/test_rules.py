@@ -10,7 +10,7 @@ import pytest
 
 from autofit import strategies
 from autofit.exceptions import UsageError
-from autofit.ladder import leaner, rungs
+from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.rules import closest, culprit, dominated, judged
 from autofit.space import Space, order_of_retreat, space
@@ -163,15 +163,6 @@ def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
     assert leaner(eight.replace(checkpointing="half"), fused)
     assert not leaner(eight, fused.replace(checkpointing="half"))
     assert not leaner(fused, Plan()), "it is not slower"
-
-
-def test_rungs_never_lead_back_up() -> None:
-    plans = tried(without=frozenset({"micro_batch"})).plans()
-    down = rungs(HALF, plans)
-    assert Plan() not in down
-    assert HALF not in down
-    assert down == sorted(down, key=order_of_retreat)
-    assert ALL.replace(optimizer="fused") in down
 
 
 # --- rules ----------------------------------------------------------------------------------

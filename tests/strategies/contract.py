@@ -140,6 +140,7 @@ class StrategyContract:
             assert re.fullmatch(r"[a-z0-9][a-z0-9_]*", level.name)
             assert is_a_line(level.summary)
             assert level.slowdown > 0
+            assert 0 < level.keeps <= 1
             assert strategy.level(level.name) is level
         with pytest.raises(UsageError) as caught:
             strategy.level("No such level")
