@@ -53,6 +53,18 @@ def next_rung(
     return next((rung for rung in rungs if rung not in seen), None)
 
 
+def rungs_below(
+    plan: Plan, ground: Ground, tried: Iterable[Plan] = (), *, activations: bool = True
+) -> list[Plan]:
+    """Return every rung below ``plan``, the next one first, as ``next_rung`` gives them."""
+    seen, found = {plan, *tried}, list[Plan]()
+    while (rung := next_rung(plan, ground, seen, activations=activations)) is not None:
+        seen.add(rung)
+        found.append(rung)
+        plan = rung
+    return found
+
+
 def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
     plans = {
         trial.report.best or trial.plan: trial.measurement.peak_device

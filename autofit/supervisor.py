@@ -13,7 +13,7 @@ from typing import Protocol
 
 from autofit.advice import advice, where
 from autofit.plan import Plan
-from autofit.retreat import Ground, next_rung
+from autofit.retreat import Ground, rungs_below
 from autofit.strategies import Facts
 from autofit.worker.records import OutOfMemory
 
@@ -33,6 +33,14 @@ class Ended:
     """What was learned of the script."""
     checkpoints: tuple[str, ...] = ()
     """What it saved, absolute paths, the newest last."""
+
+    def like(self, before: Ended) -> bool:
+        """Return whether it died as the one before: same line, as many bytes, no step further."""
+        now, then = self.shortage, before.shortage
+        if now is None or then is None or now.requested is None or self.checkpoints:
+            return False
+        further = (now.steps or 0) > (then.steps or 0)
+        return (now.place, now.requested) == (then.place, then.requested) and not further
 
 
 class Start(Protocol):
@@ -56,8 +64,11 @@ def supervise(
     ``resume``: arguments that make the script resume, such as ``--resume {checkpoint}``. Where no
     leaner plan is left it is started again under the same plan as long as each attempt saves a
     checkpoint to resume from: what leaks gets on that way. ``budget``: bytes it is held to.
+    Rungs are left out when leaner plans change nothing, so that at most three do.
     """
     tried: list[Plan] = []
+    before: Ended | None = None
+    alike = 0
     saved: list[str] = []
     more: tuple[str, ...] = ()
     attempt = 1
@@ -67,7 +78,10 @@ def supervise(
             return ended.code, plan, attempt
         ground = replace(ground, facts=ended.facts or ground.facts)
         tried.append(plan)
-        rung = next_rung(plan, ground, tried, activations=ended.shortage.of_activations(budget))
+        alike = alike + 1 if before is not None and ended.like(before) else 0
+        before = ended
+        activations = ended.shortage.of_activations(budget)
+        rung = _after(alike, rungs_below(plan, ground, tried, activations=activations))
         lost = where(ended.shortage, budget)
         if rung is None and not (resume and newest(ended.checkpoints)):
             help_ = advice(ended.shortage, plan, ground)
@@ -80,6 +94,13 @@ def supervise(
         attempt += 1
         origin = f"from {checkpoint}" if checkpoint else "from the beginning"
         say(f"{lost}; attempt {attempt} starts {origin}, under {plan}")
+
+
+def _after(alike: int, rungs: Sequence[Plan]) -> Plan | None:
+    """Return where to go when so many rungs have changed nothing: further down, then the last."""
+    if not rungs:
+        return None
+    return rungs[-1] if alike > 1 else rungs[min(alike, len(rungs) - 1)]
 
 
 def newest(checkpoints: Sequence[str]) -> str | None:

@@ -209,6 +209,19 @@ def test_the_last_rung_fails_as_the_script_does(runner: Runner) -> None:
 
 
 @pytest.mark.full
+def test_at_most_three_attempts_change_nothing(runner: Runner) -> None:
+    """26 MiB asked beside the model, which holds more than what is left at every rung."""
+    runner.write("torch.zeros(13 << 18) if step == 2 else None")
+    done = runner.tuned({}, *CAP)
+    assert done.returncode == 1
+    attempts = done.stdout.count("attempt")
+    *again, end = ours(done.stderr)
+    assert attempts == len(again) + 1 == 4, done.stderr
+    assert "micro 1" in end
+    assert "outside the model" in end
+
+
+@pytest.mark.full
 def test_a_signal_reaches_the_script_and_ends_the_run(runner: Runner) -> None:
     runner.write(
         "import signal, sys, time\n"
