@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from autofit.exceptions import AutofitError
 from autofit.resilience.shapes import Key, digest
 from autofit.storage import FittedKey, default_url
 from autofit.storage.url import exists
@@ -82,7 +83,7 @@ class Memory:
     def _guarded(self, work: Callable[[], T]) -> T | None:
         try:
             return work()
-        except Exception as error:  # noqa: BLE001 - a store must never end a training
+        except (AutofitError, OSError) as error:  # a store must never end a training
             if not self._complained:
                 self._complained = True
                 log.warning("%s: what fits is not remembered: %s", self._function, error)

@@ -1,14 +1,14 @@
 """One call of a step function: in one piece, or in parts when memory runs out. Imports torch.
 
-The work is a generator: it yields what the function is to be given and is sent what came of it,
-so that functions and coroutine functions share it.
+The work is a generator: it yields what the function is to be given, and which errors it answers;
+it is sent what came of it. So functions and coroutine functions share it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,9 @@ log = logging.getLogger("autofit.resilient")
 
 Outcome = list[Any]
 """``[value, error]``: emptied by whoever takes it, so that nobody holds a graph."""
-Work = Generator[Arguments, Outcome, Any]
+Answers = Callable[[Exception], bool]
+"""Whether an error is one of memory; every other is raised again where it is caught."""
+Work = Generator[tuple[Arguments, Answers], Outcome, Any]
 
 
 @dataclass(kw_only=True)
@@ -63,9 +65,7 @@ class Step:
 
     def off(self, arguments: Arguments) -> Work:
         """Run it in one piece."""
-        value, error = yield arguments
-        if error is not None:
-            raise error
+        value, _ = yield arguments, lambda error: False
         loss = loss_of(value)
         if loss.requires_grad:
             _backward(self.backward, loss, 1.0, None)
@@ -148,21 +148,18 @@ class _Run:
     # --- one part ----------------------------------------------------------------------------
 
     def _part(self, cut: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Work:
-        """Run one part; return the error if memory ran out in it, raise any other."""
+        """Run one part; return the error if memory ran out in it."""
         with ExitStack() as stack:
             if cut != (0, self.samples):
                 self._modules()
                 if not last:
                     self._keep_local(stack)
-            outcome = yield inject([self.step.place], [self.batch.take(cut)], self.rest)
+            given = inject([self.step.place], [self.batch.take(cut)], self.rest)
+            outcome = yield given, self._short
+            del given
             value, error = outcome
             outcome.clear()
-            if error is None:
-                error = self._take(value, cut, only)
-        del value
-        if error is None or self._short(error):
-            return error
-        raise error
+            return self._take(value, cut, only) if error is None else error
 
     def _take(self, value: Any, cut: Cut, only: list[torch.Tensor] | None) -> Exception | None:
         """Differentiate a part's loss and keep its output; return the error, if there is one."""
@@ -180,7 +177,9 @@ class _Run:
                     )
                 self.start = self.start or self.before
                 _backward(step.backward, loss, weight, only)
-        except Exception as error:  # noqa: BLE001 - sorted by the caller, outside this frame
+        except Exception as error:
+            if not self._short(error):
+                raise
             self._failed = loss
             return error
         self.outputs.append(detached(value))
@@ -318,47 +317,53 @@ def _backward(
 
 def run(step: Step, arguments: Arguments) -> Any:
     """Run the step and return what it returns for the whole batch."""
-    work = step.work(arguments)
     outcome: Any = None
-    while True:
-        try:
-            given = work.send(outcome)
-        except StopIteration as end:
-            return end.value
-        outcome = None
-        outcome = _called(step.function, *given)
-        del given
+    with closing(step.work(arguments)) as work:
+        while True:
+            try:
+                given, answers = work.send(outcome)
+            except StopIteration as end:
+                return end.value
+            outcome = None
+            outcome = _called(step.function, answers, *given)
+            del given
 
 
 async def run_async(step: Step, arguments: Arguments) -> Any:
     """Await the step and return what it returns for the whole batch."""
-    work = step.work(arguments)
     outcome: Any = None
-    while True:
-        try:
-            given = work.send(outcome)
-        except StopIteration as end:
-            return end.value
-        outcome = None
-        outcome = await _awaited(step.function, *given)
-        del given
+    with closing(step.work(arguments)) as work:
+        while True:
+            try:
+                given, answers = work.send(outcome)
+            except StopIteration as end:
+                return end.value
+            outcome = None
+            outcome = await _awaited(step.function, answers, *given)
+            del given
 
 
-def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+def _called(function: Callable[..., Any], answers: Answers, args: Any, kwargs: Any) -> Outcome:
     try:
         attempted = switches.Attempted()
         value = function(*args, **kwargs)
         attempted.done()
-    except Exception as error:  # noqa: BLE001 - raised again by the work unless it is an OOM
+    except Exception as error:
+        if not answers(error):
+            raise
         return [None, error]
     return [value, None]
 
 
-async def _awaited(function: Callable[..., Any], args: Any, kwargs: Any) -> Outcome:
+async def _awaited(
+    function: Callable[..., Any], answers: Answers, args: Any, kwargs: Any
+) -> Outcome:
     try:
         attempted = switches.Attempted()
         value = await function(*args, **kwargs)
         attempted.done()
-    except Exception as error:  # noqa: BLE001 - raised again by the work unless it is an OOM
+    except Exception as error:
+        if not answers(error):
+            raise
         return [None, error]
     return [value, None]

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from autofit.worker.harness.real import RealRun
     from autofit.worker.harness.trial import Trial
 
+SWITCHES = "autofit.resilience.switches"
+
 
 class Conduct:
     """Leads a trial or a real run, and says how the script ended."""
@@ -47,6 +49,8 @@ class Conduct:
         """Start the session as soon as the script has imported torch."""
         if self._spec.report_saves:
             Saves(self._reporter).attach()
+        if self._spec.mode != "run":
+            imports.after_import(SWITCHES, _switch_off)
         imports.after_import("torch", self._start)
 
     def ended(self) -> None:
@@ -121,6 +125,11 @@ class Conduct:
             request = self._spec.request
             self._session = Trial(request, self._reporter, self._meter, self._started)
         self._session.start()
+
+
+def _switch_off() -> None:
+    """Let the script's own ``@autofit.resilient`` hide no shortage from a trial."""
+    sys.modules[SWITCHES].set_active(False)
 
 
 def seed_everything(seed: int = 0) -> None:
