@@ -25,6 +25,7 @@ def lines(result: Result, *, storage: str | None = None) -> list[str]:
     return [
         f"{speed} samples/s in {peak}: {result.plan}",
         _against_baseline(result),
+        *_memory(result),
         _effort(result),
         *_next(result.script, storage),
     ]
@@ -44,6 +45,25 @@ def _against_baseline(result: Result) -> str:
         f"{factor:.2f} times as fast as the script as it is ({words.rate(before)} samples/s in "
         f"{peak} {unit}); {same}."
     )
+
+
+def _memory(result: Result) -> list[str]:
+    """Return the line on what a peak is made of; on the CPU it is tensors alone."""
+    measured, unit = result.measurement, words.unit_of(result.budget)[0]
+    tensors, kept, outside = (
+        words.in_unit_of(result.budget, size)
+        for size in (
+            measured.peak_allocated,
+            measured.peak_reserved - measured.peak_allocated,
+            measured.peak_device - measured.peak_reserved,
+        )
+    )
+    if result.hardware.device == "cpu":
+        return []
+    return [
+        f"At the peak: tensors {tensors}, kept by torch's allocator {kept}, "
+        f"outside it (CUDA, libraries) {outside} {unit}."
+    ]
 
 
 def _as_it_is(verdict: Verdict) -> str:

@@ -39,6 +39,8 @@ def _figures(measurement: Measurement) -> dict[str, Any]:
         "samples_per_second": measurement.samples_per_second,
         "step_seconds": measurement.seconds,
         "peak_bytes": measurement.peak_device,
+        "peak_reserved_bytes": measurement.peak_reserved,
+        "peak_allocated_bytes": measurement.peak_allocated,
         "effective_batch": measurement.effective_batch,
         "micro_batch": measurement.micro_batch,
     }

@@ -23,6 +23,8 @@ def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     assert "\n".join(lines(make_result())) == (
         "20.3 samples/s in 23.1 of 24.0 GiB: bf16, micro 8\n"
         "As it is this script does not fit; this is the same training in lower precision.\n"
+        "At the peak: tensors 23.1, kept by torch's allocator 0.0, "
+        "outside it (CUDA, libraries) 0.0 GiB.\n"
         "6 trials in 6 launches, 1 out of memory, 1 min 52 s; study 3f9c0000.\n"
         "   autofit run train.py -- --epochs 3                    train with it\n"
         "   autofit best train.py --format json -- --epochs 3     take it elsewhere\n"

@@ -26,6 +26,8 @@ KEYS = {
     "samples_per_second",
     "step_seconds",
     "peak_bytes",
+    "peak_reserved_bytes",
+    "peak_allocated_bytes",
     "budget_bytes",
     "effective_batch",
     "micro_batch",
@@ -50,6 +52,8 @@ def test_the_json_contract(make_result: MakeResult) -> None:
     assert found["step_seconds"] == 0.75
     assert found["samples_per_second"] == pytest.approx(16 / 0.75)
     assert found["peak_bytes"] == 2 << 30
+    assert found["peak_reserved_bytes"] == 3 << 29
+    assert found["peak_allocated_bytes"] == 1 << 30
     assert found["fidelity"] == "rounding"
     assert found["baseline"] == {"verdict": "out_of_memory"}
 
@@ -58,8 +62,9 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
     now = make_result(PLAN).measurement
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
     found = json.loads(FORMATS["json"](result))["baseline"]
-    same = {"plan", "samples_per_second", "step_seconds", "peak_bytes", "budget_bytes"}
-    assert set(found) == same | {"effective_batch", "micro_batch", "fidelity", "verdict"}
+    only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
+    same = KEYS - only - {"baseline", "hardware", "versions"}
+    assert set(found) == same | {"verdict"}
     assert set(found["plan"].values()) == {"as_is"}
 
 
