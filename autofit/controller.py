@@ -27,7 +27,7 @@ from autofit.progress import (
     SizeMeasured,
 )
 from autofit.proposing import Proposer
-from autofit.results import result_of
+from autofit.results import kept, result_of, rivals
 from autofit.storage import (
     Owner,
     Purpose,
@@ -359,17 +359,23 @@ class Search:
     # --- ending ----------------------------------------------------------------------------
 
     def _confirm(self) -> None:
-        """Measure the winner again in a fresh process; if it fails, the runner-up."""
+        """Measure the winner again in a fresh process, and what may take its place."""
+        ledger = self._ledger
+        winner = self._holding()
+        for rival in rivals(ledger.finished(), winner, ledger.study.budget)[: FINALISTS - 1]:
+            if not ledger.late() and not ledger.confirmations(kept(rival)):
+                self._again(kept(rival))
+
+    def _holding(self) -> TrialRecord:
+        """Return the fastest trial whose plan fits in a fresh process too."""
         failed, ledger = 0, self._ledger
         for trial in ledger.ranked():
-            assert trial.report is not None
-            plan = trial.report.best or trial.plan
+            plan = kept(trial)
             if not ledger.confirmations(plan, Verdict.DRIFTED) and not ledger.held(plan):
-                self._tell(Remeasuring(plan=plan))
                 self._again(plan)
                 failed += not ledger.confirmations(plan, Verdict.DRIFTED)
             if ledger.held(plan):
-                return
+                return trial
             ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
             if failed == FINALISTS:
                 break
@@ -377,6 +383,7 @@ class Search:
 
     def _again(self, plan: Plan) -> None:
         """Measure ``plan`` in a fresh process; once more where others took the memory from it."""
+        self._tell(Remeasuring(plan=plan))
         interrupted = -1
         while interrupted < self._crew.interrupted and not self._ledger.confirmations(plan):
             interrupted = self._crew.interrupted

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autofit.exceptions import UsageError
+from autofit.plan import Plan
 from autofit.progress import Result
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
 from autofit.worker.records import Script, Verdict
+
+TIE = 0.03
+"""Speeds that differ by no more than this are the same: launches of one plan differ as much."""
+LEANER = 0.05
+"""What a plan must save in memory to be preferred to one that is as fast."""
 
 
 def best(storage: str, script: Script | None = None) -> tuple[Result, str]:
@@ -37,7 +43,7 @@ def result_of(store: Store, study: StudyRecord) -> Result | None:
     winner = winning(trials, study.budget)
     if winner is None or winner.report is None or winner.report.measurement is None:
         return None
-    plan = winner.report.best or winner.plan
+    plan = kept(winner)
     baseline = next((t for t in trials if t.plan.neutral and t.purpose is Purpose.SEARCH), None)
     launches = {trial.launch for trial in trials}
     short = {t.launch for t in trials if t.verdict is Verdict.OUT_OF_MEMORY}
@@ -60,9 +66,28 @@ def result_of(store: Store, study: StudyRecord) -> Result | None:
 
 
 def winning(trials: Sequence[TrialRecord], budget: int) -> TrialRecord | None:
-    """Return the trial to keep: the last one confirmed, else the fastest that fits."""
-    confirmed = [t for t in trials if t.purpose is Purpose.CONFIRM and fits(t, budget)]
-    return confirmed[-1] if confirmed else next(iter(ranked(trials, budget)), None)
+    """Return the trial to keep: of those measured again, else the fastest that fits.
+
+    Of those that are as fast as the fastest within ``TIE``, the one that needs least memory.
+    """
+    again = [t for t in trials if t.purpose is Purpose.CONFIRM and fits(t, budget)]
+    fastest = max((_speed(trial) for trial in again), default=0.0)
+    tied = [trial for trial in again if _speed(trial) >= (1 - TIE) * fastest]
+    return min(tied, key=_peak, default=next(iter(ranked(trials, budget)), None))
+
+
+def rivals(trials: Sequence[TrialRecord], winner: TrialRecord, budget: int) -> list[TrialRecord]:
+    """Return the search's trials that tie with ``winner`` and need clearly less memory.
+
+    Only these may take its place once all are measured again; the fastest first.
+    """
+    tied = [t for t in ranked(trials, budget) if _speed(t) >= (1 - TIE) * _speed(winner)]
+    return [trial for trial in tied if _peak(trial) <= (1 - LEANER) * _peak(winner)]
+
+
+def kept(trial: TrialRecord) -> Plan:
+    """Return the plan that a measured trial is worth: with the micro-batch size that won."""
+    return (trial.report.best if trial.report else None) or trial.plan
 
 
 def ranked(trials: Sequence[TrialRecord], budget: int) -> list[TrialRecord]:
@@ -80,6 +105,10 @@ def fits(trial: TrialRecord, budget: int) -> bool:
 
 def _speed(trial: TrialRecord) -> float:
     return trial.measurement.samples_per_second if trial.measurement else 0.0
+
+
+def _peak(trial: TrialRecord) -> int:
+    return trial.measurement.peak_device if trial.measurement else 0
 
 
 def _differences(key: StudyKey, script: Script) -> list[str]:

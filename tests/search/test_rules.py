@@ -12,6 +12,7 @@ from autofit import strategies
 from autofit.exceptions import UsageError
 from autofit.ladder import leaner
 from autofit.plan import Plan
+from autofit.results import rivals, winning
 from autofit.rules import closest, culprit, dominated, judged
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Owner, Purpose, State, TrialRecord
@@ -268,6 +269,36 @@ def test_closest_asked_for_the_least(ended: Ended) -> None:
     assert closest([far, silent, near, fitting]) is near
     assert closest([silent]) is silent
     assert closest([fitting]) is None
+
+
+# --- finalists ------------------------------------------------------------------------------
+
+
+def test_within_the_noise_the_leaner_plan_is_kept(
+    ended: Ended, measurement: Callable[..., Measurement]
+) -> None:
+    def measured(plan: Plan, seconds: float, peak: int, purpose: Purpose) -> TrialRecord:
+        trial = ended(plan, verdict=Verdict.MEASURED)
+        assert trial.report is not None
+        report = replace(trial.report, measurements=(measurement(8, seconds, peak),))
+        return replace(trial, report=report, purpose=purpose)
+
+    search = [
+        measured(BF16, 1.0, 100, Purpose.SEARCH),
+        measured(HALF, 1.02, 90, Purpose.SEARCH),  # ties, and is leaner
+        measured(SPLIT, 1.02, 98, Purpose.SEARCH),  # ties, and is hardly leaner
+        measured(ALL, 1.1, 50, Purpose.SEARCH),  # is slower
+    ]
+    assert [trial.plan for trial in rivals(search, search[0], 100)] == [HALF]
+    assert winning(search, 100) is search[0]
+    assert winning(search, 95) is search[1], "the fastest that fits"
+    again = [
+        measured(BF16, 1.0, 100, Purpose.CONFIRM),
+        measured(HALF, 1.02, 90, Purpose.CONFIRM),
+    ]
+    assert winning([*search, *again], 100) is again[1]
+    slow = measured(HALF, 1.05, 90, Purpose.CONFIRM)
+    assert winning([*search, again[0], slow], 100) is again[0]
 
 
 def _fields(root: RootFacts) -> dict[str, object]:
