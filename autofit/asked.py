@@ -10,7 +10,7 @@ from autofit.space import Reason, space
 from autofit.storage import Store, StudyRecord, script_path
 from autofit.strategies import Facts, Fidelity
 from autofit.worker import meter
-from autofit.worker.records import Script
+from autofit.worker.records import HORIZON, Script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class SearchOptions:
     without: frozenset[str] = frozenset()
     headroom: float = 5.0
     """Per cent of the device left free when no memory was asked for."""
-    horizon: int = 10_000
+    horizon: int = HORIZON
     """Optimizer steps over which the time to compile is charged."""
     gpus: int | None = None
     gpus_per_trial: int | None = None

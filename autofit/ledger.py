@@ -37,7 +37,7 @@ class Ledger:
         self.alone: frozenset[Plan] = frozenset()
         """Whose loss looked wrong after other plans: to be launched first in a process."""
         self.reference = Reference(store.reference(study), self.say)
-        self.mirror = Mirror(store, study)
+        self.mirror = Mirror(store, study, horizon=options.horizon)
         self.mirror.catch_up(store.trials(study, purpose=Purpose.SEARCH))
         self._started = started
         self._stored_seconds = 0.0
@@ -58,7 +58,7 @@ class Ledger:
 
     def ranked(self) -> list[TrialRecord]:
         """Return the finished trials that fit, the fastest first."""
-        return ranked(self.finished(), self.study.budget)
+        return ranked(self.finished(), self.study.budget, self.options.horizon)
 
     def baseline(self) -> Verdict | None:
         """Return how the neutral plan ended, if it has."""

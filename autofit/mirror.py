@@ -15,14 +15,14 @@ from autofit.plan import Plan
 from autofit.storage import Store, StudyRecord, TrialRecord
 from autofit.strategies import AS_IS
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.records import Verdict
+from autofit.worker.records import HORIZON, Verdict
 
 if TYPE_CHECKING:
     import optuna
 
     from autofit.choice import Situation
 
-VERSION = 2
+VERSION = 3
 """Of the search space: Optuna refuses a parameter whose choices have changed."""
 OURS = "autofit_trial"
 """User attribute of Optuna's trial: the row of ours that it mirrors."""
@@ -39,7 +39,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class Mirror:
     """Optuna's study of one of ours."""
 
-    def __init__(self, store: Store, study: StudyRecord, *, seed: int = 0) -> None:
+    def __init__(
+        self, store: Store, study: StudyRecord, *, horizon: int = HORIZON, seed: int = 0
+    ) -> None:
         import optuna
 
         from autofit.sampler import CostSampler
@@ -48,6 +50,7 @@ class Mirror:
         self._optuna = optuna
         self._store = store
         self._budget = study.budget
+        self._horizon = horizon
         self._asked: dict[Plan, optuna.Trial] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -127,7 +130,7 @@ class Mirror:
         measurement = trial.measurement
         if trial.verdict is Verdict.MEASURED and measurement is not None:
             excess = measurement.peak_device / self._budget - 1.0
-            return states.COMPLETE, measurement.samples_per_second, {MEMORY: excess}
+            return states.COMPLETE, measurement.charged(self._horizon), {MEMORY: excess}
         if trial.verdict is Verdict.OUT_OF_MEMORY:
             shortage = trial.report.out_of_memory if trial.report else None
             requested = (shortage.requested if shortage else None) or self._budget

@@ -74,5 +74,10 @@ class Plan:
         """
         return type(self)(tuple((s.name, level) for s, level in self if not s.level(level).undo))
 
+    @property
+    def unsized(self) -> Self:
+        """This plan without what is made for one size of batch."""
+        return type(self)(tuple((s.name, level) for s, level in self if not s.sized))
+
     def __str__(self) -> str:
         return ", ".join(s.describe(level) for s, level in self) or "as it is"

@@ -8,7 +8,7 @@ from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.progress import Result
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
-from autofit.worker.records import Script, Verdict
+from autofit.worker.records import HORIZON, Script, Verdict
 
 TIE = 0.03
 """Speeds that differ by no more than this are the same: launches of one plan differ as much."""
@@ -90,10 +90,13 @@ def kept(trial: TrialRecord) -> Plan:
     return (trial.report.best if trial.report else None) or trial.plan
 
 
-def ranked(trials: Sequence[TrialRecord], budget: int) -> list[TrialRecord]:
-    """Return the search's trials that fit, fastest first."""
+def ranked(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> list[TrialRecord]:
+    """Return the search's trials that fit, fastest first.
+
+    ``horizon``: the optimizer steps over which the time to compile is charged.
+    """
     measured = [t for t in trials if t.purpose is Purpose.SEARCH and fits(t, budget)]
-    return sorted(measured, key=_speed, reverse=True)
+    return sorted(measured, key=lambda trial: _speed(trial, horizon), reverse=True)
 
 
 def fits(trial: TrialRecord, budget: int) -> bool:
@@ -103,8 +106,8 @@ def fits(trial: TrialRecord, budget: int) -> bool:
     return measured and measurement is not None and measurement.peak_device <= budget
 
 
-def _speed(trial: TrialRecord) -> float:
-    return trial.measurement.samples_per_second if trial.measurement else 0.0
+def _speed(trial: TrialRecord, horizon: int) -> float:
+    return trial.measurement.charged(horizon) if trial.measurement else 0.0
 
 
 def _peak(trial: TrialRecord) -> int:

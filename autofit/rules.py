@@ -33,7 +33,17 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
             return f"{trial.plan} fits with the whole batch; this would only be slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less and does not fit"
-    return _needless(plan, finished, batch)
+    return _needless(plan, finished, batch) or _too_early(plan, finished)
+
+
+def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
+    """Return why what is made for one size of batch has to wait.
+
+    The same plan without it finds the size, and shows what there is to gain from.
+    """
+    unsized = plan.unsized
+    known = unsized in (plan, Plan()) or any(trial.plan == unsized for trial in finished)
+    return None if known else f"{unsized} comes first"
 
 
 def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:

@@ -34,7 +34,7 @@ class Space:
         names = [name for name, _ in self.levels]
         combinations = itertools.product(*(self._tried(name, each) for name, each in self.levels))
         plans = {Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations}
-        tried = (plan for plan in plans if not plan.neutral and not _conflicting(plan))
+        tried = (plan for plan in plans if not plan.neutral and not clash(plan))
         return tuple(sorted(tried, key=order_of_retreat))
 
     @staticmethod
@@ -86,18 +86,23 @@ def _reason(
     return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
 
 
-def _conflicting(plan: Plan) -> bool:
-    changed = {name for name, _ in plan.changes}
-    return any(strategy.conflicts & changed for strategy, _ in plan)
+def clash(plan: Plan) -> str | None:
+    """Return why the levels of ``plan`` cannot stand beside one another, or ``None``."""
+    levels = plan.levels
+    reasons = (strategy.clashes(level, levels) for strategy, level in plan)
+    return next((reason for reason in reasons if reason), None)
 
 
-def order_of_retreat(plan: Plan) -> tuple[float, float]:
+def order_of_retreat(plan: Plan) -> tuple[float, float, float]:
     """Return what plans are sorted by: the least loss of speed for memory first.
 
     The first figure is what the plan trades for memory, its slowdowns alone; the second, which
     decides between equals, is the step time expected against the script as it is. So every
     precision is tried once before any of them is tried with more checkpointing, and
-    ``rules.dominated`` can leave the slower one's combinations out.
+    ``rules.dominated`` can leave the slower one's combinations out. The third lets a level that
+    depends on the batch's size follow the same plan without it, which finds that size.
     """
-    expected = [strategy.level(level).slowdown for strategy, level in plan]
-    return math.prod(max(1.0, each) for each in expected), math.prod(expected)
+    expected = [strategy.level(level).slowdown for strategy, level in plan if not strategy.sized]
+    sized = [strategy.level(level).slowdown for strategy, level in plan if strategy.sized]
+    trade = math.prod(max(1.0, each) for each in (*expected, *sized))
+    return trade, math.prod(expected), -math.prod(sized)

@@ -157,6 +157,7 @@ class Measurement(Base):
     allocation_retries: Mapped[int]
     data_wait: Mapped[float]
     losses: Mapped[list[Any]]
+    compile_seconds: Mapped[float] = mapped_column(server_default="0")
 
 
 class Event(Base):

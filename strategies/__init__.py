@@ -7,6 +7,7 @@ from autofit.exceptions import UsageError
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.checkpointing import Checkpointing
+from autofit.strategies.compile import Compile
 from autofit.strategies.facts import Facts, Hardware, RootFacts
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
@@ -17,6 +18,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Checkpointing(),
     Optimizer(),
     MicroBatch(),
+    Compile(),
     Allocator(),
 )
 """Every strategy, in the order in which a plan names and applies them."""

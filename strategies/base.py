@@ -21,7 +21,7 @@ registered by one line in ``strategies/__init__.py``, and keeps these promises, 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, Protocol
@@ -116,6 +116,13 @@ class Root(Protocol):
     def module(self) -> Any:
         """The root ``torch.nn.Module`` itself, unwrapped from ``DistributedDataParallel``."""
 
+    @property
+    def strict(self) -> bool:
+        """Whether a level is to fail where it would go on as something else: it is measured."""
+
+    def one_size(self) -> Undo:
+        """Split calls, where they are split, into chunks of one size, as far as that goes."""
+
     def around_forward(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
 
@@ -167,8 +174,8 @@ class Strategy(ABC):
     levels: ClassVar[tuple[Level, ...]]
     lowers: ClassVar[frozenset[Memory]] = frozenset()
     """The kinds of memory its levels lower: the cost model's prior."""
-    conflicts: ClassVar[frozenset[str]] = frozenset()
-    """Strategies whose changed levels cannot stand beside a changed level of this one."""
+    sized: ClassVar[bool] = False
+    """What it does depends on the size of a batch: it is proven on as many samples as will run."""
 
     def level(self, name: str) -> Level:
         """Return the level called ``name``; raise ``UsageError`` naming those there are."""
@@ -192,6 +199,14 @@ class Strategy(ABC):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """Return why ``level`` would do nothing, or harm, on such a script, or ``None``."""
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Return why ``level`` cannot stand beside a plan's other ``levels``, or ``None``."""
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Return in a line how ``error``, raised under a level, is its doing; ``None`` if not."""
         return None
 
     def by_hand(self, level: str) -> ByHand | None:

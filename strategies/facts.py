@@ -17,6 +17,8 @@ class Hardware:
     """Bytes the device has."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; ``None`` on the CPU."""
+    cannot_compile: str | None = None
+    """Why ``torch.compile`` cannot make code for it here; ``None`` where it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

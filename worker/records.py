@@ -13,6 +13,9 @@ from enum import StrEnum
 from autofit.plan import Plan
 from autofit.strategies.facts import Facts
 
+HORIZON = 10_000
+"""Optimizer steps over which the time to compile is charged, where nothing else is asked."""
+
 
 class Verdict(StrEnum):
     """How a trial ended."""
@@ -117,6 +120,8 @@ class Measurement:
     """Share of the step spent waiting for data, 0 to 1."""
     losses: tuple[float, ...] = ()
     """Loss of every optimizer step in the window."""
+    compile_seconds: float = 0.0
+    """Spent compiling before the window and in it."""
 
     @property
     def seconds(self) -> float:
@@ -132,6 +137,10 @@ class Measurement:
     def samples_per_second(self) -> float:
         """Samples trained on in a second, over all ranks."""
         return self.effective_batch / self.seconds
+
+    def charged(self, horizon: int) -> float:
+        """Return samples per second with the time to compile spread over ``horizon`` steps."""
+        return self.effective_batch / (self.seconds + self.compile_seconds / horizon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ def as_document(strategy: Strategy) -> dict[str, Any]:
         "summary": strategy.summary,
         "lowers": _lowers(strategy),
         "source": strategy.source,
-        "conflicts": sorted(strategy.conflicts),
         "levels": [
             {"name": level.name, "summary": level.summary, "fidelity": str(level.fidelity)}
             for level in strategy.levels

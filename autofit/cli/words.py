@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from autofit.progress import StudyOpened
 from autofit.strategies import Fidelity, get
 from autofit.strategies.facts import Facts, RootFacts
-from autofit.units import format_size
+from autofit.units import format_duration, format_size
 from autofit.worker.records import OutOfMemory, Script, TrialReport, Verdict
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -110,7 +110,10 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
     short = report.out_of_memory
     if report.verdict is Verdict.MEASURED:
         size = short.micro_batch if short else None
-        return f"fits{'  <- best' * best}{f' (micro {size} ran out)' if size else ''}"
+        notes = f" (micro {size} ran out)" if size else ""
+        if report.measurement and report.measurement.compile_seconds >= 0.5:
+            notes += f" (compile {format_duration(report.measurement.compile_seconds)})"
+        return f"fits{'  <- best' * best}{notes}"
     if report.verdict is Verdict.OUT_OF_MEMORY:
         return shortage(short) if short else "out of memory"
     blamed = f" ({report.blamed})" if report.blamed else ""

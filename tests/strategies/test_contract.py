@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.strategies import NAMES, REGISTRY, Strategy
+from autofit.strategies import NAMES, REGISTRY, Strategy, compile
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from tests.strategies.contract import PAIRS, SETTINGS, Case, Setting, StrategyContract
@@ -27,13 +27,21 @@ def strategy(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-@pytest.fixture(params=SETTINGS, ids=_called)
+def _param(*settings: Setting) -> Any:
+    """Return the parameter of one level, or two; what compiles takes seconds each time."""
+    value = settings[0] if len(settings) == 1 else settings
+    slow = any(strategy.sized for strategy, _ in settings)
+    name = "+".join(map(_called, settings))
+    return pytest.param(value, id=name, marks=[pytest.mark.full] if slow else [])
+
+
+@pytest.fixture(params=[_param(each) for each in SETTINGS])
 def setting(request: pytest.FixtureRequest) -> Any:
     """Each level of each strategy that changes something."""
     return request.param
 
 
-@pytest.fixture(params=PAIRS, ids=lambda pair: "+".join(map(_called, pair)))
+@pytest.fixture(params=[_param(*pair) for pair in PAIRS])
 def pair(request: pytest.FixtureRequest) -> Any:
     """Each two levels of different strategies."""
     return request.param
@@ -59,6 +67,15 @@ def root(calls: Calls) -> Iterator[Callable[[nn.Module], HarnessRoot]]:
     yield make
     for each in roots:
         each.take_back()
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace and differentiate what is compiled, but make no code of it: that takes seconds.
+
+    ``test_compile.py`` makes the code.
+    """
+    monkeypatch.setattr(compile, "SETTINGS", {"backend": "aot_eager"})
 
 
 class _Handler:

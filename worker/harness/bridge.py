@@ -22,7 +22,6 @@ from autofit.worker.harness.joining import (
     Cut,
     Layout,
     cuts,
-    cuts_for_keeping,
 )
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.parts import Gradients, Parts
@@ -49,6 +48,9 @@ class Owner(Protocol):
     """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
     even: bool
     """Its last call ran in even chunks: none was to be run again."""
+
+    def cut(self, size: int, eager: bool) -> list[Cut]:
+        """Return the chunks of a call; ``eager``: none of them is run again."""
 
     def shrink(self, error: BaseException, phase: str, size: int) -> bool:
         """Memory ran out with chunks of ``size``: make ``micro_batch`` smaller if it can be.
@@ -203,10 +205,7 @@ class Call:
             self.owner.draws_elsewhere = start.elsewhere != end.elsewhere
 
     def _attempt(self, eager: bool) -> Exception | None:
-        largest = self.owner.micro_batch
-        self._cuts = (
-            cuts(0, self._size, largest) if eager else cuts_for_keeping(self._size, largest)
-        )
+        self._cuts = self.owner.cut(self._size, eager)
         self._states = []
         try:
             with inside(self.owner.seams):
@@ -484,11 +483,11 @@ _ABSENT = object()
 @contextmanager
 def inside(seams: Seams) -> Iterator[None]:
     """Count as inside a root: what is called or differentiated now is the root's own."""
-    seams.inside += 1
+    seams.enter()
     try:
         yield
     finally:
-        seams.inside -= 1
+        seams.leave()
 
 
 def _needs_gradient(output: Any) -> bool:

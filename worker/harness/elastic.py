@@ -36,7 +36,14 @@ from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.evaluation import Evaluation, FindValues
-from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.joining import (
+    Batch,
+    Cut,
+    Layout,
+    cuts,
+    cuts_for_keeping,
+    equal_cuts,
+)
 from autofit.worker.harness.moved import once
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
@@ -74,6 +81,8 @@ class Elastic:
         self.loss_scale = LossScale()
         self.draws_elsewhere: bool | None = None
         self.even = False
+        self.one_size = False
+        """Chunks are of one size, as far as that goes."""
         self.accumulated: set[int] = set()
         """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
         self._module = weakref.ref(module)
@@ -206,6 +215,14 @@ class Elastic:
             reason = "the model's arguments do not all have the same number of samples"
             raise Refused(reason, "micro_batch")
         return layout
+
+    def cut(self, size: int, eager: bool) -> list[Cut]:
+        """Return the chunks of a call; ``eager``: none of them is run again."""
+        if self.one_size:
+            return equal_cuts(size, self.micro_batch)
+        return (
+            cuts(0, size, self.micro_batch) if eager else cuts_for_keeping(size, self.micro_batch)
+        )
 
     def shrink(self, error: BaseException, phase: str, size: int) -> bool:
         """Halve the chunks after memory ran out with ``size`` samples; return whether to go on."""

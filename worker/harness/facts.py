@@ -13,6 +13,7 @@ from torch import nn
 from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
+from autofit.worker.harness.compiling import is_compiled
 
 FRAMEWORKS = {
     "transformers.trainer": "transformers",
@@ -63,7 +64,7 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         checkpointing=any(
             bool(getattr(each, "gradient_checkpointing", False)) for each in module.modules()
         ),
-        compiled=module is not root and hasattr(root, "_orig_mod"),
+        compiled=is_compiled(root),
     )
 
 

@@ -225,6 +225,17 @@ def cuts(start: int, stop: int, largest: int) -> list[Cut]:
     return list(pairwise(bounds))
 
 
+def equal_cuts(size: int, largest: int) -> list[Cut]:
+    """Cut ``size`` samples into chunks of one size of at most ``largest``.
+
+    As even as may be, where that size would be less than half of ``largest``.
+    """
+    step = next(each for each in range(min(size, largest), 0, -1) if size % each == 0)
+    if 2 * step < min(size, largest):
+        return cuts(0, size, largest)
+    return [(start, start + step) for start in range(0, size, step)]
+
+
 def cuts_for_keeping(size: int, largest: int) -> list[Cut]:
     """Cut ``size`` samples so that the last chunk is as large as it may be, the others even.
 

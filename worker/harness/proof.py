@@ -18,7 +18,7 @@ from autofit.strategies.base import AS_IS, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
-from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Moves
 from autofit.worker.harness.probe import (
     REENTRANT,
@@ -29,6 +29,9 @@ from autofit.worker.harness.probe import (
     tolerance,
 )
 from autofit.worker.harness.roots import HarnessRoot
+
+Effects = tuple[Digest, dict[str, Any]]
+"""A call's gradients, and what it moved in the model."""
 
 ROUNDING = 0.25
 """Relative difference of all gradients together that bf16 may make at random initialisation.
@@ -45,24 +48,42 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     if shown.neutral or fidelity is Fidelity.RECIPE:
         root.apply(plan)
         return
-    few = _few(Batch.of(args, kwargs))
+    batch = Batch.of(args, kwargs)
+    unsized = plan.unsized
     root.take_back()
     try:
-        expected, once = _gradients(root, root.plain, few)
+        few = _samples(batch, SAMPLES)
+        expected = _gradients(root, root.plain, few)
+        root.apply(unsized)
+        if not _shown(unsized).neutral:
+            _compare(root, _shown(unsized), facts, _gradients(root, root.forward, few), expected)
+        if unsized == plan:
+            return
+        # Beside the rest of the plan, which has just been proven and is known to fit.
+        some = _samples(batch, _chunk(plan, batch))
+        expected = _gradients(root, root.forward, some)
         root.apply(plan)
-        found, moved = _gradients(root, root.forward, few)
+        _compare(root, shown, facts, _gradients(root, root.forward, some), expected)
     except RuntimeError as failure:
         if "use_reentrant" not in str(failure):
             raise
         root.take_back()
         raise Refused(REENTRANT) from None
-    names = [name for name, _ in shown.changes]
+
+
+def _compare(
+    root: HarnessRoot, plan: Plan, facts: Facts, under: Effects, expected: Effects
+) -> None:
+    """Raise ``Refused`` unless gradients and model change as closely as ``plan`` allows."""
+    names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
+    (found, moved), (gradients, once) = under, expected
     if twice := [name for name, value in moved.items() if value != once.get(name, value)]:
         raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
     exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
-    allowed = max(ROUNDING, exact) if fidelity is Fidelity.ROUNDING else exact
-    if (error := mean_difference(found, expected)) > allowed:
+    rounding = plan.fidelity(facts) is Fidelity.ROUNDING
+    allowed = max(ROUNDING, exact) if rounding else exact
+    if (error := mean_difference(found, gradients)) > allowed:
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
             blamed,
@@ -76,13 +97,23 @@ def _shown(plan: Plan) -> Plan:
     return Plan.of({**touching, "micro_batch": AS_IS})
 
 
-def _few(batch: Batch) -> Batch:
+def _samples(batch: Batch, most: int) -> Batch:
     """Return a copy of the first samples: the model may change its arguments."""
     layout = Layout(0, batched_leaves(batch, 0), ())
-    return few(batch, layout, range(min(SAMPLES, layout.size(batch)) if layout.batched else 0))
+    return few(batch, layout, range(min(most, layout.size(batch)) if layout.batched else 0))
 
 
-def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> tuple[Digest, dict[str, Any]]:
+def _chunk(plan: Plan, batch: Batch) -> int:
+    """Return the samples that will run at a time, all of one size."""
+    batched = batched_leaves(batch, 0)
+    size = Layout(0, batched, ()).size(batch) if batched else 0
+    if not size or plan["micro_batch"] == AS_IS:
+        return size
+    first, last = equal_cuts(size, int(plan["micro_batch"]))[-1]
+    return last - first
+
+
+def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
     """Return the gradients of all that the root returns, and what that moved in it.
 
     The random draws are the same each time.

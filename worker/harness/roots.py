@@ -16,6 +16,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import Forward, Undo, Wrapper
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness import ddp
+from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
 from autofit.worker.harness.facts import unwrapped
@@ -38,6 +39,9 @@ class HarnessRoot:
         self._on_shortage = on_shortage
         self._wrappers: list[Wrapper] = []
         self._undos: list[Undo] = []
+        self.strict = False
+        """It is measured: a level is to fail where it would go on as something else."""
+        self._one_size = False
         self.facts: RootFacts | None = None
         self.plan = Plan()
         self.elastic: Elastic | None = None
@@ -132,6 +136,11 @@ class HarnessRoot:
 
         return undo
 
+    def one_size(self) -> Undo:
+        """Split calls, where they are split, into chunks of one size."""
+        self._set_one_size(True)
+        return lambda: self._set_one_size(False)
+
     def around_call(self, module: nn.Module, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of a submodule."""
         return self._calls.wrap(module, wrapper)
@@ -150,6 +159,8 @@ class HarnessRoot:
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
             whole_at_worst=self.whole_at_worst,
         )
+
+        self.elastic.one_size = self._one_size
 
         def undo() -> None:
             if self.elastic is not None:
@@ -186,9 +197,14 @@ class HarnessRoot:
         except Refused as refusal:
             raise Refused(str(refusal), "micro_batch") from refusal
 
+    def _set_one_size(self, wanted: bool) -> None:
+        self._one_size = wanted
+        if self.elastic is not None:
+            self.elastic.one_size = wanted
+
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         ddp.refuse_what_cannot_be_split(self.outer)
-        with ddp.refuse_communication():
+        with ddp.refuse_communication(), uncompiled():
             return find_layout(self.module, self.plain, batch, gradients=gradients)
 
     def _compose(self) -> None:

@@ -65,6 +65,11 @@ class Seams:
 
         A plain counter and not a thread's: CUDA runs backward in a thread of its own.
         """
+        self.watch_inside = True
+        """Calls inside a root are watched too, while roots are looked for.
+
+        Not where a plan compiles: the compiler would see them watched, and soon no longer.
+        """
         self.keeps_graph = False
         """The backward pass that runs leaves its graph for another one, or is one of parts only."""
         self.data_seconds = 0.0
@@ -75,6 +80,8 @@ class Seams:
         """Says which batch of a loader comes next (``lookahead.SameBatches`` in a trial)."""
         self._undos: list[Undo] = []
         self._stop_looking: Undo = lambda: None
+        self._looking = False
+        self._paused = False
 
     def attach(self) -> None:
         """Patch torch."""
@@ -98,12 +105,29 @@ class Seams:
 
     def look_for_roots(self) -> None:
         """Watch every module call until ``stop_looking``: about a microsecond each."""
+        self._looking = True
         self._stop_looking = self._replace(nn.Module, "__call__", self._call)
 
     def stop_looking(self) -> None:
         """Leave ``nn.Module.__call__`` as it was; the roots are known."""
+        self._looking = False
         self._stop_looking()
         self._stop_looking = lambda: None
+
+    def enter(self) -> None:
+        """What is called or differentiated now is a root's own."""
+        if not self.inside and self._looking and not self.watch_inside:
+            self._stop_looking()
+            self._paused = True
+        self.inside += 1
+
+    def leave(self) -> None:
+        """Look for roots again, as before."""
+        self.inside -= 1
+        if self._paused and not self.inside:
+            self._paused = False
+            if self._looking:
+                self.look_for_roots()
 
     @staticmethod
     def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
@@ -145,11 +169,11 @@ class Seams:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
             run = self.handler.grad(inputs, plain)
-            self.inside += 1  # a block that checkpointing runs again now is no root
+            self.enter()  # a block that checkpointing runs again now is no root
             try:
                 return run(outputs, inputs, *args, **kwargs)
             finally:
-                self.inside -= 1
+                self.leave()
 
         return grad
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +58,8 @@ class Session:
         """Optimizer steps of the leading optimizer: the first that stepped."""
         self.away: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while a root or a backward pass runs: nothing outside is to be watched then."""
+        self.strict = False
+        """What cannot go on as its plan has it is to fail: it is measured."""
         self._leader: int | None = None
         self._quiet_steps = 0
 
@@ -126,6 +129,7 @@ class Session:
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
         root = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
+        root.strict = self.strict
         self.roots.append(root)
         self._quiet_steps = 0
         self.calls.wrap(module, lambda _: lambda *args, **kwargs: self._call(root, args, kwargs))
@@ -208,6 +212,7 @@ class Session:
             self._meet(root, args, kwargs)
         self.root_called(root)
         while True:
+            self.seams.watch_inside = self.plan_for(root).neutral
             try:
                 with inside(self.seams):
                     output = self._watched(lambda: self._run(root, args, kwargs))
@@ -273,7 +278,17 @@ class Session:
             found = oom.classify(error, corroborated=self.meter.short())
             if found.kind is oom.Kind.OOM:
                 self.shortage(self._described(found, None))
+            elif found.kind is oom.Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
+                clear_frames(error.__traceback__)
+                raise refusal from None
             raise
+
+    def _fault(self, error: Exception) -> Refused | None:
+        """Return the refusal that an error is, where a strategy of the plan knows it."""
+        for name in {name for root in self.roots for name, _ in root.plan.changes}:
+            if reason := strategies.get(name).fault(error):
+                return Refused(reason, name)
+        return None
 
     def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
         """Note a shortage inside a split root, whose step goes on smaller."""

@@ -116,8 +116,8 @@ class Tracer:
     # --- dropout ---------------------------------------------------------------------------
 
     def _silence(self, root: HarnessRoot) -> None:
-        """Set the rates of dropping to zero; not in compiled code, which would compile again."""
-        if _compiled(root):
+        """Set the rates of dropping to zero, unless the script itself compiles what it drops."""
+        if root.facts is not None and root.facts.compiled:
             return
         for module in root.module.modules():
             for name, rate in rates_of_dropping(module).items():
@@ -263,10 +263,3 @@ def _tf32(module: nn.Module) -> bool:
         )
     except RuntimeError:  # the script has used torch's newer settings, which the older cannot read
         return True
-
-
-def _compiled(root: HarnessRoot) -> bool:
-    return any(
-        getattr(each, "_compiled_call_impl", None) is not None or hasattr(each, "_orig_mod")
-        for each in root.outer.modules()
-    )

@@ -17,6 +17,8 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.micro_batch import AUTO
+from autofit.worker.harness.compiling import CompileClock
+from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.lookahead import SameBatches
 from autofit.worker.harness.ramp import SHORT, ramp
 from autofit.worker.harness.reporter import Reporter
@@ -57,6 +59,8 @@ class Stage:
     steps: int
     retries: int
     """Of the allocator, before the stage."""
+    compiled: float = 0.0
+    """Seconds spent compiling before the stage."""
     warm: int = 0
     """Steps dropped so far."""
     seconds: list[float] = field(default_factory=list)
@@ -112,6 +116,10 @@ class Trial(Session):
         self._measured: list[tuple[Plan, Measurement]] = []
         """Of the present plan."""
         self._shortage: OutOfMemory | None = None
+        self._found: dict[Plan, int] = {}
+        """The size that was kept for a plan."""
+        self._compiling = CompileClock()
+        self.strict = True
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
         self._calls = 0
@@ -137,9 +145,30 @@ class Trial(Session):
             startup = 0.0
 
     def _sizes(self, plan: Plan) -> Schedule:
+        unsized = plan.unsized
         if plan["micro_batch"] != AUTO:
             yield from self._window(plan, self._request.steps)
-            return
+        elif unsized != plan:
+            yield from self._at_its_size(plan, unsized)
+        else:
+            yield from self._ramp(plan)
+
+    def _at_its_size(self, plan: Plan, unsized: Plan) -> Schedule:
+        """Measure one size, the one that is right without what has to be done for each anew."""
+        if unsized not in self._found:
+            yield from self._ramp(unsized)
+            self._measured = []
+        size = self._found.get(unsized)
+        while size:
+            first, last = equal_cuts(self.facts.batch or size, size)[-1]
+            size = last - first
+            sized = plan.replace(micro_batch=str(size))
+            if (yield from self._window(sized, self._request.steps)) is not None:
+                return
+            size //= 2
+
+    def _ramp(self, plan: Plan) -> Schedule:
+        """Look for the fastest size that fits."""
         request = self._request
         sizes = ramp(
             self.facts.batch or 1,
@@ -155,13 +184,16 @@ class Trial(Session):
             except StopIteration as end:
                 winner = end.value
                 self._measured.sort(key=lambda pair: pair[1] is winner)
+                if winner is not None:
+                    self._found[plan] = winner.micro_batch
                 return
             sized = plan.replace(micro_batch=str(ask.micro_batch))
             measurement = yield from self._window(sized, ask.steps)
 
     def _window(self, plan: Plan, steps: int) -> Generator[Stage, None, Measurement | None]:
         """Measure one stage; return nothing where memory ran out, raise ``Refused`` on refusal."""
-        stage = Stage(plan, steps, retries=self.meter.retries())
+        compiled = self._compiling.seconds()
+        stage = Stage(plan, steps, retries=self.meter.retries(), compiled=compiled)
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
         yield stage
@@ -197,6 +229,7 @@ class Trial(Session):
             allocation_retries=self.meter.retries() - stage.retries,
             data_wait=sum(stage.waits) / sum(stage.seconds),
             losses=tuple(stage.losses),
+            compile_seconds=self._compiling.seconds() - stage.compiled,
         )
 
     def _end_plan(
@@ -312,6 +345,9 @@ class Trial(Session):
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply and prove ``plan`` on a model that drops as the script has it."""
+        self._compiling.seconds()
+        root.take_back()
+        self._compiling.seconds()
         with self._tracer.aloud():
             super().prove(root, plan, args, kwargs)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.strategies.facts import Hardware
+from autofit.worker.meter.toolchain import cannot_compile
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -211,6 +212,7 @@ def _card(nvml: Any, entry: str, handle: Any) -> Card:
             name=str(nvml.nvmlDeviceGetName(handle)),
             total_bytes=total,
             capability=(int(major), int(minor)),
+            cannot_compile=cannot_compile(),
         ),
         free=free,
         held=held,

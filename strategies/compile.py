@@ -1,0 +1,165 @@
+"""torch.compile: the repeated blocks, or the whole root, as fused kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from autofit.exceptions import Refused
+from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
+from autofit.strategies.facts import Facts, Hardware
+
+SETTINGS: dict[str, Any] = {"options": {"fallback_random": True}}
+"""For ``torch.compile``. With its own random numbers Inductor would draw other masks than PyTorch:
+dropout could be compared with nothing, and a chunk could not be run again as it was."""
+
+GRAPHS_A_BLOCK = 4
+"""Blocks of one class share their code's limit of graphs, and each may need its own: with and
+without gradients, in training and in evaluation."""
+
+TRITON = (7, 0)
+"""The first CUDA compute capability that Triton makes code for."""
+
+COMPILERS = ("torch._dynamo.exc", "torch._inductor.exc", "torch._functorch")
+"""Where the errors of the compiler's own come from."""
+UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
+"""In plain RuntimeErrors: the script asks for what compiled code cannot do."""
+
+
+class Compile(Strategy):
+    """``torch.compile`` in place, with the default mode (Ansel et al., 2024).
+
+    Each module keeps its class, its name and its parameters (``Module.compile``), so checkpoints
+    carry no prefix. ``accelerate.utils.compile_regions`` finds the same blocks, but returns a new
+    model, while the script, its optimizer and its EMA hold the old one.
+
+    Every size of a batch is another graph, so chunks are of one size, and a search looks for that
+    size without compiling. Random draws are PyTorch's own. Kernels that fuse operations of half
+    precision round less often, hence ``rounding`` where the script trains in it.
+    """
+
+    name = "compile"
+    summary = "fuses operations into fewer kernels (torch.compile)"
+    source = "https://pytorch.org/assets/pytorch2-2.pdf"
+    sized = True
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(name="regional", summary="the repeated blocks, compiled once", slowdown=0.85),
+        Level(name="full", summary="the whole model as one graph", slowdown=0.83),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"regional compile"``."""
+        return f"{level} compile"
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Exact in float32; rounding where the script itself computes in less."""
+        if level == AS_IS or facts is None:
+            return self.level(level).fidelity
+        halves = {root.dtype for root in facts.roots} - {"float32", "float64"}
+        return Fidelity.ROUNDING if facts.autocast or halves else Fidelity.EXACT
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """It needs a GPU that Triton knows, and a compiler beside it."""
+        if level == AS_IS:
+            return None
+        if hardware.device != "cuda":
+            return "a search compiles for GPUs only: a CPU stands in for one here"
+        if (hardware.capability or (0, 0)) < TRITON:
+            return f"Triton needs compute capability 7.0, {hardware.name} has less"
+        return hardware.cannot_compile
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """A script that compiles keeps what it compiles; regional needs blocks."""
+        if level == AS_IS:
+            return None
+        if any(root.compiled for root in facts.roots):
+            return "the script compiles its model already"
+        if facts.world_size > 1:
+            return "not under several ranks: their graphs would have to be compiled in step"
+        if level == "regional" and facts.roots and not any(root.blocks for root in facts.roots):
+            return "the model has no repeated blocks"
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """In one graph no block is called by itself, so none can be checkpointed."""
+        if level == "full" and levels.get("checkpointing", AS_IS) != AS_IS:
+            return "checkpointing needs the calls of the blocks, which one graph does not have"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell the compiler's own errors, and what it does not support, from the script's."""
+        own = type(error).__module__.startswith(COMPILERS)
+        if not own and not any(words in str(error) for words in UNSUPPORTED):
+            return None
+        if "FailOnRecompileLimitHit" in type(error).__name__:
+            return "it compiled anew again and again, up to torch's limit: the shapes keep changing"
+        cause = getattr(error, "inner_exception", None) or error
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        return f"torch.compile: {type(cause).__name__}: {lines[0] if lines else ''}"
+
+    def by_hand(self, level: str) -> ByHand:
+        """Compile the model, or the longest list of blocks, in place."""
+        if level == "full":
+            return ByHand(prepare="model.compile()")
+        return ByHand(
+            prepare="""
+            lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+            for block in max(lists, key=len):
+                block.compile()  # in place: the checkpoint's names stay
+            """
+        )
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Compile the root, or each block of it; the code is made in the calls that follow."""
+        if level == AS_IS:
+            return None
+        modules = [root.module] if level == "full" else repeated_blocks(root.module)
+        if not modules:
+            return None  # another root of this script has the blocks
+        if any(each._compiled_call_impl is not None for each in root.module.modules()):
+            raise Refused("the script compiles a part of the model already")
+        undo_size = root.one_size()
+        undo_limits = _limits(len(modules), root.strict)
+        for each in modules:
+            each.compile(**SETTINGS)
+
+        def undo() -> None:
+            for each in modules:
+                vars(each).pop("_compiled_call_impl", None)
+            undo_limits()
+            undo_size()
+            _forget()
+
+        return undo
+
+
+def _limits(modules: int, strict: bool) -> Undo:
+    """Let each of ``modules`` have its graphs; ``strict``: fail at the limit.
+
+    Otherwise torch goes on without compiling, and says so: right for a real run, which is not to
+    end for it, but a trial would measure something else.
+    """
+    from torch._dynamo import config
+
+    wanted = {"recompile_limit": max(config.recompile_limit, GRAPHS_A_BLOCK * modules)}
+    if strict:
+        wanted["fail_on_recompile_limit_hit"] = True
+    before = {name: getattr(config, name) for name in wanted}
+    for name, value in wanted.items():
+        setattr(config, name, value)
+
+    def undo() -> None:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+    return undo
+
+
+def _forget() -> None:
+    """Free the compiled code: what another plan compiles next would share its limit and shapes."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()

@@ -1,0 +1,50 @@
+"""What ``torch.compile`` does in this process, whoever asked for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+class CompileClock:
+    """Adds up the seconds spent compiling. torch's own count starts anew at each of its resets."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._seen = 0.0
+
+    def seconds(self) -> float:
+        """Return them; to be called before and after what may reset torch's count."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None:
+            return 0.0
+        now = float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
+        if now < self._seen:
+            self._before += self._seen
+        self._seen = now
+        return self._before + now
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what is compiled without its code: other shapes are no reason to compile it again."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module, or one inside it, has been compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from accelerate.utils import has_compiled_regions
+
+    in_place = any(each._compiled_call_impl is not None for each in module.modules())
+    return in_place or has_compiled_regions(module)
