@@ -106,7 +106,7 @@ def fits(trial: TrialRecord, budget: int) -> bool:
     return measured and measurement is not None and measurement.peak_device <= budget
 
 
-def _speed(trial: TrialRecord, horizon: int) -> float:
+def _speed(trial: TrialRecord, horizon: int = HORIZON) -> float:
     return trial.measurement.charged(horizon) if trial.measurement else 0.0
 
 
