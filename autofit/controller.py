@@ -122,7 +122,7 @@ class Search:
             endings.give_up(ledger.finished(), ledger.study.budget, asked)
         self._confirm()
         ledger.keep_seconds()
-        result = result_of(self._store, self._store.study(ledger.study.id))
+        result = result_of(self._store, self._store.study(ledger.study.id), self._options.horizon)
         assert result is not None, "a confirmed plan is a result"
         return result
 
@@ -360,9 +360,10 @@ class Search:
 
     def _confirm(self) -> None:
         """Measure the winner again in a fresh process, and what may take its place."""
-        ledger = self._ledger
+        ledger, horizon = self._ledger, self._options.horizon
         winner = self._holding()
-        for rival in rivals(ledger.finished(), winner, ledger.study.budget)[: FINALISTS - 1]:
+        tied = rivals(ledger.finished(), winner, ledger.study.budget, horizon)
+        for rival in tied[: FINALISTS - 1]:
             if not ledger.late() and not ledger.confirmations(kept(rival)):
                 self._again(kept(rival))
 

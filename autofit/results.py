@@ -35,12 +35,12 @@ def best(storage: str, script: Script | None = None) -> tuple[Result, str]:
     return result, f"study {study.id}: {study.script}" + (f" ({differs})" if differs else "")
 
 
-def result_of(store: Store, study: StudyRecord) -> Result | None:
+def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Result | None:
     """Return the best of a study; ``None`` where nothing fits, or the script itself fails."""
     trials = store.trials(study, state=State.FINISHED)
     if any(trial.verdict is Verdict.SCRIPT_FAILED for trial in trials):
         return None  # what was measured before it failed is worth nothing
-    winner = winning(trials, study.budget)
+    winner = winning(trials, study.budget, horizon)
     if winner is None or winner.report is None or winner.report.measurement is None:
         return None
     plan = kept(winner)
@@ -65,23 +65,28 @@ def result_of(store: Store, study: StudyRecord) -> Result | None:
     )
 
 
-def winning(trials: Sequence[TrialRecord], budget: int) -> TrialRecord | None:
+def winning(
+    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+) -> TrialRecord | None:
     """Return the trial to keep: of those measured again, else the fastest that fits.
 
     Of those that are as fast as the fastest within ``TIE``, the one that needs least memory.
     """
     again = [t for t in trials if t.purpose is Purpose.CONFIRM and fits(t, budget)]
-    fastest = max((_speed(trial) for trial in again), default=0.0)
-    tied = [trial for trial in again if _speed(trial) >= (1 - TIE) * fastest]
-    return min(tied, key=_peak, default=next(iter(ranked(trials, budget)), None))
+    fastest = max((_speed(trial, horizon) for trial in again), default=0.0)
+    tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
+    return min(tied, key=_peak, default=next(iter(ranked(trials, budget, horizon)), None))
 
 
-def rivals(trials: Sequence[TrialRecord], winner: TrialRecord, budget: int) -> list[TrialRecord]:
+def rivals(
+    trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int = HORIZON
+) -> list[TrialRecord]:
     """Return the search's trials that tie with ``winner`` and need clearly less memory.
 
     Only these may take its place once all are measured again; the fastest first.
     """
-    tied = [t for t in ranked(trials, budget) if _speed(t) >= (1 - TIE) * _speed(winner)]
+    enough = (1 - TIE) * _speed(winner, horizon)
+    tied = [t for t in ranked(trials, budget, horizon) if _speed(t, horizon) >= enough]
     return [trial for trial in tied if _peak(trial) <= (1 - LEANER) * _peak(winner)]
 
 
