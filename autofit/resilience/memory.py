@@ -41,13 +41,16 @@ class Memory:
             self._known[key] = self._guarded(lambda: self._read(key))
         return self._known[key]
 
-    def remember(self, key: Key, kept: Kept, *, news: bool) -> None:
-        """Keep what held. ``news``: it is not what the function was asked to start with."""
+    def remember(self, key: Key, kept: Kept, *, news: bool, alone: bool = False) -> None:
+        """Keep what held. ``news``: it is not what the function was asked to start with.
+
+        ``alone``: this rank has come to know it, and not the first one too, which else writes.
+        """
         before = self._known.get(key)
         if before == kept or (before is None and not news):
             return
         self._known[key] = dict(kept)
-        self._guarded(lambda: self._write(key, kept))
+        self._guarded(lambda: self._write(key, kept, alone))
 
     def forget(self) -> None:
         """Start every call where it was asked to, for the rest of this process."""
@@ -62,8 +65,8 @@ class Memory:
             found = store.fitted(self._key(key))
         return None if found is None else found.kept
 
-    def _write(self, key: Key, kept: Kept) -> None:
-        if not _writes():
+    def _write(self, key: Key, kept: Kept, alone: bool) -> None:
+        if not (alone or _writes()):
             return
         from autofit.storage import Store
 

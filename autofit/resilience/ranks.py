@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 PATIENCE = 60.0
 """Seconds a rank that cannot go on waits for the word of the others."""
@@ -39,6 +39,7 @@ _LOST = re.compile(
     r"communicator|timed out|timeout|aborted",
     re.IGNORECASE,
 )
+_SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 _calls = count()
 
 
@@ -46,6 +47,16 @@ def in_use() -> bool:
     """Return whether there is more than one rank."""
     ready = distributed.is_available() and distributed.is_initialized()
     return ready and distributed.get_world_size() > 1
+
+
+def communicates(module: nn.Module) -> bool:
+    """Return whether a module's own forward needs the other ranks to call it as well."""
+    if isinstance(module, nn.SyncBatchNorm):
+        return module.training
+    if not _SHARDED.isdisjoint(each.__name__ for each in type(module).__mro__):
+        return True  # between its forward and backward it may hold whole tensors
+    spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return any(isinstance(each, spread) for each in module._parameters.values())
 
 
 class Ranks:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autofit.exceptions import CannotRetry, UsageError
-from autofit.resilience import outside, shortage, switches
+from autofit.resilience import outside, ranks, shortage, switches
 from autofit.resilience.leaves import Gradients, Leaves
 from autofit.resilience.limits import Limit
 from autofit.resilience.memory import Memory
@@ -127,7 +127,7 @@ class _Run:
             if error is None:
                 waiting.pop(0)
                 continue
-            missing = self._recover(error, cut)
+            missing = self._recover(error, cut, final)
             del error
             if self._again:
                 waiting = self._cut(whole)
@@ -151,9 +151,9 @@ class _Run:
         """Run one part; return the error if memory ran out in it."""
         with ExitStack() as stack:
             if cut != (0, self.samples):
-                self._modules()
-                if not last:
-                    self._keep_local(stack)
+                modules = self._modules()
+                for module in () if last else _reducing(modules):  # once, with the last part
+                    stack.enter_context(module.no_sync())
             given = inject([self.step.place], [self.batch.take(cut)], self.rest)
             outcome = yield given, self._short
             del given
@@ -214,12 +214,12 @@ class _Run:
                 f"{self.step.name}: BatchNorm in training mode sees the whole batch, and other"
                 " statistics in its parts; give mixes_samples=True to split all the same"
             )
-
-    def _keep_local(self, stack: ExitStack) -> None:
-        """Reduce gradients over the ranks once, with the last part."""
-        for module in self._modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                stack.enter_context(module.no_sync())
+        if ranks.in_use() and any(ranks.communicates(module) for module in modules):
+            raise CannotRetry(
+                f"{self.step.name}: the ranks communicate in the model's forward (FSDP, tensors"
+                " spread over a mesh, SyncBatchNorm), and one of them cannot split its batch alone;"
+                " decorate the whole training instead, @autofit.resilient(batch_size=...)"
+            )
 
     # --- after a failure -----------------------------------------------------------------------
 
@@ -227,11 +227,12 @@ class _Run:
         self.found: Diagnosis = shortage.diagnose(error, self.witness)
         return self.found.kind is Kind.OOM
 
-    def _recover(self, error: Exception, cut: Cut) -> list[torch.Tensor] | None:
+    def _recover(self, error: Exception, cut: Cut, last: bool) -> list[torch.Tensor] | None:
         """Free what the failed part holds and make the limit smaller.
 
+        ``last``: the part in which the ranks reduce the gradients, where there are several.
         Returns the parameters that have not received the failed part's gradient; ``None`` where
-        none has. Raises where nothing smaller is left.
+        none has. Raises where nothing smaller is left, or the part cannot be taken back.
         """
         received = self._failed is not None
         unknown = self._failed is not None and self.step.leaves.unknown(self._failed)
@@ -244,6 +245,7 @@ class _Run:
             raise error
         self.limit.samples = max(self.limit.samples, self.step.smallest)
         self._again = self.start is None or self.start.empty
+        self._check_ranks(error, last)
         if unknown:
             raise CannotRetry(self._why("parameters that it had not used before")) from error
         if self._again:
@@ -252,6 +254,21 @@ class _Run:
             raise CannotRetry(self._why("a backward= of its own")) from error
         self._tell(part)
         return self.before.missing() if received and not self._again else None
+
+    def _check_ranks(self, error: Exception, last: bool) -> None:
+        """Raise where the model cannot be split, or the ranks have begun to reduce gradients."""
+        try:
+            modules = self._modules()
+        except CannotRetry as refusal:
+            raise refusal from error
+        if last and ranks.in_use() and _reducing(modules):
+            if self.step.memory is not None:
+                self.step.memory.remember(self.key, self._fitting, news=True, alone=True)
+            raise CannotRetry(
+                f"{self.step.name} ran out of memory in a part whose gradients"
+                " DistributedDataParallel reduces: what it has told the other ranks cannot be taken"
+                f" back; started again, it takes {self.limit.samples} samples at a time"
+            ) from error
 
     def _begin_again(self) -> None:
         if self.start is not None:
@@ -285,7 +302,17 @@ class _Run:
     def _held(self) -> None:
         self.limit.held(self.samples, self.step.grows)
         if self.limit.samples != self._bound and self.step.memory is not None:
-            self.step.memory.remember(self.key, {"samples": self.limit.samples}, news=True)
+            self.step.memory.remember(self.key, self._fitting, news=True)
+
+    @property
+    def _fitting(self) -> dict[str, int]:
+        return {"samples": self.limit.samples}
+
+
+def _reducing(modules: list[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
+    """Return what reduces the gradients of this step over the ranks."""
+    kinds = nn.parallel.DistributedDataParallel
+    return [m for m in modules if isinstance(m, kinds) and m.require_backward_grad_sync]
 
 
 def _shapes(batch: Batch) -> Key:

@@ -58,9 +58,11 @@ Launch = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """Run ``ranks.py`` on so many ranks, each under a cap on the CPU; return what each says."""
+    """Run a program on so many ranks, each under a cap on the CPU; return what each says."""
 
-    def run(size: int, *arguments: str, timeout: float = 150) -> list[dict[str, Any]]:
+    def run(
+        size: int, *arguments: str, program: str = "ranks.py", timeout: float = 150
+    ) -> list[dict[str, Any]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -72,7 +74,7 @@ def launch(tmp_path: Path) -> Launch:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        command = [sys.executable, str(Path(__file__).with_name("ranks.py")), *arguments]
+        command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
         if arguments[0] == "cpu":
             command = [sys.executable, "-m", "autofit.worker.cap", "200MiB", "--", *command]
         files = [tmp_path / f"rank{rank}.log" for rank in range(size)]

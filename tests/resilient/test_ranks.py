@@ -36,6 +36,23 @@ def test_a_bug_of_one_rank_is_no_reason_to_retry(launch: Launch) -> None:
     assert [rank["tried"] for rank in said] == [[16], [16]]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_that_is_reduced_is_smaller_from_the_next_start(launch: Launch, phase: str) -> None:
+    first = launch(2, "cpu", "ddp", phase, program="step_ranks.py")
+    assert "started again, it takes 8 samples at a time" in first[1]["refused"]
+    assert "error" not in first[0]
+    for rank in launch(2, "cpu", "ddp", phase, program="step_ranks.py"):
+        assert rank["error"] < 1e-15, rank
+
+
+@pytest.mark.full
+def test_a_step_of_a_sharded_model_is_not_split(launch: Launch) -> None:
+    said = launch(2, "cpu", "fsdp", "forward", program="step_ranks.py")
+    assert "the ranks communicate in the model's forward" in said[1]["refused"]
+    assert "error" not in said[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 @pytest.mark.parametrize("phase", ["first", "forward", "backward", "step"])
