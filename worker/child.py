@@ -18,12 +18,13 @@ from typing import Self
 
 from autofit.exceptions import WorkerError
 from autofit.worker.reaper import Process, kill_until_gone, processes, with_descendants
-from autofit.worker.records import ChildSpec, Event
+from autofit.worker.records import Answer, ChildSpec, Event
 
 EVENTS_FD = "AUTOFIT_EVENTS_FD"
 """Names the child's end of the event pipe: pickled events, child to parent."""
 CONTROL_FD = "AUTOFIT_CONTROL_FD"
-"""Names the child's end of the control pipe: one ``ChildSpec``, then nothing until it breaks."""
+"""Names the child's end of the control pipe: one ``ChildSpec``, then an ``Answer`` whenever the
+child asks; it breaks when the child is to end."""
 
 _PATIENCE = 10.0
 """Seconds given to killed processes to be gone; only a driver call can hold one longer."""
@@ -72,6 +73,7 @@ class Child:
         self._lone = lone
         self._lock = threading.Lock()
         self._timers: list[threading.Timer] = []
+        self._limit: threading.Timer | None = None
         self._killed = False
         self._seen: set[Process] = set()
         events, child_events = os.pipe()
@@ -116,13 +118,23 @@ class Child:
     ) -> None:
         self.end()
 
-    def limit(self, seconds: float) -> None:
-        """Kill the child's group after ``seconds``; ``timed_out`` then says so."""
-        self._after(seconds, self._time_out)
+    def limit(self, seconds: float | None) -> None:
+        """Kill the child's group after ``seconds``; ``timed_out`` then says so.
+
+        Counted anew each time it is called; ``None`` for as long as it takes.
+        """
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = None if seconds is None else self._after(seconds, self._time_out)
 
     def linger(self, seconds: float) -> None:
         """Give the child ``seconds`` to end by itself, then kill its group."""
         self._after(seconds, self.kill)
+
+    def answer(self, answer: Answer) -> None:
+        """Answer the child, which is asking."""
+        with contextlib.suppress(OSError):  # it has ended meanwhile; its exit says more
+            self._control.send(answer)
 
     def events(self) -> Iterator[Event]:
         """Hand over the spec, then yield what the child sends, until it has ended."""
@@ -194,11 +206,12 @@ class Child:
         }
         return with_descendants(roots, table)
 
-    def _after(self, seconds: float, action: Callable[[], object]) -> None:
+    def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
         timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
+        return timer
 
     def _time_out(self) -> None:
         self.timed_out = self.kill()

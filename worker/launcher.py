@@ -3,7 +3,8 @@
 The child is a fresh interpreter that runs the harness by its path. It finds the numbers of its
 two pipe ends in ``AUTOFIT_EVENTS_FD`` and ``AUTOFIT_CONTROL_FD``, receives one ``ChildSpec`` with
 ``multiprocessing.connection.Connection.recv``, keeps the control pipe under
-``autofit.worker.lifeline.watch``, and sends events with ``Connection.send``.
+``autofit.worker.lifeline.watch``, and sends events with ``Connection.send``. To ``Asking`` it is
+sent an ``Answer``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from autofit.worker.environment import child_environment
 from autofit.worker.guard import BRIEFLY, Guard
 from autofit.worker.reaper import SESSION, processes, with_descendants
 from autofit.worker.records import (
+    Answer,
+    Asking,
     ChildSpec,
     Event,
     Finished,
@@ -59,14 +62,14 @@ def launch(
     environment: Mapping[str, str] | None = None,
     scratch: str | None = None,
     lone: bool = False,
-    stop: Stop | None = None,
+    control: Control | None = None,
     guard: Guard | None = None,
 ) -> Iterator[LaunchEvent]:
     """Start a process for ``request`` and yield what becomes of it, ``LaunchEnded`` last.
 
     ``environment`` is the user's own (``os.environ`` when not given); ``scratch`` a folder for
     what must not land in the user's (the system's temporary folder when not given); ``lone`` as
-    for ``Child``; ``stop`` interrupts it from another thread; ``guard`` knows the slot's cards from
+    for ``Child``; ``control`` reaches it from another thread; ``guard`` knows the slot's cards from
     earlier launches. Nothing is started on a card that lacks the budget. Nothing of the launch is
     left when the iterator ends or is closed.
     Raises ``WorkerError`` when no process can be started.
@@ -89,16 +92,19 @@ def launch(
         spec = ChildSpec(request=request, scratch=str(overlay))
         with Child(python(harness), spec, variables, lone=lone) as child:
             child.limit(request.timeout)
-            stop = stop or Stop()
-            stop.attach(child)
             account = _Account(request, guard, child.pid)
+            control = control or Control()
+            control.attach(child, account)
             for event in child.events():
+                if isinstance(event, Asking):
+                    child.limit(None)  # whoever has to answer may take time
                 yield from account.hear(event)
                 if account.taken:
                     child.kill()
                 if account.final is not None:
                     child.linger(0.0 if account.stopped else _LAST_WORDS)
-            end = _End.of(child, kills, stop.requested)
+            control.detach()
+            end = _End.of(child, kills, control.stopped)
             yield from account.close(end)
     yield LaunchEnded(
         steps=account.steps,
@@ -111,27 +117,41 @@ def launch(
     )
 
 
-class Stop:
-    """Ends a running launch from another thread; its running plan is reported as interrupted."""
+class Control:
+    """What another thread has to say to a running launch."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.stopped = False
         self._child: Child | None = None
+        self._account: _Account | None = None
         self._lock = threading.Lock()
 
-    def request(self) -> None:
-        """End the launch now, or as soon as it has started."""
+    def stop(self) -> None:
+        """End the launch now, or as soon as it starts; its plan is reported as interrupted."""
         with self._lock:
-            self.requested = True
+            self.stopped = True
             if self._child is not None:
                 self._child.kill()
 
-    def attach(self, child: Child) -> None:
-        """Say which child a request is to end."""
+    def answer(self, answer: Answer) -> None:
+        """Answer the launch, which is asking for another plan; nothing if it has ended since."""
         with self._lock:
-            self._child = child
-            if self.requested:
+            if self._child is not None and self._account is not None:
+                self._account.given(answer)
+                self._child.limit(answer.timeout)
+                self._child.answer(answer)
+
+    def attach(self, child: Child, account: _Account) -> None:
+        """Say which child this is about."""
+        with self._lock:
+            self._child, self._account = child, account
+            if self.stopped:
                 child.kill()
+
+    def detach(self) -> None:
+        """Say that the child has ended."""
+        with self._lock:
+            self._child = self._account = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +204,9 @@ class _Account:
         self.final: Raised | Finished | None = None
         self.taken = ""
         """Who took the card, once memory ran out because of that: nothing after it counts."""
-        self._request = request
+        self._plans = list(request.plans)
+        self._timeout = request.timeout
+        self._budget = request.budget
         self._guard = guard
         self._pid = pid
         self._index = 0  # until the first plan starts, what happens counts for it
@@ -202,6 +224,12 @@ class _Account:
     def stopped(self) -> bool:
         """Whether the harness stopped the script after the last plan."""
         return isinstance(self.final, Finished) and self.final.stopped
+
+    def given(self, answer: Answer) -> None:
+        """Take in what the child is about to be told."""
+        self._timeout = answer.timeout
+        if answer.plan is not None:
+            self._plans.append(answer.plan)
 
     def hear(self, event: Event) -> Iterator[LaunchEvent]:
         """Take an event in; yield what it means to the controller, if anything, at once."""
@@ -221,7 +249,7 @@ class _Account:
             case Shortage():
                 self._shortage = event.out_of_memory
                 yield event
-            case Learned() | Traced() | Uncontained():
+            case Learned() | Traced() | Uncontained() | Asking():
                 yield event
             case PlanEnded():
                 self._reported.add(event.report.index)
@@ -233,7 +261,7 @@ class _Account:
 
     def close(self, end: _End) -> Iterator[TrialReport]:
         """Yield the report of the plan that was running when the child ended, if one was."""
-        if self._index in self._reported or self._index >= len(self._request.plans):
+        if self._index in self._reported or self._index >= len(self._plans):
             return
         if self.taken:
             yield self._report(Verdict.INTERRUPTED, self.taken)
@@ -246,7 +274,7 @@ class _Account:
             case None if end.interrupted:
                 yield self._report(Verdict.INTERRUPTED, "interrupted")
             case None if end.timed_out:
-                reason = f"not done within {self._request.timeout:g} s"
+                reason = f"not done within {self._timeout:g} s"
                 yield self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
             case _ if end.out_of_memory:
                 yield self._starved(OutOfMemory(phase="outside the model", message=str(end)))
@@ -258,7 +286,7 @@ class _Account:
         if short.room is None:
             return False
         own = {process.pid for process in with_descendants([self._pid], processes())}
-        if self._guard.taken(short.room, self._request.budget, own - {self._pid}):
+        if self._guard.taken(short.room, self._budget, own - {self._pid}):
             self.taken = self._guard.takers(own)
         return bool(self.taken)
 
@@ -272,14 +300,14 @@ class _Account:
         return self._failed(reason, raised.traceback, blamed=raised.blamed)
 
     def _starved(self, shortage: OutOfMemory) -> TrialReport:
-        if shortage.room is None and self._guard.wait(self._request.budget, BRIEFLY):
+        if shortage.room is None and self._guard.wait(self._budget, BRIEFLY):
             self.taken = self._guard.takers([])  # before CUDA had even started
             return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
         return self._report(Verdict.OUT_OF_MEMORY, shortage.message)
 
     def _failed(self, reason: str, traceback: str, blamed: str | None = None) -> TrialReport:
-        neutral = self._request.plans[self._index].neutral
+        neutral = self._plans[self._index].neutral
         verdict = Verdict.SCRIPT_FAILED if neutral else Verdict.PLAN_FAILED
         return self._report(verdict, reason, traceback=traceback, blamed=blamed)
 
@@ -288,7 +316,7 @@ class _Account:
     ) -> TrialReport:
         return TrialReport(
             index=self._index,
-            plan=self._request.plans[self._index],
+            plan=self._plans[self._index],
             verdict=verdict,
             reason=reason,
             measurements=tuple(self._measurements),

@@ -18,11 +18,11 @@ from typing import Any, Self
 from autofit.exceptions import WorkerError
 from autofit.worker.child import adopt_orphans
 from autofit.worker.guard import Guard
-from autofit.worker.launcher import HARNESS, Stop, launch
+from autofit.worker.launcher import HARNESS, Control, launch
 from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.ray_session import RaySession
-from autofit.worker.records import LaunchEnded, LaunchEvent, LaunchRequest
+from autofit.worker.records import Answer, LaunchEnded, LaunchEvent, LaunchRequest
 
 Happening = tuple[int, LaunchEvent | WorkerError]
 """A slot, and what happened there; after a ``WorkerError`` the slot is free and usable again."""
@@ -46,7 +46,7 @@ class Slot:
         self._guard = Guard.of(device, self._environment)
         self._scratch = scratch
         self._harness = Path(harness)
-        self._stop = Stop()
+        self._control = Control()
         self._idle = threading.Event()
         self._idle.set()
 
@@ -65,17 +65,21 @@ class Slot:
                 environment=self._environment,
                 scratch=self._scratch,
                 lone=True,
-                stop=self._stop,
+                control=self._control,
                 guard=self._guard,
             )
         finally:
-            self._stop = Stop()
+            self._control = Control()
             self._idle.set()
+
+    def answer(self, answer: Answer) -> None:
+        """Answer the running launch, which is asking for another plan."""
+        self._control.answer(answer)
 
     def cancel(self) -> None:
         """End the running launch, if there is one, and wait until it is gone."""
         if not self._idle.is_set():
-            self._stop.request()
+            self._control.stop()
             self._idle.wait(_GOODBYE)
 
 
@@ -147,6 +151,14 @@ class Pool:
         if slot not in self.free:
             raise WorkerError(f"slot {slot} is taken; free ones: {self.free}")
         self._streams[self._actors[slot].launch.remote(request)] = slot
+
+    def answer(self, slot: int, answer: Answer) -> None:
+        """Answer the launch on ``slot``, which is asking; nothing if it has ended meanwhile."""
+        import ray
+
+        # Only once it has arrived may another launch be started there: it would take it for its own
+        with contextlib.suppress(ray.exceptions.RayError):  # the stream says what has happened
+            ray.get(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
 
     def cancel(self, slot: int) -> None:
         """End what runs on ``slot``; its plan is reported as interrupted, then the launch ends."""

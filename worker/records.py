@@ -264,6 +264,11 @@ class PlanEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """The child is done with every plan it was given, and waits for an ``Answer``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """An exception left the script, or a strategy, and ends the process."""
 
@@ -368,6 +373,7 @@ Event = (
     | Traced
     | Shortage
     | PlanEnded
+    | Asking
     | Raised
     | Finished
 )
@@ -379,22 +385,38 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One process to start, and the plans to measure in it, one after another."""
+    """One process to start, and the plans to measure in it, one after another.
+
+    Where it ``converses``, it asks for another plan after the last, until it is told that there is
+    none: start-up is paid once, and each plan is chosen by what those before it have shown.
+    """
 
     script: Script
     plans: tuple[Plan, ...]
-    """They share ``Plan.fixed``."""
+    """They share ``Plan.fixed``, and so do those it asks for."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     budget: int
     """Bytes the process may occupy on the device."""
     timeout: float
-    """Seconds after which the launch is ended."""
+    """Seconds after which the launch is ended; an answer brings its own."""
     steps: int = 5
     """Optimizer steps measured at the size that is kept; the first after a change comes on top."""
     whole_fits: bool = False
     """The script as it is is known to fit: one chunk is worth trying first."""
     environment: tuple[tuple[str, str], ...] = ()
+    converses: bool = False
+    """It asks for more plans."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a launch that asks for another plan is told."""
+
+    plan: Plan | None
+    """``None`` when there is none: the launch ends."""
+    timeout: float
+    """Seconds from now after which the launch is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,5 +451,7 @@ class LaunchEnded:
     """Why the slot is of no more use: memory that others hold, or that has not come back."""
 
 
-LaunchEvent = Uncontained | Learned | Measured | Traced | Shortage | TrialReport | LaunchEnded
+LaunchEvent = (
+    Uncontained | Learned | Measured | Traced | Shortage | TrialReport | Asking | LaunchEnded
+)
 """What a launch yields to the controller, in order, ``LaunchEnded`` last."""

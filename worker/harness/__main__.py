@@ -29,7 +29,7 @@ def main() -> None:
     if spec.mode == "run":
         lifeline.die_with_parent()
     else:
-        lifeline.watch(lifeline_fd)
+        lifeline.watch(lifeline_fd, reporter.answered)
     gauge = meter.for_device(spec.request.device)
     meter.forget()
     conduct = Conduct(spec, reporter, gauge, STARTED)

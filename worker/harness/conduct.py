@@ -111,7 +111,8 @@ class Conduct:
         return self._meter.current() if "torch" in sys.modules else None
 
     def _plan(self, index: int) -> Plan:
-        return self._spec.request.plans[index]
+        plans = self._spec.request.plans if self._session is None else self._session.plans()
+        return plans[index]
 
     def _start(self) -> None:
         if self._spec.mode == "run":

@@ -1,14 +1,16 @@
-"""Typed events to the parent, over the pipe the launcher opened."""
+"""Typed events to the parent, over the pipe the launcher opened, and its answers."""
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from multiprocessing.connection import Connection
 
+from autofit.plan import Plan
 from autofit.worker.child import CONTROL_FD, EVENTS_FD
 from autofit.worker.reaper import SESSION
-from autofit.worker.records import ChildSpec, Event
+from autofit.worker.records import Answer, Asking, ChildSpec, Event
 
 
 class Reporter:
@@ -18,6 +20,7 @@ class Reporter:
         self._connection = connection
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
     def send(self, event: Event) -> None:
         """Send one event; nothing from a forked child of the script."""
@@ -25,6 +28,17 @@ class Reporter:
             return
         with self._lock:
             self._connection.send(event)
+
+    def ask(self) -> Plan | None:
+        """Ask for another plan, and wait for the answer; ``None`` when there is none."""
+        if os.getpid() != self._pid:  # nobody would answer a forked child
+            return None
+        self.send(Asking())
+        return self._answers.get().plan
+
+    def answered(self, answer: Answer) -> None:
+        """Take the parent's answer, which another thread has received."""
+        self._answers.put(answer)
 
 
 def connect() -> tuple[ChildSpec, Reporter, int]:

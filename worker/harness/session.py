@@ -67,7 +67,7 @@ class Session:
         """Attach to torch, which the script has just imported."""
         self.meter.arm()
         self.seams.attach()
-        if any(changes_of(plan) for plan in self.plans()):
+        if self.changes_optimizers():
             self.optimizers.attach()
 
     def stop(self) -> None:
@@ -87,6 +87,10 @@ class Session:
     def plans(self) -> tuple[Plan, ...]:
         """Return every plan that this session may be under."""
         raise NotImplementedError
+
+    def changes_optimizers(self) -> bool:
+        """Return whether a plan of this session may change optimizers."""
+        return any(changes_of(plan) for plan in self.plans())
 
     def optimizer_plan(self) -> Plan:
         """Return the plan under which the next optimizer step is taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -103,6 +103,8 @@ class Trial(Session):
         self.index = 0
         """The plan that is being measured."""
         self._request = request
+        self._given = list(request.plans)
+        """The plans of the launch so far."""
         self._reporter = reporter
         self._started = started
         self._whole_fits = request.whole_fits
@@ -130,7 +132,7 @@ class Trial(Session):
     def _plans(self) -> Schedule:
         """Go through the plans, a window of steps at a time."""
         startup = time.monotonic() - self._started
-        for index, plan in enumerate(self._request.plans):
+        for index, plan in enumerate(self._each()):
             self.index = index
             self._reporter.send(PlanStarted(index=self.index, startup_seconds=startup))
             self._measured, self._shortage = [], None
@@ -143,6 +145,13 @@ class Trial(Session):
                 verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
                 self._end_plan(verdict, "", startup)
             startup = 0.0
+
+    def _each(self) -> Iterator[Plan]:
+        """Yield the plans the launch began with, then those it is given when it asks."""
+        yield from self._request.plans
+        while self._request.converses and (plan := self._reporter.ask()) is not None:
+            self._given.append(plan)
+            yield plan
 
     def _sizes(self, plan: Plan) -> Schedule:
         unsized = plan.unsized
@@ -236,7 +245,7 @@ class Trial(Session):
         self, verdict: Verdict, reason: str, startup: float, blamed: str | None = None
     ) -> None:
         self._send_trace()
-        plan = self._request.plans[self.index]
+        plan = self._given[self.index]
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
         measured = verdict is Verdict.MEASURED
@@ -297,8 +306,12 @@ class Trial(Session):
         return self._stage.plan if self._stage is not None else Plan()
 
     def plans(self) -> tuple[Plan, ...]:
-        """Return the plans of the launch."""
-        return self._request.plans
+        """Return the plans of the launch so far."""
+        return tuple(self._given)
+
+    def changes_optimizers(self) -> bool:
+        """Return whether a plan of the launch may: of those it asks for nothing is known yet."""
+        return self._request.converses or super().changes_optimizers()
 
     def optimizer_plan(self) -> Plan:
         """Return the present stage's plan; before the first, what all plans share."""
@@ -311,8 +324,8 @@ class Trial(Session):
         self._advance()
 
     def splits(self) -> bool:
-        """Return whether a plan of the launch splits the batch."""
-        return any(plan["micro_batch"] != AS_IS for plan in self._request.plans)
+        """Return whether a plan of the launch splits the batch; one it asks for may."""
+        return self._request.converses or any(p["micro_batch"] != AS_IS for p in self._given)
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """End this plan and go to the next within the same call."""
