@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -19,12 +19,12 @@ from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import (
     FactsKnown,
-    LaunchStarted,
     Line,
     Listener,
     Remeasuring,
     Result,
     SizeMeasured,
+    TrialStarted,
 )
 from autofit.proposing import Proposer
 from autofit.results import kept, result_of, rivals
@@ -40,6 +40,8 @@ from autofit.storage import (
 from autofit.strategies import Hardware
 from autofit.worker.pool import Pool
 from autofit.worker.records import (
+    Answer,
+    Asking,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -51,10 +53,8 @@ from autofit.worker.records import (
     Verdict,
 )
 
-TOGETHER = 3
-"""Plans that go into one launch: start-up is paid once, and what was learned still counts."""
-LAUNCH_SECONDS = 900.0
-"""A launch that takes longer is ended."""
+PLAN_SECONDS = 900.0
+"""A launch that spends longer on one plan, its start included, is ended."""
 HEARTBEAT = 10.0
 """Seconds between two renewals of the lease on running trials."""
 UNCONTAINED = "what the script writes to disk is really written: no overlay is allowed here"
@@ -186,23 +186,31 @@ class Search:
             for slot in self._crew.idle(self._flights):
                 if (plan := propose(None)) is None:
                     break
-                self._launch(slot, plan, propose, purpose)
+                self._launch(slot, plan, purpose)
             if not self._flights:
                 return
             for slot, happening in self._workers().events(timeout=HEARTBEAT):
                 self._hear(slot, happening)
             self._store.heartbeat(self._owner)
 
-    def _launch(
-        self, slot: int, plan: Plan, propose: Callable[[Plan | None], Plan | None], purpose: Purpose
-    ) -> None:
+    def _launch(self, slot: int, plan: Plan, purpose: Purpose) -> None:
+        """Start a launch; in the search, one that asks for more plans when it is done."""
         self._workers()  # where there are none to be had, no trial is begun
         number = self._store.next_launch(self._ledger.study)
-        trials = [self._begin(plan, number, purpose)]
-        while len(trials) < TOGETHER and (more := propose(plan.fixed)) is not None:
-            trials.append(self._begin(more, number, purpose))
-        self._flights[slot] = Flight(tuple(trials))
-        self._submit(slot, self._request([trial.plan for trial in trials], purpose))
+        self._flights[slot] = Flight([self._begin(plan, number, purpose)])
+        request = self._request(plan, purpose)
+        self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
+
+    def _answer(self, slot: int, flight: Flight) -> None:
+        """Give a launch that asks its next plan; none where its weights may be spoilt."""
+        first = flight.trials[0]
+        plan = None if flight.spoilt else self._propose(first.plan.fixed)
+        if plan is not None:
+            flight.trials.append(self._begin(plan, first.launch, first.purpose))
+        answer = Answer(plan=plan, timeout=self._deadline(first.purpose))
+        self._workers().answer(slot, answer)
+        if plan is not None:
+            self._turned(slot, plan)
 
     def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
         """Write a trial down before it runs: a kill finds it there."""
@@ -211,10 +219,10 @@ class Search:
         )
         return trial
 
-    def _request(self, plans: Sequence[Plan], purpose: Purpose) -> LaunchRequest:
+    def _request(self, plan: Plan, purpose: Purpose) -> LaunchRequest:
         return LaunchRequest(
             script=self._options.script,
-            plans=tuple(plans),
+            plans=(plan,),
             device=self._device,
             budget=self._ledger.study.budget,
             timeout=self._deadline(purpose),
@@ -223,13 +231,16 @@ class Search:
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:
         self._workers().submit(slot, request)
-        self._tell(LaunchStarted(slot=slot, plans=request.plans, on=self._crew.label(slot)))
+        self._turned(slot, request.plans[0])
+
+    def _turned(self, slot: int, plan: Plan) -> None:
+        self._tell(TrialStarted(slot=slot, plan=plan, on=self._crew.label(slot)))
 
     def _deadline(self, purpose: Purpose) -> float:
-        """Return the seconds a launch may take; the last word is not cut short by --timeout."""
+        """Return the seconds a plan may take; the last word is not cut short by --timeout."""
         if self._options.timeout is None or purpose is Purpose.CONFIRM:
-            return LAUNCH_SECONDS
-        return max(1.0, min(LAUNCH_SECONDS, self._options.timeout - self._ledger.lap()))
+            return PLAN_SECONDS
+        return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._ledger.lap()))
 
     def _hear(self, slot: int, happening: LaunchEvent | WorkerError) -> None:
         flight = self._flights[slot]
@@ -256,8 +267,9 @@ class Search:
                 flight.traces[index] = trace
             case TrialReport():
                 flight.reported += 1
-                if not flight.spoilt:
-                    self._judge(slot, flight, happening)
+                self._judge(slot, flight, happening)
+            case Asking():
+                self._answer(slot, flight)
             case LaunchEnded():
                 self._landed(slot, happening)
             case WorkerError():
@@ -325,12 +337,12 @@ class Search:
             self._flights.pop(slot)
             self._settle(doubt, slot)
             return
-        self._flights[slot] = Flight((doubt.trial,), doubted=doubt, steps=steps)
+        self._flights[slot] = Flight([doubt.trial], doubted=doubt, steps=steps)
         reason = "its training differs" if doubt.drifted else doubt.report.reason
         self._ledger.say(f"{doubt.trial.plan}: {reason}: does the script do so by itself?")
         self._store.next_launch(self._ledger.study)
         plan = self._ledger.reference.plan if doubt.drifted else Plan()
-        self._submit(slot, replace(self._request((plan,), Purpose.CONFIRM), steps=steps))
+        self._submit(slot, replace(self._request(plan, Purpose.CONFIRM), steps=steps))
 
     def _hear_reference(
         self, slot: int, flight: Flight, happening: LaunchEvent | WorkerError

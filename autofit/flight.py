@@ -26,15 +26,15 @@ class Doubt:
 class Flight:
     """A launch under way."""
 
-    trials: tuple[TrialRecord, ...]
-    """One a plan, in the launch's order."""
+    trials: list[TrialRecord]
+    """One a plan it was given, in order."""
     reported: int = 0
     traces: dict[int, Trace] = field(default_factory=dict)
     """Of the first steps, by the index of the plan they were taken under."""
     doubted: Doubt | None = None
     """The trial in doubt."""
     spoilt: bool = False
-    """A plan may have left bad weights behind: what came after it does not count."""
+    """A plan may have left bad weights behind: the launch gets no other."""
     steps: int = 0
     """Where this launch runs the reference for the doubted trial's sake: for how long."""
 

@@ -49,11 +49,11 @@ class LevelsLeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchStarted:
-    """A process was started for these plans."""
+class TrialStarted:
+    """A slot has turned to a plan, in a process of its own or in one that goes on."""
 
     slot: int
-    plans: tuple[Plan, ...]
+    plan: Plan
     on: str = ""
     """The card the slot has, where there are several slots: ``"GPU 2"``."""
 
@@ -96,7 +96,7 @@ Notice = (
     StudyOpened
     | FactsKnown
     | LevelsLeftOut
-    | LaunchStarted
+    | TrialStarted
     | SizeMeasured
     | TrialEnded
     | Remeasuring

@@ -26,9 +26,7 @@ class Proposer:
     def next(self, fixed: Plan | None = None) -> Plan | None:
         """Return the plan to measure next; ``None`` when there is none worth it now.
 
-        ``fixed``: the ``Plan.fixed`` of the launch that has room for one more; ``None`` for a new
-        launch. Only what a launch has finished is known of it, so the plans of all those under
-        way are among the ledger's ``running``.
+        ``fixed``: the ``Plan.fixed`` of the launch that asks; ``None`` for a new launch.
         """
         ledger = self._ledger
         finished, flying = ledger.finished(), {trial.plan for trial in ledger.running()}

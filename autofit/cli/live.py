@@ -14,7 +14,7 @@ from rich.text import Text
 from autofit.cli import words
 from autofit.cli.transcript import Said, Transcript
 from autofit.plan import Plan
-from autofit.progress import LaunchStarted, Notice, SizeMeasured, StudyOpened, TrialEnded
+from autofit.progress import Notice, SizeMeasured, StudyOpened, TrialEnded, TrialStarted
 from autofit.units import format_duration
 from autofit.worker.records import Measurement
 
@@ -24,14 +24,12 @@ STYLES = {"head": "bold", "best": "green", "bad": "yellow", "dim": "dim", "": ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """One launch in progress."""
+    """One trial in progress."""
 
-    plans: tuple[Plan, ...]
-    """Those still to be measured, the current one first."""
+    plan: Plan
+    """With the micro-batch size measured last."""
     since: float
-    """Seconds, by ``time.monotonic``: when the current plan was begun."""
-    size: Plan | None = None
-    """The current plan with the micro-batch size measured last."""
+    """Seconds, by ``time.monotonic``: when it was begun."""
     latest: Measurement | None = None
     on: str = ""
     """The card it runs on, where there are several."""
@@ -79,25 +77,21 @@ class LiveTable:
         match notice:
             case StudyOpened(budget=budget):
                 self._budget = budget
-            case LaunchStarted(slot=slot, plans=plans, on=on):
-                self._running[slot] = Running(plans=plans, since=time.monotonic(), on=on)
+            case TrialStarted(slot=slot, plan=plan, on=on):
+                self._running[slot] = Running(plan=plan, since=time.monotonic(), on=on)
             case SizeMeasured(slot=slot, plan=plan, measurement=latest):
-                running = self._running.get(slot) or Running(plans=(plan,), since=time.monotonic())
-                self._running[slot] = replace(running, size=plan, latest=latest)
+                running = self._running.get(slot) or Running(plan=plan, since=time.monotonic())
+                self._running[slot] = replace(running, plan=plan, latest=latest)
             case TrialEnded(slot=slot):
-                ended = self._running.pop(slot, None)
-                if ended and (rest := ended.plans[1:]):
-                    self._running[slot] = Running(plans=rest, since=time.monotonic(), on=ended.on)
+                self._running.pop(slot, None)
             case _:
                 pass
 
 
 def running_line(running: Running, now: float, budget: int) -> str:
     """Return the line for a launch that has been running until ``now``."""
-    more = f" and {len(running.plans) - 1} more" if len(running.plans) > 1 else ""
-    plan = running.size or running.plans[0]
     on = f"{running.on}: " if running.on else ""
-    line = f"  .. {on}{plan}{more}, {format_duration(now - running.since)}"
+    line = f"  .. {on}{running.plan}, {format_duration(now - running.since)}"
     if running.latest is None:
         return line
     latest = running.latest

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from autofit.cli import table, words
 from autofit.progress import (
     FactsKnown,
-    LaunchStarted,
     LevelsLeftOut,
     Line,
     Notice,
@@ -15,6 +14,7 @@ from autofit.progress import (
     SizeMeasured,
     StudyOpened,
     TrialEnded,
+    TrialStarted,
 )
 from autofit.strategies.facts import Facts
 from autofit.worker.records import Verdict
@@ -54,7 +54,7 @@ class Transcript:
                 return [Said(f"measuring again, in a fresh process: {plan}", "dim")]
             case Line(text=text):
                 return [Said(text, "dim")]
-            case LaunchStarted() | SizeMeasured():
+            case SizeMeasured() | TrialStarted():
                 return []
 
     def _facts(self, facts: Facts) -> list[Said]:

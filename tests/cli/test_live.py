@@ -14,7 +14,7 @@ from rich.console import Console
 
 from autofit.cli.live import LiveTable, Running, running_line
 from autofit.plan import Plan
-from autofit.progress import FactsKnown, LaunchStarted, SizeMeasured, StudyOpened, TrialEnded
+from autofit.progress import FactsKnown, SizeMeasured, StudyOpened, TrialEnded, TrialStarted
 from autofit.strategies import Facts
 from autofit.worker.records import Measurement, TrialReport
 
@@ -32,21 +32,19 @@ def test_rows_stay_and_what_runs_goes(
     with table:
         table(opened)
         table(FactsKnown(facts=facts))
-        table(LaunchStarted(slot=0, plans=(Plan(), SPLIT)))
-        assert table.status().plain.startswith("  .. as it is and 1 more, ")
+        table(TrialStarted(slot=0, plan=Plan()))
+        assert table.status().plain.startswith("  .. as it is, ")
         report = measured(SPLIT, 18.0, 23.5)
         table(SizeMeasured(slot=0, plan=SPLIT, measurement=report.measurements[0]))
         assert "18.0 samples/s at micro 8, 23.5 of 24.0 GiB" in table.status().plain
         table(TrialEnded(number=1, slot=0, report=report, best=True))
-        assert table.status().plain.startswith("  .. checkpointing, micro 8, ")
-        table(TrialEnded(number=2, slot=0, report=report, best=False))
         assert table.status().plain == ""
     assert "checkpointing, micro 8" in screen.getvalue()
     assert "\x1b[32m" in screen.getvalue()
 
 
 def test_what_runs(measure: Callable[[float, float], Measurement]) -> None:
-    running = Running(plans=(SPLIT,), since=10.0)
+    running = Running(plan=SPLIT, since=10.0)
     assert running_line(running, 22.0, 1 << 30) == "  .. checkpointing, micro 8, 12 s"
 
 

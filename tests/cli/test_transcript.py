@@ -12,7 +12,6 @@ from autofit.cli.transcript import Transcript
 from autofit.plan import Plan
 from autofit.progress import (
     FactsKnown,
-    LaunchStarted,
     LevelsLeftOut,
     Line,
     Notice,
@@ -20,6 +19,7 @@ from autofit.progress import (
     SizeMeasured,
     StudyOpened,
     TrialEnded,
+    TrialStarted,
 )
 from autofit.strategies import Facts
 from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
@@ -46,7 +46,7 @@ def search(opened: StudyOpened, facts: Facts, measured: Measured) -> list[Notice
     """Return the notices of a small search whose script does not fit as it is."""
     return [
         opened,
-        LaunchStarted(slot=0, plans=(Plan(),)),
+        TrialStarted(slot=0, plan=Plan()),
         FactsKnown(facts=facts),
         ended(0, OUT),
         LevelsLeftOut(

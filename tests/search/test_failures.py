@@ -207,7 +207,7 @@ def test_three_steps_are_enough(script: Write, trials: Trials) -> None:
 def test_a_script_that_hangs(
     script: Write, trials: Trials, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autofit.controller.LAUNCH_SECONDS", 8.0)
+    monkeypatch.setattr("autofit.controller.PLAN_SECONDS", 8.0)
     folder = script(STEP, STEP + "    __import__('time').sleep(1000)\n").parent
     assert main(["search", "train.py"]) == 1
     fails_with(capsys, "train.py: not done within 8 s")
