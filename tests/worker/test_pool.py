@@ -22,6 +22,8 @@ from autofit.worker.pool import Happening, Pool
 from autofit.worker.ray_session import _variables
 from autofit.worker.reaper import SESSION, marked, processes
 from autofit.worker.records import (
+    Answer,
+    Asking,
     LaunchEnded,
     LaunchRequest,
     Learned,
@@ -33,7 +35,7 @@ from autofit.worker.records import (
 pytestmark = pytest.mark.quick
 
 HARNESS = """
-import json, os, signal, subprocess, sys, time
+import json, os, queue, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
 from autofit.strategies import Facts
 from autofit.worker import lifeline
@@ -42,10 +44,15 @@ from autofit.worker.records import *
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
 control = Connection(int(os.environ["AUTOFIT_CONTROL_FD"]), writable=False)
 request = control.recv().request
-lifeline.watch(control.fileno())
+answers = queue.SimpleQueue()
+lifeline.watch(control.fileno(), answers.put)
 
 def learned(word):
     events.send(Learned(facts=Facts(framework=word)))
+
+def asked():
+    events.send(Asking())
+    return answers.get().plan
 
 exec(request.script.target)
 """
@@ -130,6 +137,21 @@ def test_events_stream_from_both_slots_as_they_happen(pool: Pool, request_for: R
     assert kinds == {slot: [Learned, Learned, LaunchEnded] for slot in pool.slots}
     assert all(last[slot] - first[slot] > 1 for slot in pool.slots)
     assert pool.events(timeout=0) == []
+
+
+def test_launches_that_ask_are_answered_each_on_its_slot(pool: Pool, request_for: Request) -> None:
+    given = {0: Plan.of({"precision": "bf16"}), 1: Plan.of({"checkpointing": "all"})}
+    for slot in pool.slots:
+        pool.answer(slot, Answer(plan=Plan(), timeout=60))  # nobody asks: it is lost
+        pool.submit(slot, request_for("learned(str(asked()))"))
+    told: dict[int, object] = {}
+    while pool.free != [0, 1]:
+        for slot, event in pool.events(timeout=30):
+            if isinstance(event, Asking):
+                pool.answer(slot, Answer(plan=given[slot], timeout=60))
+            elif isinstance(event, Learned):
+                told[slot] = event.facts.framework
+    assert told == {slot: str(plan) for slot, plan in given.items()}
 
 
 def test_the_actors_hold_no_torch(pool: Pool) -> None:

@@ -1,0 +1,198 @@
+"""A launch that asks for its next plan: what it is told, what becomes of it, what it measures."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from autofit.plan import Plan
+from autofit.worker.launcher import HARNESS, Control, launch
+from autofit.worker.records import (
+    Answer,
+    Asking,
+    LaunchEnded,
+    LaunchEvent,
+    LaunchRequest,
+    Measurement,
+    Script,
+    TrialReport,
+    Verdict,
+)
+
+pytestmark = pytest.mark.quick
+
+CHILD = """
+import os, queue, sys, time
+from multiprocessing.connection import Connection
+from autofit.worker import lifeline
+from autofit.worker.records import *
+
+events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
+control = Connection(int(os.environ["AUTOFIT_CONTROL_FD"]), writable=False)
+plan = control.recv().request.plans[0]
+answers = queue.SimpleQueue()
+lifeline.watch(control.fileno(), answers.put)
+
+def ask():
+    events.send(Asking())
+    return answers.get().plan
+
+def measure(index, plan):
+    events.send(PlanStarted(index=index))
+    events.send(PlanEnded(report=TrialReport(index=index, plan=plan, verdict=Verdict.MEASURED)))
+
+measure(0, plan)
+"""
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 512)
+        self.down = nn.Linear(512, 64)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+model = Net()
+optimizer = torch.optim.Adam(model.parameters())
+while True:
+    x = torch.randn(512, 64)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+NEUTRAL, HALF = Plan(), Plan.of({"precision": "bf16"})
+ALL = Plan.of({"checkpointing": "all"})
+
+Talk = Callable[..., list[LaunchEvent]]
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Talk:
+    """Run a launch of the neutral plan, and answer it with these plans, then with none."""
+
+    def talk(
+        body: str,
+        *plans: Plan,
+        first: Plan = NEUTRAL,
+        harness: Path | None = None,
+        timeout: float = 30.0,
+        thinking: float = 0.0,
+    ) -> list[LaunchEvent]:
+        if harness is None:
+            harness = tmp_path / "harness.py"
+            harness.write_text(CHILD + textwrap.dedent(body))
+        request = LaunchRequest(
+            script=Script(target="train.py", cwd=str(tmp_path)),
+            plans=(first,),
+            device="cpu",
+            budget=1 << 30,
+            timeout=timeout,
+            converses=True,
+        )
+        control, left, heard = Control(), list(plans), []
+        for event in launch(request, harness=harness, control=control):
+            heard.append(event)
+            if isinstance(event, Asking):
+                time.sleep(thinking)
+                control.answer(Answer(plan=left.pop(0) if left else None, timeout=timeout))
+        control.answer(Answer(plan=NEUTRAL, timeout=timeout))  # too late: it is heard by nobody
+        return heard
+
+    return talk
+
+
+def reports(heard: Sequence[LaunchEvent]) -> list[tuple[int, Plan, Verdict]]:
+    found = [event for event in heard if isinstance(event, TrialReport)]
+    return [(report.index, report.plan, report.verdict) for report in found]
+
+
+FIRST = (0, NEUTRAL, Verdict.MEASURED)
+
+
+def test_it_asks_until_there_is_none(talk: Talk) -> None:
+    heard = talk(
+        """
+        for index in (1, 2):
+            measure(index, ask())
+        assert ask() is None
+        events.send(Finished(steps=7, stopped=True))
+        """,
+        HALF,
+        ALL,
+    )
+    assert reports(heard) == [FIRST, (1, HALF, Verdict.MEASURED), (2, ALL, Verdict.MEASURED)]
+    assert sum(isinstance(event, Asking) for event in heard) == 3
+    assert isinstance(heard[-1], LaunchEnded)
+    assert heard[-1].stopped
+
+
+def test_what_dies_with_a_plan_it_has_not_begun_says_nothing_of_it(talk: Talk) -> None:
+    heard = talk("ask()\nos.kill(os.getpid(), 9)", HALF)
+    assert reports(heard) == [FIRST]
+    assert isinstance(heard[-1], LaunchEnded)
+
+
+def test_what_dies_under_a_plan_it_asked_for_fails_it(talk: Talk) -> None:
+    heard = talk("ask()\nevents.send(PlanStarted(index=1))\nos.abort()", HALF)
+    assert reports(heard) == [FIRST, (1, HALF, Verdict.PLAN_FAILED)]
+
+
+def test_each_plan_has_its_own_time_and_waiting_for_it_takes_none(talk: Talk) -> None:
+    heard = talk(
+        """
+        time.sleep(1.5)
+        measure(1, ask())
+        events.send(PlanStarted(index=2)) if ask() else None
+        time.sleep(60)
+        """,
+        HALF,
+        ALL,
+        timeout=2.5,
+        thinking=1.5,
+    )
+    timed_out = (2, ALL, Verdict.TIMED_OUT)
+    assert reports(heard) == [FIRST, (1, HALF, Verdict.MEASURED), timed_out]
+
+
+def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Path) -> None:
+    """The peaks to a thousandth; times within the noise of a machine that others use."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    together = talk("", ALL, NEUTRAL.replace(checkpointing="half"), first=HALF, harness=HARNESS)
+    alone = talk("", first=ALL, harness=HARNESS)
+    assert [verdict for *_, verdict in reports(together)] == [Verdict.MEASURED] * 3, together
+    after, first = figures(together)[1], figures(alone)[0]
+    assert after.peak_allocated == pytest.approx(first.peak_allocated, rel=0.001)
+    assert after.peak_device == pytest.approx(first.peak_device, rel=0.001)
+    assert min(after.step_seconds) == pytest.approx(min(first.step_seconds), rel=0.5)
+
+
+def figures(heard: Sequence[LaunchEvent]) -> list[Measurement]:
+    found = [event.measurement for event in heard if isinstance(event, TrialReport)]
+    return [each for each in found if each is not None]
