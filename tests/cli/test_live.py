@@ -52,7 +52,7 @@ def test_which_card_runs_what() -> None:
     screen = io.StringIO()
     table = LiveTable(screen, Console(file=screen, width=100))
     for slot in (0, 1):
-        table(LaunchStarted(slot=slot, plans=(Plan(), SPLIT), on=f"GPU {slot + 2}"))
+        table(TrialStarted(slot=slot, plan=Plan(), on=f"GPU {slot + 2}"))
     first, second = table.status().plain.split("\n")
     assert first.startswith("  .. GPU 2: as it is")
     assert second.startswith("  .. GPU 3: as it is")

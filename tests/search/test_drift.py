@@ -301,31 +301,33 @@ class TestASearch:
         trials: Trials,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        cheat("scales the gradients")
-        asked = ["search", "styles.py", "--only", "checkpointing", "--trials", "2"]
+        cheat("scales the gradients", "precision")
+        asked = ["search", "styles.py", "--only", "precision", "--trials", "2"]
         assert main([*asked, "--", "--slow", "0.1"]) == 0
-        neutral, half, drifted, again = trials(styles)
-        assert half.plan == drifted.plan == Plan.of({"checkpointing": "half"})
-        assert half.verdict is Verdict.MEASURED
-        assert half.measurement is not None
+        neutral, bf16, drifted, again = trials(styles)
+        assert bf16.plan == drifted.plan == BF16
+        assert bf16.verdict is Verdict.MEASURED
+        assert bf16.measurement is not None
         assert neutral.measurement is not None
-        assert half.measurement.seconds < neutral.measurement.seconds
+        assert bf16.measurement.seconds < neutral.measurement.seconds
         assert drifted.verdict is Verdict.DRIFTED
         assert drifted.purpose is again.purpose is Purpose.CONFIRM
         assert (again.plan, again.verdict) == (Plan(), Verdict.MEASURED)
-        reason = "the gradients differ by 0.1 in step 1; 0.001 allowed"
+        assert drifted.report is not None
+        reason = drifted.report.reason
+        assert "gradients" in reason
         printed = capsys.readouterr().out.splitlines()
-        assert f"checkpointing half drifted: {reason}" in printed
+        assert f"bf16 drifted: {reason}" in printed
         with Store(str(styles / "autofit.db")) as store:
             study = store.studies()[0]
-            assert study.left_out == (("checkpointing", "half", reason),)
+            assert study.left_out == (("precision", "bf16", reason),)
             found = store.reference(study)
         assert found is not None
         assert found[0] == neutral
 
         # Resumed: nothing is launched, and what drifted stays out.
         assert main([*asked, "--", "--slow", "0.1"]) == 0
-        assert trials(styles) == (neutral, half, drifted, again)
+        assert trials(styles) == (neutral, bf16, drifted, again)
 
     @pytest.mark.full
     def test_a_search_carried_on_compares_with_the_stored_reference(

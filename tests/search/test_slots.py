@@ -13,7 +13,7 @@ from autofit import crew
 from autofit.asked import SearchOptions
 from autofit.controller import search
 from autofit.exceptions import WorkerError
-from autofit.progress import LaunchStarted, Notice, StudyOpened, TrialEnded
+from autofit.progress import Notice, StudyOpened, TrialEnded, TrialStarted
 from autofit.worker.records import LaunchEnded, Script, Verdict
 
 
@@ -41,8 +41,8 @@ def test_every_slot_is_kept_busy_with_plans_of_its_own(options: SearchOptions) -
     running: Counter[int] = Counter()
     side_by_side = False
     for each in heard:
-        if isinstance(each, LaunchStarted):
-            running[each.slot] += len(each.plans)
+        if isinstance(each, TrialStarted):
+            running[each.slot] += 1
             side_by_side |= len(+running) == 2
         elif isinstance(each, TrialEnded):
             running[each.slot] -= 1
