@@ -177,7 +177,10 @@ class CudaMeter:
         own = _asked(lambda: nvml.process_bytes(card, os.getpid()))
         if own is not None:
             return max(0, own - reserved)
-        grown = (_asked(lambda: nvml.used_bytes(card)) or 0) - self._held_before - reserved
+        used = _asked(lambda: nvml.used_bytes(card))
+        if used is None:  # a GPU that shares the machine's memory
+            return ASSUMED
+        grown = used - self._held_before - reserved
         if not at_start and grown > self._context + LIBRARIES:
             return self._context
         return max(0, grown)
