@@ -1,0 +1,100 @@
+"""Which cards CUDA shows, read as CUDA reads it. The driver is made up: cards as it lists them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from autofit.worker.meter import nvml
+
+pytestmark = pytest.mark.quick
+
+
+class NVMLError(Exception):
+    """As pynvml raises them."""
+
+
+@dataclass(frozen=True)
+class Device:
+    uuid: str
+    name: str = "NVIDIA H200"
+    instances: tuple[Device, ...] = ()
+    mig: bool = False
+
+
+class Driver:
+    """The part of pynvml that the list of cards is made from."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, *devices: Device) -> None:
+        self._devices = devices
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Device:
+        return self._devices[index]
+
+    def nvmlDeviceGetName(self, device: Device) -> str:
+        return device.name
+
+    def nvmlDeviceGetUUID(self, device: Device) -> str:
+        return device.uuid
+
+    def nvmlDeviceGetMigMode(self, device: Device) -> tuple[int, int]:
+        if device.uuid.startswith("MIG-"):
+            raise NVMLError("Invalid Argument")
+        return (int(device.mig), int(device.mig))
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: Device) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Device, index: int) -> Device:
+        if index % 2 or index // 2 >= len(device.instances):  # places need not be in a row
+            raise NVMLError("Not Found")
+        return device.instances[index // 2]
+
+
+A, B, C = Device("GPU-aaaa"), Device("GPU-bbbb"), Device("GPU-bccc")
+CUT = Device("GPU-dddd", instances=(Device("MIG-1111"), Device("MIG-2222")), mig=True)
+EMPTY = Device("GPU-eeee", mig=True)
+
+
+def shown(driver: Driver, visible: str | None) -> list[tuple[str, str]]:
+    environment = {} if visible is None else {nvml.VISIBLE: visible}
+    return [(entry, device.uuid) for entry, device in nvml._handles(driver, environment)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "entries"),
+    [
+        (None, ["0 GPU-aaaa", "1 GPU-bbbb", "2 GPU-bccc"]),
+        ("", []),
+        ("-1", []),
+        ("2, 0", ["2 GPU-bccc", "0 GPU-aaaa"]),
+        ("1,7,0", ["1 GPU-bbbb"]),  # what follows an entry that names nothing is ignored
+        ("GPU-bc", ["GPU-bc GPU-bccc"]),
+        ("GPU-bbbb,0", ["GPU-bbbb GPU-bbbb", "0 GPU-aaaa"]),
+    ],
+)
+def test_entries_are_numbers_or_beginnings_of_uuids(
+    visible: str | None, entries: list[str]
+) -> None:
+    assert [" ".join(pair) for pair in shown(Driver(A, B, C), visible)] == entries
+
+
+def test_cards_of_several_models_go_by_uuid() -> None:
+    """CUDA numbers them by speed, the driver by place."""
+    other = Device("GPU-ffff", name="NVIDIA T4")
+    assert shown(Driver(other, A), None) == [("GPU-ffff",) * 2, ("GPU-aaaa",) * 2]
+
+
+def test_each_instance_of_a_cut_card_is_a_card() -> None:
+    driver = Driver(A, CUT, EMPTY)
+    pairs = [("0", "GPU-aaaa"), ("MIG-1111",) * 2, ("MIG-2222",) * 2]
+    assert shown(driver, None) == pairs
+    assert shown(driver, "MIG-2222") == [("MIG-2222",) * 2]
+    assert shown(driver, "1") == [("MIG-1111",) * 2], "CUDA takes the first"
+    assert shown(driver, "2") == []
