@@ -47,7 +47,7 @@ class Compile(Strategy):
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(name="regional", summary="the repeated blocks, compiled once", slowdown=0.85),
-        Level(name="full", summary="the whole model as one graph", slowdown=0.83),
+        Level(name="full", summary="the whole model as one graph", slowdown=0.84),
     )
 
     def describe(self, level: str) -> str:
