@@ -1,0 +1,176 @@
+"""Compiled on a real GPU: the same gradients, the same draws, and memory that runs out in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.plan import Plan
+from autofit.space import clash
+from autofit.strategies import Facts, Fidelity
+from autofit.worker.harness.proof import prove
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.gpu
+
+LEVELS = ("regional", "full")
+BESIDE: list[dict[str, str]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": "tf32"},
+    {"checkpointing": "all"},
+    {"checkpointing": "half", "precision": "bf16"},
+    {"micro_batch": "4"},
+    {"micro_batch": "4", "checkpointing": "all", "precision": "bf16"},
+]
+ROUNDING = 0.05
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(1024, 8192), nn.GELU(), nn.Linear(8192, 1024))
+    def forward(self, x):
+        return x + self.mlp(x)
+
+model = nn.Sequential(nn.Linear(16, 1024), nn.Sequential(*[Block() for _ in range(4)])).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(400):
+    x = torch.randn(32, 1024, 16, device="cuda")
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+class Block(nn.Module):
+    """A decoder's block."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+        self.qkv = nn.Linear(64, 192)
+        self.mlp = nn.Sequential(
+            nn.Linear(64, 256), nn.GELU(), nn.Dropout(drop), nn.Linear(256, 64), nn.Dropout(drop)
+        )
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.drop if self.training else 0.0
+        )
+        x = x + mixed.transpose(1, 2).flatten(-2)
+        after: torch.Tensor = x + self.mlp(self.norms[1](x))
+        return after
+
+
+class Decoder(nn.Module):
+    """Four of them."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, 64)
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(4))
+        self.head = nn.Linear(64, 96)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class _Handler:
+    def __getattr__(self, name: str) -> object:
+        return lambda *args: args[-1]() if name == "backward" else None
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    made = Calls()
+    yield made
+    made.clear()
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(96, (8, 64), device="cuda")
+
+
+def gradients(module: nn.Module, held: HarnessRoot, tokens: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    module.zero_grad()
+    logits = held.call((tokens,), {})
+    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return torch.cat([p.grad.flatten().double() for p in module.parameters() if p.grad is not None])
+
+
+def under(
+    plan: Plan, module: nn.Module, calls: Calls, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients without the plan, and under it once it is proven."""
+    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held.strict = True
+    plain = gradients(module, held, tokens)
+    prove(held, plan, (tokens,), {}, Facts())
+    found = [gradients(module, held, tokens) for _ in range(2)][-1]
+    held.take_back()
+    return plain, found
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda each: "+".join(each.values()) or "alone")
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_same_gradients(
+    level: str, beside: dict[str, str], calls: Calls, tokens: torch.Tensor
+) -> None:
+    plan = Plan.of({"compile": level, **beside})
+    if reason := clash(plan):
+        pytest.skip(reason)
+    plain, found = under(plan, Decoder().cuda(), calls, tokens)
+    allowed = ROUNDING if plan.fidelity() is Fidelity.ROUNDING else 1e-5
+    assert (found - plain).norm() / plain.norm() < allowed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_draws_of_dropout_are_pytorchs_own(
+    level: str, calls: Calls, tokens: torch.Tensor
+) -> None:
+    plain, found = under(Plan.of({"compile": level}), Decoder(0.2).cuda(), calls, tokens)
+    assert (found - plain).norm() / plain.norm() < 1e-5
+
+
+def test_memory_that_runs_out_in_compiled_code_is_a_shortage(tmp_path: Path) -> None:
+    """And the plans that follow in the same launch are measured."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    plans = [
+        Plan.of({"compile": "regional"}),
+        Plan.of({"compile": "full", "micro_batch": "4"}),
+        Plan.of({"compile": "regional", "micro_batch": "auto"}),
+        Plan.of({"micro_batch": "4"}),
+    ]
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=tuple(plans),
+        device="cuda",
+        budget=4 << 30,
+        timeout=300,
+    )
+    reports = {e.plan: e for e in launch(request) if isinstance(e, TrialReport)}
+    assert reports[plans[0]].verdict is Verdict.OUT_OF_MEMORY, reports[plans[0]].reason
+    for plan in plans[1:]:
+        if plan in reports:  # the first may have ended the process
+            assert reports[plan].verdict is Verdict.MEASURED, reports[plan].reason
