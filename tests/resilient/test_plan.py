@@ -193,6 +193,7 @@ def test_off_it_is_as_given() -> None:
         train()
 
 
+@pytest.mark.full
 def test_a_real_training_comes_down_the_ladder(capped: Capped) -> None:
     said = capped(
         """

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autofit.storage import State, Store, TrialRecord
-from autofit.worker.records import Measurement
+from autofit.storage import Owner, Purpose, State, Store, TrialRecord
+from autofit.worker.records import Measurement, TrialReport
 
 TINY = """\
 import argparse
@@ -157,6 +158,29 @@ def measurement() -> Callable[..., Measurement]:
             peak_allocated=peak,
             peak_reserved=peak,
             peak_device=peak,
+        )
+
+    return make
+
+
+@pytest.fixture
+def finished() -> Callable[[TrialReport], TrialRecord]:
+    """Return what makes a finished trial of its report, as the store keeps it."""
+
+    def make(report: TrialReport) -> TrialRecord:
+        return TrialRecord(
+            id=1,
+            study="study",
+            number=0,
+            purpose=Purpose.SEARCH,
+            state=State.FINISHED,
+            plan=report.plan,
+            launch=0,
+            owner=Owner.current(),
+            budget=1,
+            versions={},
+            created=datetime.now(UTC),
+            report=report,
         )
 
     return make

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 
 from autofit.plan import Plan
 from autofit.retreat import Ground, next_rung
-from autofit.storage import Owner, Purpose, State, TrialRecord
+from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.worker.records import Measurement, TrialReport, Verdict
 
@@ -25,7 +24,9 @@ GROUND = Ground(hardware=CPU, allow=Fidelity.ROUNDING, facts=FACTS, budget=1000)
 
 
 @pytest.fixture
-def measured(measurement: Callable[..., Measurement]) -> Callable[..., TrialRecord]:
+def measured(
+    measurement: Callable[..., Measurement], finished: Callable[[TrialReport], TrialRecord]
+) -> Callable[..., TrialRecord]:
     """A trial of a plan that was measured: its peak, and the seconds of its step."""
 
     def make(levels: dict[str, str], peak: int, seconds: float) -> TrialRecord:
@@ -36,20 +37,7 @@ def measured(measurement: Callable[..., Measurement]) -> Callable[..., TrialReco
         report = TrialReport(
             index=0, plan=plan, verdict=Verdict.MEASURED, best=plan, measurements=(figures,)
         )
-        return TrialRecord(
-            id=1,
-            study="study",
-            number=0,
-            purpose=Purpose.SEARCH,
-            state=State.FINISHED,
-            plan=plan,
-            launch=0,
-            owner=Owner.current(),
-            budget=1,
-            versions={},
-            created=datetime.now(UTC),
-            report=report,
-        )
+        return finished(report)
 
     return make
 

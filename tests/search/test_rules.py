@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 
@@ -15,7 +14,7 @@ from autofit.plan import Plan
 from autofit.results import rivals, winning
 from autofit.rules import closest, culprit, dominated, judged
 from autofit.space import Space, order_of_retreat, space
-from autofit.storage import Owner, Purpose, State, TrialRecord
+from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -37,7 +36,9 @@ Ended = Callable[..., TrialRecord]
 
 
 @pytest.fixture
-def ended(measurement: Callable[..., Measurement]) -> Ended:
+def ended(
+    measurement: Callable[..., Measurement], finished: Callable[[TrialReport], TrialRecord]
+) -> Ended:
     """A finished trial of a plan: measured with these chunks, or short of so many bytes."""
 
     def make(
@@ -51,20 +52,7 @@ def ended(measurement: Callable[..., Measurement]) -> Ended:
             measurements=tuple(measurement(size) for size in sizes),
             out_of_memory=short if verdict is Verdict.OUT_OF_MEMORY else None,
         )
-        return TrialRecord(
-            id=1,
-            study="study",
-            number=0,
-            purpose=Purpose.SEARCH,
-            state=State.FINISHED,
-            plan=plan,
-            launch=0,
-            owner=Owner.current(),
-            budget=1,
-            versions={},
-            created=datetime.now(UTC),
-            report=report,
-        )
+        return finished(report)
 
     return make
 
