@@ -12,6 +12,7 @@ from torch import nn
 from autofit.plan import Plan
 from autofit.space import clash
 from autofit.strategies import Facts, Fidelity
+from autofit.worker import oom
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
@@ -153,24 +154,57 @@ def test_the_draws_of_dropout_are_pytorchs_own(
     assert (found - plain).norm() / plain.norm() < 1e-5
 
 
-def test_memory_that_runs_out_in_compiled_code_is_a_shortage(tmp_path: Path) -> None:
-    """And the plans that follow in the same launch are measured."""
+def test_a_shortage_in_compiled_code_is_one_and_the_step_goes_on_smaller(calls: Calls) -> None:
+    """The cap falls once the code is made; the gradients are those of the whole."""
+    module, sizes = Decoder().cuda(), []
+
+    def short(error: BaseException, phase: str, size: int) -> bool:
+        assert oom.classify(error).kind is oom.Kind.OOM
+        sizes.append(size)
+        return True
+
+    tokens = torch.randint(96, (256, 512), device="cuda")
+    held = HarnessRoot(module, Seams(_Handler()), calls, short)  # type: ignore[arg-type]
+    held.strict = True
+    plain = gradients(module, held, tokens)
+    prove(held, Plan.of({"compile": "full", "micro_batch": "128"}), (tokens,), {}, Facts())
+    gradients(module, held, tokens)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(module, held, tokens)
+    cap = 0.7 * torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.mem_get_info()[1])
+    try:
+        found = gradients(module, held, tokens)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert sizes, "memory ran out"
+    assert (found - plain).norm() / plain.norm() < 1e-5
+    held.take_back()
+
+
+def test_plans_of_one_launch_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     plans = [
-        Plan.of({"compile": "regional"}),
-        Plan.of({"compile": "full", "micro_batch": "4"}),
         Plan.of({"compile": "regional", "micro_batch": "auto"}),
+        Plan.of({"compile": "full", "micro_batch": "4"}),
+        Plan.of({"compile": "regional", "checkpointing": "all", "micro_batch": "8"}),
         Plan.of({"micro_batch": "4"}),
+        Plan.of({"compile": "full"}),
     ]
     request = LaunchRequest(
         script=Script(target="train.py", cwd=str(tmp_path)),
         plans=tuple(plans),
         device="cuda",
-        budget=4 << 30,
+        budget=6 << 30,
         timeout=300,
     )
     reports = {e.plan: e for e in launch(request) if isinstance(e, TrialReport)}
-    assert reports[plans[0]].verdict is Verdict.OUT_OF_MEMORY, reports[plans[0]].reason
-    for plan in plans[1:]:
-        if plan in reports:  # the first may have ended the process
-            assert reports[plan].verdict is Verdict.MEASURED, reports[plan].reason
+    *fitting, last = plans
+    for plan in fitting:
+        report = reports[plan]
+        assert report.verdict is Verdict.MEASURED, report
+        compiled = [each.compile_seconds > 0 for each in report.measurements]
+        assert compiled == [plan["compile"] != "as_is"] * len(compiled)
+    assert reports[last].verdict is Verdict.OUT_OF_MEMORY
