@@ -88,8 +88,12 @@ class Runs:
             self._future(asked)
 
     def of(self, asked: Asked) -> Done:
-        """Return a run's outcome, when it has come to its end."""
-        return self._future(asked).result()
+        """Return a run's outcome; what waits behind those begun ahead runs here and now."""
+        future = self._future(asked)
+        if future.cancel():
+            self._asked[asked] = future = Future()
+            future.set_result(run(asked, self._new_folder(asked)))
+        return future.result()
 
     def close(self) -> None:
         """Start nothing more; wait for what runs."""
@@ -97,9 +101,11 @@ class Runs:
 
     def _future(self, asked: Asked) -> Future[Done]:
         if asked not in self._asked:
-            folder = self._folder / f"{next(self._numbers):03}-{asked.script}"
-            self._asked[asked] = self._pool.submit(run, asked, folder)
+            self._asked[asked] = self._pool.submit(run, asked, self._new_folder(asked))
         return self._asked[asked]
+
+    def _new_folder(self, asked: Asked) -> Path:
+        return self._folder / f"{next(self._numbers):03}-{asked.script}"
 
 
 def run(asked: Asked, folder: Path) -> Done:
