@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 
 from autofit.plan import Plan
+from autofit.strategies.facts import Facts
+from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 
@@ -143,3 +145,15 @@ def test_it_is_the_same_training(
             assert wanted.grad is not None
             scale = max(float(wanted.grad.norm()), 1e-3)
             assert float((found.grad - wanted.grad).norm()) <= TOLERANCE * scale, name
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("model", [bert, gpt2, llama])
+@pytest.mark.parametrize("level", ["half", "all"])
+def test_their_own_checkpointing_is_proven(model: Callable[[], nn.Module], level: str) -> None:
+    """Its switch is no sign of a block that counts its calls."""
+    own = model()
+    root = HarnessRoot(own, Seams(None), Calls(), lambda *_: False)  # type: ignore[arg-type]
+    arguments = classes(True) if model is bert else tokens(True)
+    prove(root, Plan.of({"checkpointing": level}), (), arguments, Facts())
+    assert any(getattr(each, "gradient_checkpointing", False) for each in own.modules())

@@ -121,7 +121,7 @@ def test_a_search_killed_half_way_leaves_nothing(home: Home) -> None:
     killed = False
     try:
         deadline = time.monotonic() + 240
-        while not any(path.stat().st_size for path in contained(home)):
+        while not any(written(path) for path in contained(home)):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "no trial was seen to write"
             time.sleep(0.2)
@@ -140,15 +140,16 @@ def test_a_search_killed_half_way_leaves_nothing(home: Home) -> None:
 
 
 def contained(home: Home) -> list[Path]:
-    """The copies that trials have of the log, in their overlays."""
-    found = []
-    for path in home.scratch.rglob("log.csv"):
-        try:
-            path.stat()
-        except FileNotFoundError:
-            continue
-        found.append(path)
-    return found
+    """The copies that trials have of the log, in their overlays; folders vanish meanwhile."""
+    walked = os.walk(home.scratch)
+    return [Path(folder) / "log.csv" for folder, _, files in walked if "log.csv" in files]
+
+
+def written(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 def running(home: Home) -> tuple[TrialRecord, ...]:

@@ -31,7 +31,6 @@ PLANS = {
 NO_BLOCKS = "the model has no repeated blocks"
 PAIRS = "the model returns a number that its parts' outputs do not add up to"
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
-AUTOGRAD_GRAD = "the script calls torch.autograd.grad on the model's parameters"
 FLOAT32_LOSS = (
     "transformers computes the loss of a causal model in float32, whatever the weights are"
 )
@@ -149,7 +148,7 @@ STYLES = [
     Style(script="resume.py"),
     Style(script="frozen.py"),
     Style(script="gradient_penalty.py", refusals=split_refused(CREATE_GRAPH)),
-    Style(script="own_update.py", refusals=split_refused(AUTOGRAD_GRAD)),
+    Style(script="own_update.py"),
     Style(script="no_optimizer.py"),
     Style(
         script="no_blocks.py",

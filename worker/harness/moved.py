@@ -104,13 +104,26 @@ def once(forward: Forward, moved: Sequence[Place]) -> Forward:
 
 
 class Moves:
-    """How often each buffer of a module has been changed since, and what its attributes are."""
+    """What a forward and its backward move in a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = places(module)
-        self._before = self._now()
+        self._buffers = self._versions()
+        self._attributes = self._values()
 
-    def _now(self) -> dict[str, tuple[torch.Tensor, int]]:
+    def since(self) -> dict[str, Any]:
+        """Return how often each buffer has changed, and the attributes that have, as they are."""
+        found: dict[str, Any] = {}
+        for name, (tensor, version) in self._versions().items():
+            before, first = self._buffers.get(name, (None, 0))
+            if tensor is before:
+                found |= {name: version - first} if version != first else {}
+            elif not tensor.is_floating_point():
+                found[name] = tensor.tolist()
+        values = self._values()
+        return found | {n: v for n, v in values.items() if v != self._attributes.get(n)}
+
+    def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
         tensors = {name: place.tensor() for name, place in self._places.items()}
         return {
             name: (tensor, tensor._version)
@@ -118,20 +131,25 @@ class Moves:
             if tensor is not None and not tensor.is_inference()
         }
 
-    def since(self) -> dict[str, Any]:
-        """Return the changes of each buffer, and the attributes that are no fractions."""
-        found: dict[str, Any] = {
-            name: value
-            for name, place in self._places.items()
-            if not place.buffer and not isinstance(value := place.read(), (float, complex))
-        }
-        for name, (tensor, version) in self._now().items():
-            before, first = self._before.get(name, (None, 0))
-            if tensor is before:
-                found[name] = version - first
-            elif not tensor.is_floating_point():
-                found[name] = tensor.tolist()
-        return found
+    def _values(self) -> dict[str, Any]:
+        """Return the attributes that are no fractions, which rounding may change."""
+        values = {n: place.read() for n, place in self._places.items() if not place.buffer}
+        return {n: v for n, v in values.items() if not isinstance(v, (float, complex))}
+
+
+def moved_otherwise(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return what moved in another way: buffers more often, attributes to something else.
+
+    Not what moved in one of them alone: a table is made once, a switch may be the plan's own.
+    """
+    names = []
+    for name, value in found.items():
+        if name.startswith("buffer") and isinstance(value, int):
+            other = value > expected.get(name, 0)
+        else:
+            other = value != expected.get(name, value)
+        names += [name] if other else []
+    return names
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
-from autofit.worker.harness.moved import Moves
+from autofit.worker.harness.moved import Moves, moved_otherwise
 from autofit.worker.harness.probe import (
     REENTRANT,
     SAMPLES,
@@ -78,7 +78,7 @@ def _compare(
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
     (found, moved), (gradients, once) = under, expected
-    if twice := [name for name, value in moved.items() if value != once.get(name, value)]:
+    if twice := moved_otherwise(moved, once):
         raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
     exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
