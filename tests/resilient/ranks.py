@@ -100,7 +100,9 @@ def train(batch_size: int, accumulation: int = 1) -> list[float]:
 
 
 distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-base = torch.ones(1 << 20, device=device)
+base = torch.ones(1 << 24, device=device)
+if device == "cuda":  # cuBLAS keeps a workspace a thread
+    nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()
 failing = True
 said: dict[str, Any] = {"rank": rank}
 if device == "cuda":

@@ -24,7 +24,9 @@ memory: list[int | None] = []
 @pytest.fixture(autouse=True)
 def start() -> Iterator[int]:
     """Hold 256 MiB and cap the process a little above; return what is allocated."""
-    torch.randn(8, 8, device="cuda") @ torch.randn(8, 8, device="cuda")  # cuBLAS's own workspace
+    warm = nn.Linear(1024, 1024, device="cuda")
+    warm(torch.ones(8, 1024, device="cuda")).sum().backward()  # cuBLAS keeps a workspace a thread
+    del warm
     torch.cuda.empty_cache()
     base = torch.empty(256 * MiB, dtype=torch.uint8, device="cuda")
     total = torch.cuda.get_device_properties(0).total_memory
