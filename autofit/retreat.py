@@ -9,6 +9,7 @@ from autofit import strategies
 from autofit.ladder import ORDERED, lower
 from autofit.plan import Plan
 from autofit.results import ranked
+from autofit.space import clash
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
 
@@ -83,4 +84,5 @@ def _derived(plan: Plan, ground: Ground) -> Iterator[Plan]:
     for name in ORDERED:
         for level in lower(name, plan[name]):
             if ground.allows(name, level):
-                yield plan.replace(**{name: level})
+                rung = plan.replace(**{name: level})
+                yield rung.unsized if clash(rung) else rung

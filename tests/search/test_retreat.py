@@ -82,3 +82,10 @@ def test_an_allowance_holds() -> None:
     dropping = replace(FACTS, roots=(replace(ROOT, dropout=True),))
     ground = replace(GROUND, facts=dropping, allow=Fidelity.EXACT)
     assert next_rung(Plan(), ground) == Plan.of({"checkpointing": "half"})
+
+
+def test_a_rung_leaves_out_what_cannot_stand_beside_it() -> None:
+    ground = replace(GROUND, facts=replace(FACTS, roots=(replace(ROOT, batch=1),)))
+    assert next_rung(Plan.of({"compile": "full"}), ground) == Plan.of({"checkpointing": "half"})
+    regional = Plan.of({"compile": "regional"})
+    assert next_rung(regional, ground) == regional.replace(checkpointing="half")

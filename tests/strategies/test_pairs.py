@@ -1,0 +1,103 @@
+"""Every two changed levels of all strategies, on two of the examples, in real launches.
+
+Each pair is left out before a launch, with its reason, or measured, once it has been proven beside
+the plain model; or a strategy refuses it there, and says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autofit.plan import Plan
+from autofit.space import clash
+from autofit.strategies import REGISTRY, Facts, Strategy
+from autofit.strategies.compile import Compile
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker import meter
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchEnded, LaunchRequest, Learned, Script, TrialReport, Verdict
+
+SETTINGS = [(s, "4" if level.name == AUTO else level.name) for s in REGISTRY for level in s.levels]
+CHANGED = [each for each in SETTINGS if each[1] != "as_is"]
+PAIRS = [
+    (one, other) for one, other in itertools.combinations(CHANGED, 2) if one[0] is not other[0]
+]
+SCRIPTS = {"decoder_lm.py": ("--preset", "tiny"), "image_classifier.py": ("--preset", "tiny")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_every_pair_runs_or_is_refused_with_its_reason(
+    script: str, device: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = meter.hardware(device)
+    if device == "cpu":  # where a search would not compile, though it can be done
+        monkeypatch.setattr(Compile, "unavailable", Strategy.unavailable)
+    facts = learned(script, device, root)
+    possible: dict[Plan, Plan] = {}
+    for (one, a), (other, b) in PAIRS:
+        plan = Plan.of({one.name: a, other.name: b})
+        reasons = (left_out(s, plan, hardware, facts) for s, _ in plan)
+        reason = clash(plan) or next(filter(None, reasons), None)
+        if reason is None:
+            possible[plan] = plan.fixed
+        else:
+            assert reason.isprintable()
+    seen: dict[Plan, TrialReport] = {}
+    for fixed in dict.fromkeys(possible.values()):
+        waiting = [plan for plan in possible if possible[plan] == fixed]
+        while waiting:
+            reports = list(reported(script, waiting, device, root))
+            assert reports, "a launch says something of its first plan"
+            seen |= {report.plan: report for report in reports}
+            waiting = [plan for plan in waiting if plan not in seen]
+    for plan, report in seen.items():
+        assert report.verdict in (Verdict.MEASURED, Verdict.REFUSED), f"{plan}: {report}"
+        assert report.verdict is Verdict.MEASURED or report.reason, plan
+    assert len(seen) == len(possible)
+    measured = {plan for plan, report in seen.items() if report.verdict is Verdict.MEASURED}
+    assert any(plan["compile"] == "regional" for plan in measured)
+
+
+def left_out(strategy: Strategy, plan: Plan, hardware: meter.Hardware, facts: Facts) -> str | None:
+    level = plan[strategy.name]
+    return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
+
+
+def request_of(script: str, plans: list[Plan], device: str, root: Path) -> LaunchRequest:
+    return LaunchRequest(
+        script=Script(
+            target=str(root / "examples" / script),
+            args=(*SCRIPTS[script], "--epochs", "1000"),
+            cwd=str(root),
+        ),
+        plans=tuple(plans),
+        device=device,
+        budget=6 << 30,
+        timeout=1800,
+        steps=2,
+    )
+
+
+def learned(script: str, device: str, root: Path) -> Facts:
+    """Return what a first launch learns."""
+    facts = Facts()
+    for event in launch(request_of(script, [Plan()], device, root)):
+        if isinstance(event, Learned):
+            facts = event.facts
+    return facts
+
+
+def reported(script: str, plans: list[Plan], device: str, root: Path) -> Iterator[TrialReport]:
+    for event in launch(request_of(script, plans, device, root)):
+        if isinstance(event, TrialReport):
+            yield event
+        if isinstance(event, LaunchEnded):
+            print(event.output[-2000:])
