@@ -1,5 +1,6 @@
 """Real CUDA out of memory under a cap: each form of the decorator goes on, with the memory back."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,7 @@ def start() -> Iterator[int]:
     warm = nn.Linear(1024, 1024, device="cuda")
     warm(torch.ones(8, 1024, device="cuda")).sum().backward()  # cuBLAS keeps a workspace a thread
     del warm
+    gc.collect()
     torch.cuda.empty_cache()
     base = torch.empty(256 * MiB, dtype=torch.uint8, device="cuda")
     total = torch.cuda.get_device_properties(0).total_memory
@@ -78,7 +80,7 @@ def test_an_optimizer_without_room(start: int) -> None:
     def train(batch_size: int) -> int:
         model = model_of()
         optimizer = torch.optim.AdamW(model.parameters())  # 32 MiB of state
-        held = torch.empty(batch_size * 50 * MiB, dtype=torch.uint8, device="cuda")
+        held = torch.empty(batch_size * 58 * MiB, dtype=torch.uint8, device="cuda")
         in_forward(model, torch.ones(8, 1024, device="cuda")).backward()
         optimizer.step()
         return batch_size * min(1, held.numel())
@@ -117,7 +119,7 @@ def test_a_plan_applied(start: int) -> None:
         plan.apply(model)
         for _ in range(2):
             optimizer.zero_grad()
-            loss = in_forward(model, torch.ones(32768, 1024, device="cuda"))
+            loss = in_forward(model, torch.randn(32768, 1024, device="cuda"))
             loss.backward()
             optimizer.step()
         return loss.item()
