@@ -6,12 +6,10 @@ memory such as that of paged optimizers. That part, ``context`` here, is measure
 and sampled between steps, and torch's allocator is capped at what is left. The allocator knows its
 own peak to the byte; of the rest, what comes and goes between two samples is missed.
 
-Who is asked for that part, the best first:
-
-- NVML, by our process id;
-- where it knows processes by other numbers (a container), the growth of the whole card since before
-  CUDA was started; a later jump of more than ``LIBRARIES`` is taken for somebody else's;
-- where there is no NVML, nobody: ``ASSUMED`` bytes.
+NVML counts managed memory for the card, but for no process. So that part is what the card holds
+more than before CUDA was started, less what other processes do. Where NVML knows processes by other
+numbers (a container), others cannot be told from us: a jump of more than ``LIBRARIES`` from one
+look to the next is taken for theirs. Where there is no NVML, nobody knows: ``ASSUMED`` bytes.
 """
 
 from __future__ import annotations
@@ -50,10 +48,12 @@ class CudaMeter:
         """The allocator has been, or will be, told of a cap; an uncapped one is left alone."""
         self._context = 0
         self._worst_context = 0
-        self._before = {card.uuid: card.held for card in _asked(nvml.cards) or ()}
+        self._before = {card.uuid: card for card in _asked(nvml.cards) or ()}
         self._card: Any = None
         """NVML's handle of the device CUDA was started on."""
         self._held_before = 0
+        self._nobodys_before = 0
+        """Of that, what NVML gave to no process it names."""
         self._refused_before = 0
 
     @property
@@ -79,7 +79,9 @@ class CudaMeter:
         uuid = str(cuda.get_device_properties(cuda.current_device()).uuid)
         self._card = nvml.handle_of(uuid)
         known = (f"{kind}-{uuid}" for kind in ("GPU", "MIG"))
-        self._held_before = next((self._before[name] for name in known if name in self._before), 0)
+        for before in (self._before[name] for name in known if name in self._before):
+            named = sum(holder.size or 0 for holder in before.holders)
+            self._held_before, self._nobodys_before = before.held, before.held - named
         self._context = self._worst_context = self._outside(at_start=True)
         self._apply()
 
@@ -173,17 +175,16 @@ class CudaMeter:
         """Return the bytes the process occupies outside torch's allocator, as far as is known."""
         if self._card is None:
             return ASSUMED
-        card, reserved = self._card, int(_torch().cuda.memory_reserved())
-        own = _asked(lambda: nvml.process_bytes(card, os.getpid()))
-        if own is not None:
-            return max(0, own - reserved)
-        used = _asked(lambda: nvml.used_bytes(card))
-        if used is None:  # a GPU that shares the machine's memory
+        shares = _asked(lambda: nvml.shares(self._card, os.getpid()))
+        if shares is None:  # a GPU that shares the machine's memory
             return ASSUMED
-        grown = used - self._held_before - reserved
-        if not at_start and grown > self._context + LIBRARIES:
-            return self._context
-        return max(0, grown)
+        reserved = int(_torch().cuda.memory_reserved())
+        if shares.own is not None:
+            ours = shares.held - shares.others - self._nobodys_before
+            return max(0, ours - reserved, shares.own - reserved)
+        outside = shares.held - self._held_before - reserved  # we may be among the others
+        theirs = not at_start and outside > self._context + LIBRARIES
+        return self._context if theirs else max(0, outside)
 
 
 def _torch() -> ModuleType:

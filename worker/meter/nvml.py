@@ -57,6 +57,18 @@ class Card:
         return f"GPU {self.entry}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What is held of a card, in bytes."""
+
+    held: int
+    """By all processes together; managed memory on the card, which is nobody's, included."""
+    own: int | None
+    """By one's own process; ``None`` where the driver knows it by another number."""
+    others: int
+    """By the other processes it names."""
+
+
 @cache
 def _initialised() -> Any:
     """Return pynvml, initialised once for this process."""
@@ -123,25 +135,12 @@ def handle_of(uuid: str) -> Any | None:
     return None
 
 
-def used_bytes(handle: Any) -> int:
-    """Return the bytes that all processes together hold on a card, the driver's own left out."""
+def shares(handle: Any, pid: int) -> Shares:
+    """Return who holds what on a card, as seen from process ``pid``."""
     with _driver() as nvml:
-        return _memory(nvml, handle)[2]
-
-
-def free_bytes(handle: Any) -> int:
-    """Return the bytes nobody holds on a card."""
-    with _driver() as nvml:
-        return _memory(nvml, handle)[1]
-
-
-def process_bytes(handle: Any, pid: int) -> int | None:
-    """Return what ``pid`` occupies on a card.
-
-    ``None`` where the driver does not say: in a container it may know processes by other numbers.
-    """
-    with _driver() as nvml:
-        return next((h.size for h in _holders(nvml, handle, names=False) if h.pid == pid), None)
+        held = _memory(nvml, handle)[2]
+        sizes = {each.pid: each.size or 0 for each in _holders(nvml, handle, names=False)}
+    return Shares(held=held, own=sizes.pop(pid, None), others=sum(sizes.values()))
 
 
 def _handles(nvml: Any, environment: Mapping[str, str] | None = None) -> list[tuple[str, Any]]:
