@@ -123,7 +123,7 @@ def run(tmp_path: Path) -> Run:
     [
         ("forward", 3 * GIB, "forward", {"micro_batch": "auto"}, 3 * GIB),
         ("backward", 3 * GIB, "backward", {"micro_batch": "auto"}, 3 * GIB),
-        ("step", int(2.9 * GIB), "optimizer step", {"optimizer": "eight_bit"}, int(2.9 * GIB)),
+        ("step", int(3.4 * GIB), "optimizer step", {"optimizer": "eight_bit"}, int(3.4 * GIB)),
         ("to", GIB, "outside the model", {}, 6 * GIB),
     ],
 )
