@@ -10,7 +10,9 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -67,7 +69,8 @@ class RaySession:
             if self._guest:
                 pass  # the program that called us has Ray running: its own affair
             elif self._address is not None:
-                ray.init(address=self._address, log_to_driver=False, configure_logging=False)
+                with _own_sigterm():
+                    ray.init(address=self._address, log_to_driver=False, configure_logging=False)
             else:
                 self._start()
         except BaseException as error:
@@ -111,7 +114,7 @@ class RaySession:
         self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=_short_folder()))
         self._reaper = Reaper(self.session, self.folder)
         _forget_token()
-        with _environment(_variables(self.session)):
+        with _own_sigterm(), _environment(_variables(self.session)):
             ray.init(
                 address="local",
                 num_cpus=0,  # no worker is started ahead; our actors ask for none
@@ -139,6 +142,15 @@ def _short_folder() -> str:
     """Return the system's temporary folder, or ``/tmp`` when a socket's path would get too long."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_FOLDER or not os.access("/tmp", os.W_OK) else "/tmp"
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep what SIGTERM does: Ray's core would print its stack at it, and end the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

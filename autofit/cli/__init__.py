@@ -1,7 +1,7 @@
 """The command line: one thin file per command, and one place that turns errors into exit codes.
 
 Exit codes: 0 found, 1 the script failed (or the store, or a worker), 2 usage, 3 nothing fits,
-130 interrupted; ``autofit run`` passes on the script's own.
+130 interrupted (Ctrl-C, SIGTERM); ``autofit run`` passes on the script's own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -124,6 +125,7 @@ def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
     from autofit.controller import search
     from autofit.export import FORMATS
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: a batch system ends it
     with renderer(stderr=as_json) as listener:
         result = search(options, listener)
     if as_json:

@@ -196,9 +196,18 @@ def test_killed_ten_times_a_search_carries_on(script: Callable[..., Path], trial
     kill_again_and_again(script("    optimizer.step()\n", SLOW).parent, trials, 10)
 
 
+def _ctrl_c(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the whole group
+
+
+def _terminate(process: subprocess.Popen[str]) -> None:
+    process.terminate()  # as a batch system does it
+
+
 @pytest.mark.quick
-def test_ctrl_c_is_130_and_the_search_can_go_on(
-    script: Callable[..., Path], trials: Trials
+@pytest.mark.parametrize("stop", [_ctrl_c, pytest.param(_terminate, marks=pytest.mark.full)])
+def test_interrupted_is_130_and_the_search_can_go_on(
+    stop: Callable[[subprocess.Popen[str]], None], script: Callable[..., Path], trials: Trials
 ) -> None:
     folder = script("    optimizer.step()\n", SLOW.replace("0.05", "0.3")).parent
     with searching(folder) as (process, watch):
@@ -206,7 +215,7 @@ def test_ctrl_c_is_130_and_the_search_can_go_on(
         while not watch.sessions or not any("harness" in " ".join(_line(p)) for p in [*watch.seen]):
             assert time.monotonic() < deadline, "no launch was seen"
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to the whole group
+        stop(process)
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     last = printed.splitlines()[-1]
