@@ -222,6 +222,27 @@ def test_at_most_three_attempts_change_nothing(runner: Runner) -> None:
 
 
 @pytest.mark.full
+def test_a_plan_of_the_scripts_own_is_not_added(runner: Runner) -> None:
+    """``@autofit.resilient`` in the script is off: the plan is on the model once."""
+    runner.write()
+    assert runner.plain("--steps", "5").returncode == 0
+    (runner.folder / "final.pt").rename(runner.folder / "plain.pt")
+    script = runner.write()
+    head, training = script.read_text().split("model = Net()")
+    start, loop = training.split("for step in", 1)
+    lines = (
+        f"model = Net(){start}model, optimizer = plan.apply(model, optimizer)\nfor step in{loop}"
+    )
+    body = "".join(f"    {line}\n" for line in lines.splitlines())
+    script.write_text(
+        f"import autofit\n{head}\n@autofit.resilient\ndef train(plan):\n{body}\ntrain()\n"
+    )
+    done = runner.tuned({"micro_batch": "8"}, *CAP, arguments=("--steps", "5"))
+    assert (done.returncode, done.stdout) == (0, "attempt 1 from 0\ndone\n"), done.stderr
+    assert_same_weights(runner.folder / "final.pt", runner.folder / "plain.pt")
+
+
+@pytest.mark.full
 def test_a_signal_reaches_the_script_and_ends_the_run(runner: Runner) -> None:
     runner.write(
         "import signal, sys, time\n"

@@ -49,8 +49,7 @@ class Conduct:
         """Start the session as soon as the script has imported torch."""
         if self._spec.report_saves:
             Saves(self._reporter).attach()
-        if self._spec.mode != "run":
-            imports.after_import(SWITCHES, _switch_off)
+        imports.after_import(SWITCHES, _switch_off)
         imports.after_import("torch", self._start)
 
     def ended(self) -> None:
@@ -129,7 +128,7 @@ class Conduct:
 
 
 def _switch_off() -> None:
-    """Let the script's own ``@autofit.resilient`` hide no shortage from a trial."""
+    """Let the script's own ``@autofit.resilient`` hide no shortage, and add no plan to ours."""
     sys.modules[SWITCHES].set_active(False)
 
 
