@@ -28,6 +28,7 @@ from autofit.progress import (
 )
 from autofit.proposing import Proposer
 from autofit.results import kept, result_of, rivals
+from autofit.rules import tainted
 from autofit.storage import (
     Owner,
     Purpose,
@@ -382,14 +383,19 @@ class Search:
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""
         failed, ledger = 0, self._ledger
+        drifted: list[TrialReport] = []
         for trial in ledger.ranked():
             plan = kept(trial)
+            if tainted(plan, drifted, ledger.finished()):
+                continue
             if not ledger.confirmations(plan, Verdict.DRIFTED) and not ledger.held(plan):
                 self._again(plan)
                 failed += not ledger.confirmations(plan, Verdict.DRIFTED)
             if ledger.held(plan):
                 return trial
             ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
+            again = ledger.confirmations(plan, Verdict.DRIFTED)
+            drifted += [each.report for each in again if each.report is not None]
             if failed == FINALISTS:
                 break
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")

@@ -124,6 +124,21 @@ def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[
     return changed.pop() if len(changed) == 1 else None
 
 
+def tainted(plan: Plan, drifted: Iterable[TrialReport], finished: Sequence[TrialRecord]) -> bool:
+    """Return whether ``plan`` holds what made another drift: the level that did, or all of them.
+
+    The size of a part of the batch aside, which is found anew for each plan.
+    """
+    for report in drifted:
+        found = culprit(report, finished)
+        levels = dict([found] if found else report.plan.changes)
+        if len(levels) > 1:
+            levels.pop("micro_batch", None)
+        if levels and levels.items() <= plan.levels.items():
+            return True
+    return False
+
+
 def _compared(trial: TrialRecord) -> bool:
     first = trial.report is not None and trial.report.index == 0
     return first and trial.verdict is Verdict.MEASURED

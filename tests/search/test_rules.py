@@ -12,7 +12,7 @@ from autofit.exceptions import UsageError
 from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.results import rivals, winning
-from autofit.rules import closest, culprit, dominated, judged
+from autofit.rules import closest, culprit, dominated, judged, tainted
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
@@ -245,6 +245,20 @@ def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:
     assert culprit(report(fused)) == ("optimizer", "fused")
     assert culprit(report(BF16.replace(optimizer="fused"))) == ("precision", "bf16")
     assert culprit(report(both.replace(optimizer="fused"))) is None
+
+
+def test_what_made_one_plan_drift_is_not_tried_in_another(ended: Ended) -> None:
+    both = BF16.replace(checkpointing="half", micro_batch="4")
+
+    def drifted(plan: Plan) -> list[TrialReport]:
+        return [TrialReport(index=0, plan=plan, verdict=Verdict.DRIFTED)]
+
+    compared = [ended(HALF.replace(micro_batch="4"), 4, verdict=Verdict.MEASURED)]
+    assert not tainted(BF16, drifted(both), [])  # it may be the checkpointing
+    assert tainted(both.replace(micro_batch="8", optimizer="fused"), drifted(both), [])
+    assert tainted(BF16, drifted(both), compared)
+    assert not tainted(HALF, drifted(both), compared)
+    assert not tainted(BF16, drifted(Plan()), [])
 
 
 def test_closest_asked_for_the_least(ended: Ended) -> None:
