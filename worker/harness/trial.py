@@ -43,6 +43,8 @@ from autofit.worker.records import (
 
 WARM_UP = 1
 """Steps dropped after every change: allocations, caches and optimizer state settle in them."""
+SETTLING = 8
+"""Steps that may be dropped for compiling in them; what compiles in every step is slow indeed."""
 GRACE = 10.0
 """Seconds the script has to come to its end once it has been stopped."""
 
@@ -121,6 +123,8 @@ class Trial(Session):
         self._found: dict[Plan, int] = {}
         """The size that was kept for a plan."""
         self._compiling = CompileClock()
+        self._compiled = 0.0
+        """Seconds spent compiling when the last step ended."""
         self.strict = True
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
@@ -396,9 +400,11 @@ class Trial(Session):
             self._learn(calls_per_step=max(1, self._calls))
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
+        compiled, self._compiled = self._compiled, self._compiling.seconds()
+        settling = self._compiled > compiled and stage.warm < SETTLING
         if stage.shortage is not None:
             self._advance()
-        elif traced or stage.warm < WARM_UP:
+        elif traced or settling or stage.warm < WARM_UP:
             stage.warm += 1
             if traced:
                 stage.keep_traced(seconds, self.seams.data_seconds, sum(losses), self.meter.peak())
