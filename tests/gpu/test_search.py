@@ -8,7 +8,7 @@ import pytest
 
 from autofit.asked import SearchOptions
 from autofit.controller import search
-from autofit.progress import LaunchStarted, Notice, StudyOpened
+from autofit.progress import Notice, StudyOpened, TrialStarted
 from autofit.worker import meter
 from autofit.worker.records import Script
 
@@ -62,6 +62,6 @@ def test_a_search(gpus: int, tmp_path: Path) -> None:
     assert (heard[0].slots, heard[0].hardware.device) == (gpus, "cuda")
     assert GIB // 4 < result.measurement.peak_device <= 2 * GIB
     assert result.measurement.peak_reserved < result.measurement.peak_device
-    cards = {each.on for each in heard if isinstance(each, LaunchStarted)}
+    cards = {each.on for each in heard if isinstance(each, TrialStarted)}
     entries = [card.entry for card in meter.cards()]
     assert cards == ({""} if gpus == 1 else {f"GPU {each}" for each in entries[:gpus]})
