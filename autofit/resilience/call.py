@@ -73,7 +73,7 @@ class Call:
         self._key = key_of(arguments)
         self.ranks = Ranks() if in_use() else None
         self.rung = protected.ladder.start(self._remembered())
-        self._random = RandomState.now()
+        self._random = RandomState.now(elsewhere=False)
         self._gradients = Gradients(protected.function, arguments)
         self._checkpoint = self._taken()
         self._failure: tuple[Exception, Diagnosis] | None = None

@@ -98,7 +98,7 @@ class _Run:
         self.limit = step.limit(self.key)
         self._bound = self.limit.samples
         self.attempt = 0
-        self.random = RandomState.now()
+        self.random = RandomState.now(elsewhere=False)
         self.witness = shortage.Witness()
         self.start: Gradients | None = None
         """The gradients before the first backward of this call."""

@@ -396,6 +396,26 @@ def test_a_model_made_inside_may_have_been_trained() -> None:
     assert train() == 2
 
 
+def test_a_model_that_the_traceback_holds_is_let_go() -> None:
+    """A module with hooks is called through a closure, which a cleared frame still holds."""
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor, batch_size: int) -> torch.Tensor:
+            fits(batch_size, 2)
+            return x
+
+    @autofit.resilient(batch_size=8)
+    def train(batch_size: int) -> int:
+        model, head = nn.Linear(4, 4), Fails()
+        head.model = [head, model]  # type: ignore[assignment]
+        head.register_forward_hook(lambda *_: None)
+        _step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        head(model(torch.ones(1, 4)), batch_size)
+        return batch_size
+
+    assert train() == 2
+
+
 @pytest.mark.parametrize("where", ["argument", "closure"])
 def test_a_model_from_outside_that_was_stepped_is_not_trained_twice(where: str) -> None:
     model = nn.Linear(4, 4)
