@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from autofit.cli import words
+from autofit.plan import Plan
 from autofit.progress import StudyOpened
 from autofit.strategies import Facts, RootFacts
-from autofit.worker.records import Script
+from autofit.worker.records import Measurement, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 MIB = 1 << 20
@@ -73,3 +75,13 @@ def test_levels_left_out_for_one_reason_share_a_line() -> None:
         "not tried: tf32, fp16: no tensor cores",
         "not tried: micro auto: BatchNorm",
     ]
+
+
+def test_what_was_compiled_says_how_long_that_took(
+    measure: Callable[[float, float], Measurement],
+) -> None:
+    measured = replace(measure(10.0, 2.0), compile_seconds=9.04)
+    report = TrialReport(
+        index=0, plan=Plan(), verdict=Verdict.MEASURED, measurements=(measured,), best=Plan()
+    )
+    assert words.verdict(report, best=True) == "fits  <- best (compile 9.0 s)"
