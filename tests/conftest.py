@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Idle OpenMP threads wait by spinning, and most tests train something tiny in a process of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 TIERS = ("quick", "full", "gpu")
 NOT_SOURCE = (
     ".git",

@@ -419,7 +419,11 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("micro_batch", [5, 12])
+SIZES = [5, pytest.param(12, marks=pytest.mark.full)]
+"""In parts, and whole."""
+
+
+@pytest.mark.parametrize("micro_batch", SIZES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_same_as_the_plain_run(name: str, micro_batch: int) -> None:
     found, plain = both(SCENARIOS[name], micro_batch)
@@ -440,7 +444,7 @@ class Spy(torch.autograd.Function):
         return gradient, None, None
 
 
-@pytest.mark.parametrize("micro_batch", [5, 12])
+@pytest.mark.parametrize("micro_batch", SIZES)
 @pytest.mark.parametrize("losing", [False, True])
 def test_the_scripts_own_autocast(losing: bool, micro_batch: int) -> None:
     """The parts run in its precision; backward runs outside autocast, as in the plain run."""

@@ -469,7 +469,7 @@ for batch in torch.utils.data.DataLoader(Data(), batch_size=4):
 @pytest.mark.parametrize(
     "where",
     [
-        "forward",
+        pytest.param("forward", marks=pytest.mark.full),
         pytest.param("backward", marks=pytest.mark.full),
         pytest.param("data", marks=pytest.mark.full),
     ],

@@ -199,7 +199,7 @@ def test_rescue_of_the_example_at_its_own_size(trainer: Trainer) -> None:
     assert_goes_on_smaller(said, [32])
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_the_plan_as_is_changes_no_bit(trainer: Trainer) -> None:
     arguments = [*SMALL.arguments, "--steps", "3", "--dropout", "0.1"]
     _, _, expected = trainer.plain(arguments)

@@ -65,7 +65,7 @@ def test_in_backward(dropout: str, call: str) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("loss", ["inside", "outside"])
+@pytest.mark.parametrize("loss", ["inside", pytest.param("outside", marks=pytest.mark.full)])
 def test_in_forward_under_dropout(loss: str) -> None:
     """Nothing was handed out: it starts over, and draws what smaller chunks draw from the start.
 

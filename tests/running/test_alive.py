@@ -186,7 +186,7 @@ def test_a_leak_goes_on_from_its_checkpoint(runner: Runner) -> None:
     assert_same_weights(runner.folder / "final.pt", runner.folder / "plain.pt")
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_a_bug_is_not_run_again(runner: Runner) -> None:
     runner.write("if step == 3: 1 / 0")
     plain = runner.plain()
