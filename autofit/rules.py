@@ -37,13 +37,17 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
 
 
 def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
-    """Return why what is made for one size of batch has to wait.
+    """Return why what is made for one size of batch has to wait, or has no size.
 
     The same plan without it finds the size, and shows what there is to gain from.
     """
     unsized = plan.unsized
-    known = unsized in (plan, Plan()) or any(trial.plan == unsized for trial in finished)
-    return None if known else f"{unsized} comes first"
+    if unsized == plan:
+        return None
+    twin = next((trial for trial in finished if trial.plan == unsized), None)
+    if twin is None:
+        return f"{unsized} comes first"
+    return None if twin.verdict is Verdict.MEASURED else f"{unsized} could not be measured"
 
 
 def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:

@@ -157,6 +157,21 @@ def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
 # --- rules ----------------------------------------------------------------------------------
 
 
+def test_what_is_made_for_one_size_waits_for_that_size(ended: Ended) -> None:
+    compiled = SPLIT.replace(compile="regional")
+    assert dominated(compiled, (), 8) == "micro auto comes first"
+    assert dominated(compiled, [ended(SPLIT, 4, verdict=Verdict.MEASURED)], 8) is None
+    short = ended(SPLIT, verdict=Verdict.OUT_OF_MEMORY)
+    assert "could not be measured" in (dominated(compiled, [short], 8) or "")
+
+
+def test_it_follows_the_plan_that_finds_the_size() -> None:
+    plans = tried(hardware=GPU).plans()
+    for plan in plans:
+        if plan["compile"] != "as_is":
+            assert plans.index(plan.unsized) < plans.index(plan)
+
+
 def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> None:
     whole = ended(SPLIT, 4, 8, verdict=Verdict.MEASURED)
     leaner_plan = SPLIT.replace(checkpointing="half")
