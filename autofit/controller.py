@@ -175,9 +175,9 @@ class Search:
 
     # --- driving ---------------------------------------------------------------------------
 
-    def _propose(self, fixed: Plan | None) -> Plan | None:
+    def _propose(self, fixed: Plan | None, *, fresh: bool = False) -> Plan | None:
         """Return the plan to measure next, in a launch with this fixed part or in a new one."""
-        return self._proposer.next(fixed)
+        return self._proposer.next(fixed, fresh=fresh)
 
     def _drive(
         self, propose: Callable[[Plan | None], Plan | None], purpose: Purpose = Purpose.SEARCH
@@ -202,10 +202,10 @@ class Search:
         request = self._request(plan, purpose)
         self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
 
-    def _answer(self, slot: int, flight: Flight) -> None:
+    def _answer(self, slot: int, flight: Flight, asking: Asking) -> None:
         """Give a launch that asks its next plan; none where its weights may be spoilt."""
         first = flight.trials[0]
-        plan = None if flight.spoilt else self._propose(first.plan.fixed)
+        plan = None if flight.spoilt else self._propose(first.plan.fixed, fresh=asking.fresh)
         if plan is not None:
             flight.trials.append(self._begin(plan, first.launch, first.purpose))
         answer = Answer(plan=plan, timeout=self._deadline(first.purpose))
@@ -270,7 +270,7 @@ class Search:
                 flight.reported += 1
                 self._judge(slot, flight, happening)
             case Asking():
-                self._answer(slot, flight)
+                self._answer(slot, flight, happening)
             case LaunchEnded():
                 self._landed(slot, happening)
             case WorkerError():

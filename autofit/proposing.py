@@ -23,10 +23,11 @@ class Proposer:
         self._hardware = hardware
         self._left_out: tuple[Reason, ...] = ()
 
-    def next(self, fixed: Plan | None = None) -> Plan | None:
+    def next(self, fixed: Plan | None = None, *, fresh: bool = False) -> Plan | None:
         """Return the plan to measure next; ``None`` when there is none worth it now.
 
-        ``fixed``: the ``Plan.fixed`` of the launch that asks; ``None`` for a new launch.
+        ``fixed``: the ``Plan.fixed`` of the launch that asks; ``None`` for a new launch. ``fresh``:
+        nothing has run in the one that asks, so that the plan comes first in its process.
         """
         ledger = self._ledger
         finished, flying = ledger.finished(), {trial.plan for trial in ledger.running()}
@@ -42,8 +43,9 @@ class Proposer:
         candidates = [plan for plan in self._space().plans() if plan not in known]
         candidates = [plan for plan in candidates if dominated(plan, finished, batch) is None]
         if (first := self._leading(candidates)) is not None:
-            return first if fixed is None else None  # what is compared with comes first
-        if fixed is not None:
+            here = fixed is None or (fresh and first.fixed == fixed)
+            return first if here else None  # what others are compared with comes first
+        if fixed is not None and not fresh:
             candidates = [plan for plan in candidates if plan not in ledger.alone]
         return ledger.mirror.ask(
             Situation(

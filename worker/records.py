@@ -267,6 +267,9 @@ class PlanEnded:
 class Asking:
     """The child is done with every plan it was given, and waits for an ``Answer``."""
 
+    fresh: bool = False
+    """Those were refused before anything had run under them: the next one comes first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:

@@ -19,6 +19,7 @@ from autofit.worker.records import (
     LaunchRequest,
     Measurement,
     Script,
+    Traced,
     TrialReport,
     Verdict,
 )
@@ -179,6 +180,18 @@ def test_each_plan_has_its_own_time_and_waiting_for_it_takes_none(talk: Talk) ->
     )
     timed_out = (2, ALL, Verdict.TIMED_OUT)
     assert reports(heard) == [FIRST, (1, HALF, Verdict.MEASURED), timed_out]
+
+
+def test_after_a_refusal_at_the_first_call_the_next_plan_comes_first(
+    talk: Talk, tmp_path: Path
+) -> None:
+    """It is traced, as what comes first is; what comes after one that has run is not."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("Block() for _ in range(4)", "[Block()]"))
+    heard = talk("", NEUTRAL, HALF, first=ALL, harness=HARNESS)
+    verdicts = [verdict for *_, verdict in reports(heard)]
+    assert verdicts == [Verdict.REFUSED, Verdict.MEASURED, Verdict.MEASURED]
+    assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False, False]
+    assert [event.index for event in heard if isinstance(event, Traced)] == [1]
 
 
 def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Path) -> None:

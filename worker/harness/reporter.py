@@ -29,11 +29,11 @@ class Reporter:
         with self._lock:
             self._connection.send(event)
 
-    def ask(self) -> Plan | None:
+    def ask(self, *, fresh: bool) -> Plan | None:
         """Ask for another plan, and wait for the answer; ``None`` when there is none."""
         if os.getpid() != self._pid:  # nobody would answer a forked child
             return None
-        self.send(Asking())
+        self.send(Asking(fresh=fresh))
         return self._answers.get().plan
 
     def answered(self, answer: Answer) -> None:

@@ -153,9 +153,17 @@ class Trial(Session):
     def _each(self) -> Iterator[Plan]:
         """Yield the plans the launch began with, then those it is given when it asks."""
         yield from self._request.plans
-        while self._request.converses and (plan := self._reporter.ask()) is not None:
+        while self._request.converses:
+            plan = self._reporter.ask(fresh=self._is_fresh())
+            if plan is None:
+                return
             self._given.append(plan)
             yield plan
+
+    def _is_fresh(self) -> bool:
+        """Return whether the script is in the first call of its only root so far."""
+        first_call = self._calls == 1 and self.phase == "forward"
+        return self.steps == 0 and len(self.roots) == 1 and first_call
 
     def _sizes(self, plan: Plan) -> Schedule:
         unsized = plan.unsized
