@@ -32,13 +32,13 @@ class Place:
     def read(self) -> Any:
         """Return what is there now."""
         if not self.buffer:
-            return vars(self._module())[self.name]
+            return vars(self._module()).get(self.name)
         tensor = self.tensor()
         return tensor, None if tensor is None else tensor.detach().clone()
 
     def tensor(self) -> torch.Tensor | None:
         """Return the buffer."""
-        return self._module()._buffers[self.name] if self.buffer else None
+        return self._module()._buffers.get(self.name) if self.buffer else None
 
     def write(self, value: Any) -> None:
         """Put back what ``read`` returned."""
