@@ -46,6 +46,8 @@ class Crew:
             self._choose()
         else:
             self.slots = CPU_SLOTS
+            if options.gpus is not None:
+                self.lines = (f"--gpus {options.gpus}: no GPU is visible here, the CPU is used",)
             self.hardware = meter.hardware(self.device)
             self.free = meter.free_bytes(self.device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,10 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
     assert slots.idle(()) == [0, 1]
     with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0 was taken"):
         slots.heed(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
+
+
+@pytest.mark.quick
+def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
+    assert crew.Crew(options).lines == ()
+    said = crew.Crew(replace(options, gpus=4)).lines
+    assert said == ("--gpus 4: no GPU is visible here, the CPU is used",)
