@@ -7,7 +7,9 @@ a split batch is joined is proven apart (``probe``), whenever a new structure of
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from autofit.strategies.base import AS_IS, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
+from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Moves, moved_otherwise
 from autofit.worker.harness.probe import (
@@ -29,6 +32,7 @@ from autofit.worker.harness.probe import (
     tolerance,
 )
 from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.oom import Kind, classify
 
 Effects = tuple[Digest, dict[str, Any]]
 """A call's gradients, and what it moved in the model."""
@@ -52,11 +56,11 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     unsized = plan.unsized
     root.take_back()
     try:
-        few = _samples(batch, SAMPLES)
-        expected = _gradients(root, root.plain, few)
-        root.apply(unsized)
-        if not _shown(unsized).neutral:
-            _compare(root, _shown(unsized), facts, _gradients(root, root.forward, few), expected)
+        if _shown(unsized).neutral:
+            root.apply(unsized)
+        else:
+            expected, found = _beside_plain(root, unsized, batch)
+            _compare(root, _shown(unsized), facts, found, expected)
         if unsized == plan:
             return
         # Beside the rest of the plan, which has just been proven and is known to fit.
@@ -69,6 +73,44 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
             raise
         root.take_back()
         raise Refused(REENTRANT) from None
+
+
+def _beside_plain(root: HarnessRoot, plan: Plan, batch: Batch) -> tuple[Effects, Effects]:
+    """Apply ``plan``; return what a few samples do without it and under it.
+
+    Where a few do not fit without it: one, and what autograd saves in host memory.
+    """
+    found, error = _try_beside_plain(root, plan, _samples(batch, SAMPLES), nullcontext)
+    if error is not None:
+        clear_frames(error.__traceback__)
+        root.take_back()
+        one = _samples(batch, 1)
+        found, error = _try_beside_plain(
+            root, plan, one, lambda: saved_on_host(root.module.parameters())
+        )
+    if error is not None:
+        raise error
+    assert found is not None
+    return found
+
+
+def _try_beside_plain(
+    root: HarnessRoot,
+    plan: Plan,
+    samples: Batch,
+    saved: Callable[[], AbstractContextManager[object]],
+) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
+    """Return both, or the error where memory ran out."""
+    try:
+        with saved():
+            expected = _gradients(root, root.plain, samples)
+        root.apply(plan)
+        with saved():
+            return (expected, _gradients(root, root.forward, samples)), None
+    except Exception as error:
+        if classify(error).kind is not Kind.OOM:
+            raise
+        return None, error
 
 
 def _compare(
