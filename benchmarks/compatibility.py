@@ -372,8 +372,8 @@ def page(entries: Sequence[Entry], results: dict[str, Any]) -> str:
         "## Script by strategy",
         "One launch a script: as it is, then each level of each strategy alone. A cell with figures"
         " was *applied* (proven on the script's own batch, then measured): peak memory, seconds of"
-        " an optimizer step, and both against the script as it is. The machine is small and was shared:"
-        " read the times as rough. `micro auto` looks for the fastest"
+        " an optimizer step, and both against the script as it is. The machine is small and was"
+        " shared: read the times as rough. `micro auto` looks for the fastest"
         " size that fits, with memory to spare here: it may be the whole batch in one piece."
         " A quarter of the batch at a time is forced, to see whether a split is possible.",
         _strategy_table(known, rows),
