@@ -159,7 +159,10 @@ class _Run:
             del given
             value, error = outcome
             outcome.clear()
-            return self._take(value, cut, only) if error is None else error
+            if error is None:
+                error = self._take(value, cut, only)
+            del value  # the traceback leads to this frame, and that to the graph
+            return error
 
     def _take(self, value: Any, cut: Cut, only: list[torch.Tensor] | None) -> Exception | None:
         """Differentiate a part's loss and keep its output; return the error, if there is one."""

@@ -114,7 +114,7 @@ def test_a_plan_applied(start: int) -> None:
     @autofit.resilient(on_retry=told, remember=False)
     def train(plan: ActivePlan) -> float:
         torch.manual_seed(0)
-        model = model_of()
+        model = model_of().append(nn.Linear(1024, 1, device="cuda"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan.apply(model)
         for _ in range(2):

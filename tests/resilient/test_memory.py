@@ -169,3 +169,32 @@ say(fitted=asyncio.run(train()), memory=memory, start=start)
     )
     assert said["fitted"] == 16
     assert said["memory"] == pytest.approx([said["start"]] * 2, rel=NEAR)
+
+
+def test_a_failed_backward_of_a_step_holds_no_graph(capped: Capped) -> None:
+    said = capped(
+        """
+memory = []
+model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())])
+batch = torch.randn(4096, 256)
+start = meter.current()
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, gradient):
+        tensor(len(gradient) // 16)  # 256 MiB of the whole, 128 MiB of the half
+        return gradient
+
+@autofit.resilient.step(on_retry=lambda retry: memory.append(retry.memory))
+def step(batch):
+    return Fails.apply(model(batch)).pow(2).mean()
+
+step(batch)
+say(start=start, memory=memory)
+""",
+        mib=200,
+    )
+    assert said["memory"] == pytest.approx([said["start"]], rel=NEAR)
