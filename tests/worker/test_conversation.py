@@ -183,6 +183,7 @@ def test_after_a_refusal_at_the_first_call_the_next_plan_comes_first(
     assert [event.index for event in heard if isinstance(event, Traced)] == [1]
 
 
+@pytest.mark.full
 def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Path) -> None:
     """The peaks to a thousandth; times within the noise of a machine that others use."""
     (tmp_path / "train.py").write_text(SCRIPT)
