@@ -11,11 +11,10 @@ from autofit.plan import Plan
 from autofit.results import fits
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts
+from autofit.worker.records import HORIZON
 
 GAIN = 0.02
-"""A plan that is not faster than the best by this share is not worth finding."""
-LIKELY = 0.1
-"""A plan is measured when it gains that much with at least this probability."""
+"""Expected gain in speed, as a share, below which a plan is not worth measuring."""
 LEAVE = 2.0
 """A plan of another launch must promise this much more than one that can run in the present one."""
 
@@ -26,16 +25,11 @@ class Prospect:
 
     plan: Plan
     gain: float
-    """Expected gain in speed over the best, as a share, counted only where it is one."""
-    chance: float
-    """Probability that it fits and is faster than the best by more than ``GAIN``."""
+    """Expected gain in speed over the best, as a share, nothing where it is slower or does not fit.
+
+    Before anything fits, its expected speed."""
     fits: float
     """Probability that it fits."""
-
-    @property
-    def worthwhile(self) -> bool:
-        """Whether it is likely enough to win."""
-        return self.chance >= LIKELY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +37,26 @@ class Situation:
     """All that a choice depends on."""
 
     candidates: tuple[Plan, ...]
-    """Plans that were not tried."""
+    """Plans that may be measured now."""
+    waiting: tuple[Plan, ...] = ()
+    """Plans that may be measured once the same plan ``unsized`` was: they count for that one."""
     finished: tuple[TrialRecord, ...]
     flying: tuple[Plan, ...] = ()
     """Plans that are being measured."""
     facts: Facts | None
     budget: int
     cuda: bool
+    horizon: int = HORIZON
+    """Optimizer steps over which the time to compile is charged."""
     fixed: Plan | None = None
     """What the launch that asks has in common (``Plan.fixed``); ``None`` for a new launch."""
 
     @property
     def best(self) -> float | None:
-        """Step seconds of the fastest plan that fits; ``None`` before there is one."""
+        """Step seconds of the fastest plan that fits, compiling charged; ``None`` before one."""
         fitting = [trial.measurement for trial in self.finished if fits(trial, self.budget)]
-        return min((each.seconds for each in fitting if each is not None), default=None)
+        speeds = [(each.effective_batch, each.charged(self.horizon)) for each in fitting if each]
+        return min((batch / speed for batch, speed in speeds), default=None)
 
 
 def prospects(situation: Situation) -> list[Prospect]:
@@ -69,19 +68,27 @@ def prospects(situation: Situation) -> list[Prospect]:
     candidates, best = situation.candidates, situation.best
     if not candidates:
         return []
-    model = CostModel(situation.finished, situation.facts, situation.budget, cuda=situation.cuda)
-    drawn = model.outcomes([*candidates, *situation.flying]).seconds
-    seconds, flying = drawn[:, : len(candidates)], drawn[:, len(candidates) :]
+    model = CostModel(
+        situation.finished,
+        situation.facts,
+        situation.budget,
+        cuda=situation.cuda,
+        horizon=situation.horizon,
+    )
+    plans = [*candidates, *situation.flying, *situation.waiting]
+    drawn = model.outcomes(plans).seconds
+    speed = (1.0 / drawn).mean(axis=0)
+    opens = [[i for i, p in enumerate(plans) if plan in (p, p.unsized)] for plan in candidates]
+    seconds = drawn[:, [max(columns, key=lambda i: float(speed[i])) for columns in opens]]
+    flying = drawn[:, len(candidates) : len(candidates) + len(situation.flying)]
     rival = flying.min(axis=1, initial=np.inf if best is None else best)[:, None]
     fitting, known = np.isfinite(seconds), np.isfinite(rival)
     speedup = np.where(known, rival, 1.0) / seconds  # without a rival any speed is a gain
     gains = np.where(known, np.maximum(speedup - 1.0, 0.0), speedup).mean(axis=0)
-    wins = (fitting & (~known | (speedup > 1.0 + GAIN))).mean(axis=0)
     found = [
         Prospect(
             plan=plan,
             gain=float(gains[column]),
-            chance=1.0 if best is None else float(wins[column]),
             fits=float(fitting[:, column].mean()),
         )
         for column, plan in enumerate(candidates)
@@ -95,7 +102,8 @@ def choose(situation: Situation) -> Prospect | None:
     A launch that asks goes on with its own plans, unless one of another promises ``LEAVE`` times
     as much.
     """
-    worthwhile = [each for each in prospects(situation) if each.worthwhile]
+    found = prospects(situation)
+    worthwhile = [each for each in found if situation.best is None or each.gain >= GAIN]
     fixed = situation.fixed
     if fixed is None or not worthwhile:
         return next(iter(worthwhile), None)

@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Memory
+from autofit.strategies import AS_IS, Facts, Fidelity, Memory
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.records import Verdict
+from autofit.worker.records import HORIZON, Verdict
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -42,12 +42,18 @@ DRAWS = 400
 """From the posterior."""
 CONTEXT = 0.6 * 2**30
 """Bytes that a CUDA context and its libraries hold, before one was measured."""
+LAUNCH = 0.0015
+"""Seconds that launching the kernels of a block on a GPU takes, forward and backward."""
+BLOCKS = 12
+"""Of a model in which none were recognised."""
 WASTE = 0.06
 """Share of the memory lost to fragmentation, where the allocator is as it is."""
 DEVIATION = 0.04
 """Of a plan from the structure, as a share, before there are enough plans to see it."""
 NOISE = 0.03
 """Of a step time or a peak at one size, as a share: what the line through sizes leaves over."""
+SHORT = 2
+"""Steps of a window that only gives a point of the line: a noisy one."""
 KNEE = 4.0
 """How sharply overhead gives way to compute as chunks grow: one would add them up."""
 ALIKE = 0.8
@@ -107,7 +113,7 @@ class Outcomes:
 
     plans: tuple[Plan, ...]
     seconds: Array
-    """Of a step, at the largest size that fits; infinite where none does."""
+    """Of a step, at the largest size that fits, compiling charged; infinite where none does."""
     samples: Array
     """That size; zero where none fits."""
 
@@ -122,6 +128,7 @@ class CostModel:
         budget: int,
         *,
         cuda: bool,
+        horizon: int = HORIZON,
         seed: int = 0,
     ) -> None:
         facts = facts or Facts()
@@ -131,11 +138,13 @@ class CostModel:
         bounds = [bound for trial in finished for bound in _bounds(trial, self._batch)]
         self._budget = float(budget)
         self._static = Static.of(facts)
+        self._horizon, self._once = horizon, _once(finished)
         self._rng = np.random.default_rng(seed)
         context = CONTEXT if cuda else 0.02 * budget
         slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
         keeps = [np.log(level.keeps) for _, level in EFFECTS]
         slowdowns = [np.log(level.slowdown) for _, level in EFFECTS]
+        launches = [float(effect) for effect in slowdowns * KERNELS]
         first = points[0] if points else None
         seconds = first.seconds if first else 1.0
         if first is not None:
@@ -147,10 +156,15 @@ class CostModel:
             [Row(p.plan, p.samples, p.peak) for p in points],
             bounds,
         )
+        blocks = sum(root.blocks for root in facts.roots) or BLOCKS
+        launch = LAUNCH * blocks if cuda else 0.01 * seconds
         self._time = _Fit(
             self._seconds,
-            np.array([np.log(seconds), np.log(0.15), np.log(0.01 * seconds), *slowdowns]),
-            _unsure([3.0 if first else 0.01, 1.0, 1.5], slowdowns, 0.5),
+            np.array([np.log(seconds), np.log(0.15), np.log(launch), *slowdowns, *launches]),
+            _apart(
+                _unsure([3.0 if first else 0.01, 1.0, 0.7 if cuda else 1.5], slowdowns, 0.5),
+                _unsure([], launches, 2.0),
+            ),
             [Row(p.plan, p.samples, p.seconds, p.noise) for p in points],
             [],
         )
@@ -177,6 +191,7 @@ class CostModel:
         samples = np.where(fits, self._batch, np.where(splits, largest, 0.0))
         late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
         seconds = self._seconds(time, design, np.maximum(samples, 1.0)) * late
+        seconds = seconds + design @ self._once / self._horizon
         return Outcomes(tuple(plans), np.where(samples > 0, seconds, np.inf), samples)
 
     # --- the structure ---------------------------------------------------------------------
@@ -197,10 +212,11 @@ class CostModel:
     def _seconds(self, theta: Array, design: Array, samples: Array) -> Array:
         """Return the step seconds of each row of ``design`` under each row of ``theta``."""
         plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
-        compute = plain * np.exp(theta[:, 3:] @ design.T)
+        effects, launches = np.split(theta[:, 3:], 2, axis=1)
+        compute = plain * np.exp(effects @ design.T)
         share = np.minimum(samples / self._batch, 1.0)
         compute = compute * (1.0 + rerun * (1.0 - share)) * share
-        overhead = overhead * np.exp(theta[:, 3:] @ (design * SLOWER).T)
+        overhead = overhead * np.exp(launches @ design.T)
         return np.asarray((compute**KNEE + overhead**KNEE) ** (1.0 / KNEE) / share)
 
 
@@ -221,8 +237,7 @@ class _Fit:
         target = np.log([row.figure for row in rows])
         whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
         tie = np.linalg.inv(np.linalg.cholesky(unsure))
-        self.deviation = DEVIATION
-        """Of a plan that was not measured from what the structure says, as a share."""
+        scale = DEVIATION
 
         def residuals(theta: Array) -> Array:
             pull = (theta - prior) @ tie.T
@@ -230,19 +245,31 @@ class _Fit:
                 return pull
             off = np.log(predict(theta, design, samples)) - target
             seen, short = off[:, : len(points)] @ whiten.T, off[:, len(points) :]
-            parts = np.hstack([seen, np.minimum(short, 0.0)]) / self.deviation
+            parts = np.hstack([seen, np.minimum(short, 0.0)]) / scale
             return np.hstack([parts, pull])
 
         self.mean, inverse = _least_squares(residuals, prior)
         if points:  # as far off as they turned out to be, and no less than was expected
             off = residuals(self.mean[None])[0, : len(points)]
-            self.deviation *= max(1.0, float(np.sqrt(np.mean(off**2))))
+            scale *= max(1.0, float(np.sqrt(np.mean(off**2))))
             self.mean, inverse = _least_squares(residuals, self.mean)
+        left = np.log(predict(self.mean[None], design, samples))[0] - target if points else target
+        off = np.array([_mean(plan, points, left) for plan in {row.plan for row in points}])
+        self.deviation = max(DEVIATION, float(np.sqrt(np.mean(off**2))) if points else 0.0)
+        """Of a plan that was not measured from what the structure says, as a share."""
         self._spread = np.linalg.cholesky(inverse)
 
     def draw(self, rng: np.random.Generator) -> Array:
         """Return draws from the posterior, one a row."""
         return np.asarray(self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T)
+
+
+def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:
+    """Return how far a plan's points are from the structure, the surer ones counting for more."""
+    mine = [
+        (1 / row.noise**2, off) for row, off in zip(points, left, strict=False) if row.plan == plan
+    ]
+    return float(sum(weight * off for weight, off in mine) / sum(weight for weight, _ in mine))
 
 
 def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
@@ -287,8 +314,11 @@ def _lowers() -> dict[Memory, Array]:
 
 
 LOWERS = _lowers()
-SLOWER = np.array([level.slowdown > 1.0 for _, level in EFFECTS], dtype=float)
-"""Which effects are more work, and so more kernels to launch."""
+KERNELS = np.array(
+    [level.slowdown >= 1.0 or level.fidelity < Fidelity.ROUNDING for _, level in EFFECTS],
+    dtype=float,
+)
+"""Which effects change how long launching takes: not a precision's, whose kernels are faster."""
 
 
 def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> Array:
@@ -304,6 +334,22 @@ def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> A
     return np.asarray(alike * np.outer(widths, widths))
 
 
+def _apart(one: Array, other: Array) -> Array:
+    """Return two covariances as that of both, which vary apart."""
+    zeros = np.zeros((len(one), len(other)))
+    return np.block([[one, zeros], [zeros.T, other]])
+
+
+def _once(finished: Sequence[TrialRecord]) -> Array:
+    """Return the seconds that each level takes once: as it last did, or as it says itself."""
+    seconds = {(strategy.name, level.name): level.once for strategy, level in EFFECTS}
+    for trial in finished:
+        slow = [change for change in trial.plan.changes if seconds.get(change)]
+        if trial.measurement is not None and len(slow) == 1:
+            seconds[slow[0]] = trial.measurement.compile_seconds
+    return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
+
+
 def _points(trial: TrialRecord) -> list[Point]:
     """Return what a trial measured; a size measured twice counts as it was last."""
     report = trial.report
@@ -313,7 +359,7 @@ def _points(trial: TrialRecord) -> list[Point]:
             plan=trial.plan,
             samples=float(size),
             seconds=each.seconds,
-            noise=max(NOISE, each.spread),
+            noise=max(NOISE if len(each.step_seconds) > SHORT else 3 * NOISE, each.spread),
             peak=float(each.peak_device),
         )
         for size, each in found.items()

@@ -9,7 +9,7 @@ from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
-from autofit.rules import dominated
+from autofit.rules import dominated, waits
 from autofit.space import Reason, Space, space
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records import Verdict
@@ -40,8 +40,8 @@ class Proposer:
             return Plan()
         ledger.require_baseline()
         batch = ledger.study.facts.batch if ledger.study.facts else None
-        candidates = [plan for plan in self._space().plans() if plan not in known]
-        candidates = [plan for plan in candidates if dominated(plan, finished, batch) is None]
+        untried = [plan for plan in self._space().plans() if plan not in known]
+        candidates = [plan for plan in untried if dominated(plan, finished, batch) is None]
         if (first := self._leading(candidates)) is not None:
             here = fixed is None or (fresh and first.fixed == fixed)
             return first if here else None  # what others are compared with comes first
@@ -50,11 +50,13 @@ class Proposer:
         return ledger.mirror.ask(
             Situation(
                 candidates=tuple(candidates),
+                waiting=tuple(plan for plan in untried if waits(plan, finished)),
                 finished=finished,
                 flying=tuple(flying),
                 facts=ledger.study.facts,
                 budget=ledger.study.budget,
                 cuda=self._hardware.device == "cuda",
+                horizon=ledger.options.horizon,
                 fixed=fixed,
             )
         )

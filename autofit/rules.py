@@ -50,6 +50,11 @@ def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     return None if twin.verdict is Verdict.MEASURED else f"{unsized} could not be measured"
 
 
+def waits(plan: Plan, finished: Sequence[TrialRecord]) -> bool:
+    """Return whether ``plan`` has to wait for the same one without what is made for one size."""
+    return plan.unsized != plan and all(trial.plan != plan.unsized for trial in finished)
+
+
 def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:
     """Return why another setting of the allocator would gain nothing, or cannot be known yet.
 

@@ -86,6 +86,8 @@ class Level:
     """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict."""
     keeps: float = 1.0
     """Share expected to be left of the memory that the strategy lowers: a prior as well."""
+    once: float = 0.0
+    """Seconds that it is expected to take before the first step, charged over ``--horizon``."""
     undo: bool = True
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
     instead: bool = False

@@ -46,8 +46,10 @@ class Compile(Strategy):
     sized = True
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
-        Level(name="regional", summary="the repeated blocks, compiled once", slowdown=0.85),
-        Level(name="full", summary="the whole model as one graph", slowdown=0.84),
+        Level(
+            name="regional", summary="the repeated blocks, compiled once", slowdown=0.85, once=10.0
+        ),
+        Level(name="full", summary="the whole model as one graph", slowdown=0.84, once=30.0),
     )
 
     def describe(self, level: str) -> str:
