@@ -26,7 +26,10 @@ CHANGED = [each for each in SETTINGS if each[1] != "as_is"]
 PAIRS = [
     (one, other) for one, other in itertools.combinations(CHANGED, 2) if one[0] is not other[0]
 ]
-SCRIPTS = {"decoder_lm.py": ("--preset", "tiny"), "image_classifier.py": ("--preset", "tiny")}
+SCRIPTS = {
+    "decoder_lm.py": ("--preset", "tiny", "--steps", "1000"),
+    "image_classifier.py": ("--preset", "tiny", "--epochs", "100"),
+}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -75,7 +78,7 @@ def request_of(script: str, plans: list[Plan], device: str, root: Path) -> Launc
     return LaunchRequest(
         script=Script(
             target=str(root / "examples" / script),
-            args=(*SCRIPTS[script], "--epochs", "1000"),
+            args=SCRIPTS[script],
             cwd=str(root),
         ),
         plans=tuple(plans),
