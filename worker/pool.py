@@ -211,6 +211,15 @@ class Pool:
         """Return the cards of a slot on this machine, as CUDA reads them."""
         return ",".join(self._cards[slot * self._gpus : (slot + 1) * self._gpus])
 
+    def _threads(self) -> dict[str, str]:
+        """Return each slot's share of the cores, where the user has said nothing.
+
+        Side by side, trainings that each start a thread for every core wait for one another.
+        """
+        if len(self.slots) == 1:
+            return {}
+        return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(self.slots)))}
+
     def _start(self, slot: int) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -220,7 +229,7 @@ class Pool:
         if self._ray.ours:
             options = {"num_cpus": 0}
             if self._gpus:
-                environment = {**environment, VISIBLE: self._own(slot)}
+                environment = {**self._threads(), **environment, VISIBLE: self._own(slot)}
         elif self._gpus:
             group = self._groups[slot]
             options = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class Layouts:
         except Exception as error:
             if classify(error).kind is not Kind.OOM:
                 raise
+            clear_frames(error.__traceback__)  # they hold what did not fit
         raise Undecided("memory ran out while the split was proven on another kind of batch")
 
 

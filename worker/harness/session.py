@@ -268,6 +268,7 @@ class Session:
         except Exception as error:
             if oom.classify(error, corroborated=self.meter.short()).kind is not oom.Kind.OOM:
                 raise
+            clear_frames(error.__traceback__)  # they hold what did not fit
             return root.facts.batch
 
     def _learn(self, **changes: Any) -> None:
