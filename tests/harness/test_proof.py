@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,42 @@ from autofit.strategies import Facts
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 PLAN = Plan.of({"checkpointing": "all"})
+DEEP = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(32))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+torch.manual_seed(0)
+model = Deep()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(4, 4096, 32)).square().mean().backward()
+    optimizer.step()
+"""
+"""Every sample saves 2.5 MiB in each of 32 blocks, 80 in all, and 0.5 where blocks run again."""
 
 
 class Block(nn.Module):
@@ -96,3 +130,27 @@ def test_and_one_shows_what_is_not_the_same(calls: Calls) -> None:
 def test_what_one_does_not_fit_either_is_a_shortage(calls: Calls) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         proven(Short(), calls)
+
+
+@pytest.mark.full
+def test_a_plan_is_measured_where_one_sample_does_not_fit_without_it(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    leaner = Plan.of({"checkpointing": "all", "micro_batch": "1"})
+
+    def measured(plan: Plan) -> TrialReport:
+        request = LaunchRequest(
+            script=Script(target="deep.py", args=(), cwd=str(tmp_path)),
+            plans=(plan,),
+            device="cpu",
+            budget=75 << 20,
+            timeout=120,
+            steps=2,
+        )
+        (report,) = (event for event in launch(request) if isinstance(event, TrialReport))
+        return report
+
+    assert measured(Plan.of({"micro_batch": "1"})).verdict is Verdict.OUT_OF_MEMORY
+    report = measured(leaner)
+    assert report.verdict is Verdict.MEASURED, report.reason
+    assert report.measurement is not None
+    assert report.measurement.peak_device < 75 << 20

@@ -37,6 +37,10 @@ class Output:
         """Flatten what a root returned."""
         return cls(*flatten(value))
 
+    def without_graph(self) -> Output:
+        """Return the same values, marked as before: a graph is as large as a step."""
+        return replace(self, leaves=[_marked(leaf) for leaf in self.leaves])
+
 
 class Undecided(Refused):
     """Nothing can be proven on these samples; others may tell."""
@@ -111,8 +115,8 @@ class Comparison:
         return layout
 
     def _outputs(self, part: Batch, cuts: Sequence[Cut] = ()) -> tuple[Output, list[Output]]:
-        whole = self.runner.run(part, (0, self.layout.size(part)))
-        chunks = [self.runner.run(part, cut) for cut in cuts or self.cuts]
+        whole = self.runner.run(part, (0, self.layout.size(part))).without_graph()
+        chunks = [self.runner.run(part, cut).without_graph() for cut in cuts or self.cuts]
         if any(chunk.spec != whole.spec for chunk in chunks):
             raise Refused("the model's output has another structure for a part of the batch")
         return whole, chunks
@@ -277,6 +281,12 @@ class Comparison:
         scaled = [cotangent * self.scale for cotangent in cotangents]
         arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
         return digest(outputs, scaled, [*self.parameters, *arguments])
+
+
+def _marked(leaf: Any) -> Any:
+    if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+        return leaf
+    return leaf.detach().requires_grad_()
 
 
 def is_number(leaf: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from traceback import clear_frames
 from typing import Any
 
@@ -78,20 +79,21 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
 def _beside_plain(root: HarnessRoot, plan: Plan, batch: Batch) -> tuple[Effects, Effects]:
     """Apply ``plan``; return what a few samples do without it and under it.
 
-    Where a few do not fit without it: one, and what autograd saves in host memory.
+    Where a few do not fit without it: one. Where that does not either, what autograd saves for it
+    waits in host memory.
     """
-    found, error = _try_beside_plain(root, plan, _samples(batch, SAMPLES), nullcontext)
-    if error is not None:
+    fewest = 2 if root.facts is not None and root.facts.batch_norm else 1
+    on_host = partial(saved_on_host, [*root.module.parameters()])
+    error: Exception | None = None
+    for most, saved in ((SAMPLES, nullcontext), (fewest, nullcontext), (fewest, on_host)):
+        found, error = _try_beside_plain(root, plan, _samples(batch, most), saved)
+        if found is not None:
+            return found
+        assert error is not None, "it is one or the other"
         clear_frames(error.__traceback__)
         root.take_back()
-        one = _samples(batch, 1)
-        found, error = _try_beside_plain(
-            root, plan, one, lambda: saved_on_host(root.module.parameters())
-        )
-    if error is not None:
-        raise error
-    assert found is not None
-    return found
+    assert error is not None
+    raise error
 
 
 def _try_beside_plain(
