@@ -1,11 +1,11 @@
 """What ``autofit search`` finds for the examples, held against what was written by hand.
 
-    python benchmarks/search.py [--work vit ...] [--memory 16GiB ...] [--out FOLDER]
+    python benchmarks/search.py [--work vit ...] [--memory 16GiB ...] [--timeout 10m] [--out FOLDER]
 
 Each search is given an example without any flag and a budget (``card``: the whole device). It is
 compared with the fastest configuration of ``grid.json`` whose device peak fits the same budget, so
 ``grid.py`` runs first. Writes ``search.json`` and ``search.md`` after each, and keeps what they
-hold of other searches.
+hold of other searches; what a search printed is in ``search-WORK-MEMORY.log``.
 """
 
 from __future__ import annotations
@@ -55,18 +55,23 @@ class Found:
     """What measured it."""
 
 
-def search(work: Work, memory: str, grid: Sequence[dict[str, Any]], folder: Path) -> Found:
+def search(
+    work: Work, memory: str, grid: Sequence[dict[str, Any]], folder: Path, log: Path, timeout: str
+) -> Found:
     """Search one work under one budget, in a store of its own."""
     asked = [] if memory == CARD else ["--memory", memory]
+    limit = ["--timeout", timeout] if timeout else []
     storage = f"sqlite:///{folder / f'{work.name}-{memory}.db'}"
-    command = [sys.executable, "-m", "autofit", "search", "--json", "--storage", storage, *asked]
+    command = [sys.executable, "-m", "autofit", "search", "--json", "--storage", storage]
     started = time.monotonic()
-    done = subprocess.run(
-        [*command, str(EXAMPLES / work.script), "--", *work.arguments],
-        capture_output=True,
-        text=True,
-        cwd=EXAMPLES.parent,
-    )
+    with log.open("w") as printed:
+        done = subprocess.run(
+            [*command, *asked, *limit, str(EXAMPLES / work.script), "--", *work.arguments],
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            text=True,
+            cwd=EXAMPLES.parent,
+        )
     budget = parse_size(memory) if asked else meter.hardware(meter.default_device()).total_bytes
     best = max(
         _fitting(work, budget, grid), key=lambda each: each["samples_per_second"], default={}
@@ -79,7 +84,7 @@ def search(work: Work, memory: str, grid: Sequence[dict[str, Any]], folder: Path
         best.get("samples_per_second"),
         best.get("flags", ""),
         json.loads(done.stdout) if done.returncode == 0 else {},
-        (done.stderr.strip().splitlines() or [""])[-1],
+        (log.read_text().strip().splitlines() or [""])[-1],
         command_line(),
     )
 
@@ -119,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", action="append", choices=[work.name for work in WORKS])
     parser.add_argument("--memory", action="append", help="budgets, in place of each work's own")
+    parser.add_argument("--timeout", default="", help="of each search, as autofit takes it")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +134,8 @@ def main() -> None:
             if arguments.work and work.name not in arguments.work:
                 continue
             for memory in arguments.memory or BUDGETS[work.name]:
-                found = search(work, memory, grid, Path(folder))
+                log = arguments.out / f"search-{work.name}-{memory}.log"
+                found = search(work, memory, grid, Path(folder), log, arguments.timeout)
                 sys.stderr.write(table([found]).splitlines()[-1] + "\n")
                 _keep(found, arguments.out)
 

@@ -5,7 +5,7 @@
 Each winner trains the unflagged example under its budget with ``autofit run``, and is held against
 plain Python, with the flags of ``REFERENCES`` where the script as it is does not fit the card:
 the largest and the mean difference of the losses. What counts as the same training depends on the
-fidelity, so the least fidelity of the plan is in the table. Writes ``soak.json`` and ``soak.md``.
+fidelity, so the plan's is in the table. Writes ``soak.json`` and ``soak.md`` after each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grid import EXAMPLES, RESULTS, WORKS, Work
+from grid import EXAMPLES, RESULTS, WORKS, Work, about, merged, stored
 from search import CARD
 
 from autofit.storage import Store
@@ -148,7 +148,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     searches = json.loads((arguments.out / "search.json").read_text())
-    soaked: list[Soaked] = []
     with tempfile.TemporaryDirectory() as folder:
         for work in WORKS:
             mine = [each for each in searches["found"] if each["work"] == work.name]
@@ -158,16 +157,20 @@ def main() -> None:
             flags = REFERENCES.get(work.name, ())
             reference = losses(work, [sys.executable], flags, arguments.reference_steps)
             for found in mine:
-                soaked.append(soak(work, found, reference, arguments.steps, Path(folder)))
-                sys.stderr.write(table(soaked[-1:]).splitlines()[-1] + "\n")
-    command = " ".join(["python benchmarks/soak.py", *sys.argv[1:]])
-    document = {"command": command, "hardware": searches["hardware"]}
-    document |= {"soaked": [asdict(each) for each in soaked]}
-    (arguments.out / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
-    said = f"Written by `{command}` on one {searches['hardware']}.\n\n"
-    (arguments.out / "soak.md").write_text("# The winners, in the real training\n\n" + said)
-    with (arguments.out / "soak.md").open("a") as written:
-        written.write(table(soaked))
+                soaked = soak(work, found, reference, arguments.steps, Path(folder))
+                sys.stderr.write(table([soaked]).splitlines()[-1] + "\n")
+                _keep(soaked, arguments.out, searches["hardware"])
+
+
+def _keep(soaked: Soaked, folder: Path, hardware: str) -> None:
+    """Write a run to the others."""
+    rows = merged(stored(folder / "soak.json", "soaked"), [asdict(soaked)], "work", "memory")
+    document = {"hardware": hardware, "soaked": rows}
+    (folder / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
+    written = table([Soaked(**row) for row in rows])
+    (folder / "soak.md").write_text(
+        f"# The winners, in the real training\n\n{about(hardware)}{written}"
+    )
 
 
 if __name__ == "__main__":
