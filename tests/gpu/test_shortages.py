@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -109,6 +109,7 @@ def run(tmp_path: Path) -> Run:
             heard.append(event)
             if isinstance(event, Learned) and event.facts.optimizers and callable(meanwhile):
                 meanwhile()
+                meanwhile = None  # once, however often the facts are told
         *reports, ended = [e for e in heard if isinstance(e, TrialReport | LaunchEnded)]
         assert isinstance(ended, LaunchEnded)
         assert len(reports) == 1, ended.output
@@ -165,11 +166,14 @@ def test_a_card_taken_in_mid_trial_is_not_held_against_the_plan(
 ) -> None:
     monkeypatch.setattr(guards, "BACK_SECONDS", 2.0)
     guard = Guard(meter.cards)
-    holding = hog(free - 2 * GIB - (1 << 29))
+    size = free - 2 * GIB - (1 << 29)
     pids: list[int] = []
-    try:
+    with ExitStack() as others:
         report, ended = run(
-            "taken", 8 * GIB, guard=guard, meanwhile=lambda: pids.append(holding.__enter__())
+            "taken",
+            8 * GIB,
+            guard=guard,
+            meanwhile=lambda: pids.append(others.enter_context(hog(size))),
         )
         assert len(pids) == 1
         assert report.verdict is Verdict.INTERRUPTED, (report, ended.output)
@@ -177,8 +181,6 @@ def test_a_card_taken_in_mid_trial_is_not_held_against_the_plan(
         assert ended.lost, "it is still taken: the slot is given up"
         if any(holder.size for holder in meter.cards()[0].holders):
             assert f"process {pids[0]} (" in ended.lost
-    finally:
-        holding.__exit__(None, None, None)
     assert guard.wait(8 * GIB, seconds=10) == ""
     report, ended = run("plain", 8 * GIB, guard=guard)
     assert report.verdict is Verdict.MEASURED, (report, ended.output)
