@@ -33,8 +33,11 @@ def drive(measurement: Callable[..., Measurement]) -> Drive:
         batch: int = BATCH,
         whole_fits: bool = False,
         even: bool = False,
+        gradients: int = 0,
     ) -> tuple[Measurement | None, list[Ask]]:
-        sizes = ramp(batch, budget, STEPS, whole_fits=whole_fits, even=lambda: even)
+        sizes = ramp(
+            batch, budget, STEPS, whole_fits=whole_fits, even=lambda: even, gradients=gradients
+        )
         asked: list[Ask] = []
         answer = None
         while len(asked) < 30:
@@ -117,6 +120,21 @@ def test_one_chunk_is_a_case_apart(drive: Drive) -> None:
     assert sizes(asked)[-1] == BATCH
     assert winner is not None
     assert winner.micro_batch == BATCH
+
+
+@pytest.mark.parametrize(("gradients", "expected"), [(0, [8, 16, 32]), (300, [8, 16, BATCH])])
+def test_what_one_chunk_alone_does_not_hold_is_taken_off(
+    drive: Drive, gradients: int, expected: list[int]
+) -> None:
+    """By the line the whole needs 1.4 times what there is; without gradients meanwhile it fits."""
+
+    def memory(size: int) -> float:
+        return 10 * size + (0 if size == BATCH else 300)
+
+    winner, asked = drive(660, memory, launches_cost, gradients=gradients, even=True)
+    assert sizes(asked) == expected
+    assert winner is not None
+    assert winner.micro_batch == expected[-1]
 
 
 def test_the_whole_comes_first_where_it_is_known_to_fit(drive: Drive) -> None:

@@ -105,6 +105,7 @@ def talk(tmp_path: Path) -> Talk:
         harness: Path | None = None,
         timeout: float = 30.0,
         thinking: float = 0.0,
+        budget: int = 1 << 30,
     ) -> list[LaunchEvent]:
         if harness is None:
             harness = tmp_path / "harness.py"
@@ -113,7 +114,7 @@ def talk(tmp_path: Path) -> Talk:
             script=Script(target="train.py", cwd=str(tmp_path)),
             plans=(first,),
             device="cpu",
-            budget=1 << 30,
+            budget=budget,
             timeout=timeout,
             converses=True,
         )
@@ -180,6 +181,18 @@ def test_after_a_refusal_at_the_first_call_the_next_plan_comes_first(
     verdicts = [verdict for *_, verdict in reports(heard)]
     assert verdicts == [Verdict.REFUSED, Verdict.MEASURED, Verdict.MEASURED]
     assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False, False]
+    assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+
+
+def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_next_plan(
+    talk: Talk, tmp_path: Path
+) -> None:
+    """Of a forward that failed nothing was handed out: the process need not start anew."""
+    many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(4096")
+    (tmp_path / "train.py").write_text(many)
+    heard = talk("", ALL, harness=HARNESS, budget=80 << 20)  # a block keeps 9 MiB, as it is
+    assert reports(heard) == [(0, NEUTRAL, Verdict.OUT_OF_MEMORY), (1, ALL, Verdict.MEASURED)]
+    assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False]
     assert [event.index for event in heard if isinstance(event, Traced)] == [1]
 
 

@@ -44,11 +44,13 @@ def ramp(
     *,
     whole_fits: bool,
     even: Callable[[], bool] = lambda: False,
+    gradients: int = 0,
 ) -> Ramp:
     """Look for the fastest size for calls of ``batch`` samples within ``budget`` bytes.
 
     ``steps``: of the window that decides. ``whole_fits``: the script as it is fits, so that one
     chunk is worth trying first. ``even``: whether the steps measured so far ran in even chunks.
+    ``gradients``: bytes of all gradients, which one chunk alone does not hold during its forward.
     """
     found: dict[int, Measurement] = {}
     if whole_fits:
@@ -60,6 +62,12 @@ def ramp(
     line = yield from _line(batch, found)
     if line is None:
         return (yield from _winner(found, steps))
+    whole_needs = line.at(batch) - gradients
+    if not whole_fits and whole_needs <= budget:
+        whole = yield Ask(batch, steps)
+        if whole is not None:
+            found[batch] = whole
+            return (yield from _winner(found, steps))
     for size in _candidates(batch, line, budget, even()):
         if size in found:
             break
@@ -67,7 +75,8 @@ def ramp(
         if measured is not None:
             found[size] = measured
             break
-    if not whole_fits and max(found) >= batch / 2 and line.at(batch) <= HOPE * budget:
+    nearly = budget < whole_needs <= HOPE * budget and max(found) >= batch / 2
+    if not whole_fits and nearly:
         whole = yield Ask(batch, steps)
         if whole is not None:
             found[batch] = whole

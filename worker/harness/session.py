@@ -118,6 +118,13 @@ class Session:
     def loss(self, value: torch.Tensor) -> None:
         """Notice a number the script differentiates."""
 
+    def starved(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether a call that has failed is made again because memory ran out in it."""
+        return False
+
+    def go_on(self) -> None:
+        """Choose the plan under which it is made again."""
+
     def boundary(self) -> None:
         """The leading optimizer has stepped; may raise to end the script."""
 
@@ -223,6 +230,13 @@ class Session:
             except Refused as refusal:
                 root.take_back()
                 self.refused(root, refusal)
+            except Exception as error:
+                if not self.starved(root, error):
+                    raise
+                clear_frames(error.__traceback__)  # they hold what did not fit
+                root.take_back()
+                self.phase = "forward"
+                self.go_on()
             else:
                 self.phase = OUTSIDE
                 return output

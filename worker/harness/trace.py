@@ -91,7 +91,11 @@ class Tracer:
         found = self._arguments(args, kwargs) if first else None
         self._silence(root)
         before = RandomState.now()
-        output = run()
+        try:
+            output = run()
+        except BaseException:  # it may be made again, under another plan
+            before.restore()
+            raise
         self._step.drew |= before != RandomState.now()
         if found is not None:
             self._step.inputs.append(found)

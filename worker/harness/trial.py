@@ -17,6 +17,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.micro_batch import AUTO
+from autofit.worker import oom
 from autofit.worker.harness.compiling import CompileClock
 from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.lookahead import SameBatches
@@ -197,6 +198,12 @@ class Trial(Session):
             request.steps,
             whole_fits=self._whole_fits,
             even=lambda: all(root.elastic is None or root.elastic.even for root in self.roots),
+            gradients=sum(
+                parameter.nbytes
+                for module in self.modules()
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            ),
         )
         measurement = None
         while True:
@@ -343,6 +350,19 @@ class Trial(Session):
         """End this plan and go to the next within the same call."""
         assert self._stage is not None
         self._stage.refusal = refusal
+        self._advance()
+
+    def starved(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether memory ran out in a call, of which nothing has been handed out.
+
+        Not where other ranks take part in it.
+        """
+        if self._stage is None or isinstance(root.outer, nn.parallel.DistributedDataParallel):
+            return False
+        return oom.classify(error, corroborated=self.meter.short()).kind is oom.Kind.OOM
+
+    def go_on(self) -> None:
+        """Go to the next stage, and perhaps to the next plan, within the same call."""
         self._advance()
 
     def shortage(self, found: OutOfMemory) -> None:
