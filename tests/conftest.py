@@ -1,5 +1,6 @@
 """Shared by all tests: the tiers, and a copy of the repository to work on."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -56,6 +57,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Show GPUs to the tests that are marked for them: the others cap and measure the CPU."""
     if not item.get_closest_marker("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _older_objects_are_set_aside() -> None:
+    """Recovery collects garbage, which takes as long as there are objects: leave it few to see."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
