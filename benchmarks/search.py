@@ -66,7 +66,7 @@ def search(
     started = time.monotonic()
     with log.open("w") as printed:
         done = subprocess.run(
-            [*command, *asked, *limit, str(EXAMPLES / work.script), "--", *work.arguments],
+            [*command, *asked, *limit, f"{EXAMPLES.name}/{work.script}", "--", *work.arguments],
             stdout=subprocess.PIPE,
             stderr=printed,
             text=True,

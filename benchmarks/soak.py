@@ -61,7 +61,7 @@ def losses(work: Work, command: Sequence[str], flags: Sequence[str], steps: int)
     """Run ``command`` on a work for ``steps`` steps; return the loss of each."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "losses.txt"
-        script = [str(EXAMPLES / work.script)]
+        script = [f"{EXAMPLES.name}/{work.script}"]
         more = [*_arguments(work, steps), *flags, "--losses", str(written)]
         subprocess.run([*command, *script, *more], capture_output=True, cwd=EXAMPLES.parent)
         return [float(line) for line in written.read_text().split()] if written.exists() else []
@@ -80,7 +80,7 @@ def soak(
         pass
     budget = [] if memory == CARD else ["--memory", memory]
     command = [sys.executable, "-m", "autofit", "run", "--plan", str(plan), "--storage", storage]
-    script = [str(EXAMPLES / work.script), "--", *_arguments(work, steps)]
+    script = [f"{EXAMPLES.name}/{work.script}", "--", *_arguments(work, steps)]
     started = time.monotonic()
     done = subprocess.run(
         [*command, *budget, *script, "--losses", str(written)],
