@@ -386,6 +386,10 @@ Event = (
 # --- a launch ---------------------------------------------------------------------------------
 
 
+STEPS = 5
+"""Optimizer steps that a window has as a rule."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
     """One process to start, and the plans to measure in it, one after another.
@@ -403,7 +407,7 @@ class LaunchRequest:
     """Bytes the process may occupy on the device."""
     timeout: float
     """Seconds after which the launch is ended; an answer brings its own."""
-    steps: int = 5
+    steps: int = STEPS
     """Optimizer steps measured at the size that is kept; the first after a change comes on top."""
     whole_fits: bool = False
     """The script as it is is known to fit: one chunk is worth trying first."""

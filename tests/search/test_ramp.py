@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autofit.worker.harness.ramp import Ask, ramp
+from autofit.worker.harness.ramp import Ask, enough, ramp
 from autofit.worker.records import Measurement
 
 pytestmark = pytest.mark.quick
@@ -50,7 +50,8 @@ def drive(measurement: Callable[..., Measurement]) -> Drive:
             peak = int(memory(ask.micro_batch))
             time = seconds(ask.micro_batch)
             fits = peak <= budget
-            answer = measurement(ask.micro_batch, time, peak, ask.steps) if fits else None
+            window = next(n for n in range(1, 99) if enough([time] * n, ask.steps))
+            answer = measurement(ask.micro_batch, time, peak, window) if fits else None
         raise AssertionError(f"no end: {asked}")
 
     return drive
@@ -87,6 +88,13 @@ def test_above_half_the_batch(drive: Drive, even: bool, expected: int) -> None:
 def test_only_the_size_that_decides_gets_a_full_window(drive: Drive) -> None:
     _, asked = drive(400, line(100, 10), launches_cost)
     assert [ask.steps for ask in asked] == [2, 2, STEPS]
+
+
+def test_a_window_of_long_steps_ends_early(drive: Drive) -> None:
+    winner, _ = drive(400, line(100, 10), lambda size: 3 * launches_cost(size))
+    assert winner is not None
+    assert len(winner.step_seconds) == 3 < STEPS
+    assert not enough([9.0] * 49, 50)  # asked for to see what happens by then
 
 
 def test_a_knee_above_the_line_is_found_out(drive: Drive) -> None:

@@ -12,15 +12,17 @@ during later forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from autofit.worker.records import Measurement
+from autofit.worker.records import STEPS, Measurement
 
 SHORT = 2
 """Steps of a window that only gives a point of the line."""
 TIE = 0.02
 """Times closer than this are the same; the size that needs less memory is kept."""
+LONG = 8.0
+"""Seconds after which a window ends early: long steps differ little from one another."""
 HOPE = 1.1
 """One chunk is tried when the line says it needs up to this much of the budget."""
 
@@ -99,6 +101,15 @@ class Line:
         return most if self.at(most) <= budget else int((budget - self.base) // self.slope)
 
 
+def enough(seconds: Sequence[float], steps: int) -> bool:
+    """Return whether steps that took ``seconds`` each fill a window of ``steps`` steps.
+
+    One longer than usual waits for what may happen late: it has them all.
+    """
+    long = steps <= STEPS and len(seconds) >= SHORT and sum(seconds) >= LONG
+    return long or len(seconds) >= steps
+
+
 def _line(
     batch: int, found: dict[int, Measurement]
 ) -> Generator[Ask, Measurement | None, Line | None]:
@@ -155,7 +166,7 @@ def _winner(found: dict[int, Measurement], steps: int) -> Ramp:
         fastest = min(each.seconds for each in found.values())
         ties = [size for size, each in found.items() if each.seconds <= fastest * (1 + TIE)]
         size = min(ties, key=lambda tie: found[tie].peak_device)
-        if len(found[size].step_seconds) >= steps:
+        if enough(found[size].step_seconds, steps):
             return found[size]
         longer = yield Ask(size, steps)
         if longer is None:

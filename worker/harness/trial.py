@@ -21,7 +21,7 @@ from autofit.worker import oom
 from autofit.worker.harness.compiling import CompileClock
 from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.lookahead import SameBatches
-from autofit.worker.harness.ramp import SHORT, ramp
+from autofit.worker.harness.ramp import SHORT, enough, ramp
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
@@ -441,7 +441,7 @@ class Trial(Session):
             stage.seconds.append(seconds)
             stage.waits.append(self.seams.data_seconds)
             stage.losses.append(sum(losses))
-            if len(stage.seconds) == stage.steps:
+            if enough(stage.seconds, stage.steps):
                 self._advance()
 
     def _trace_step(self, losses: list[float]) -> bool:
