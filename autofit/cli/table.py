@@ -53,7 +53,7 @@ def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, bes
     over = f"> {words.in_unit_of(budget, budget)}" if out else "-"
     return Row(
         number=str(number),
-        plan=str(report.best or report.plan),
+        plan=words.brief(report.best or report.plan),
         rate=words.rate(measured.samples_per_second) if measured else "-",
         versus=versus,
         peak=words.in_unit_of(budget, measured.peak_device) if measured else over,
