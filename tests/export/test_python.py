@@ -19,7 +19,11 @@ pytestmark = pytest.mark.quick
 MakeResult = Callable[..., Result]
 
 LEVELS = [
-    (strategy.name, "3" if level.name == "auto" else level.name)
+    pytest.param(
+        strategy.name,
+        "3" if level.name == "auto" else level.name,
+        marks=[pytest.mark.full] if (strategy.name, level.name) == ("compile", "full") else [],
+    )
     for strategy in REGISTRY
     for level in strategy.levels
     if level.name != AS_IS

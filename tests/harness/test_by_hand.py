@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 HEAD = """\
 import torch
 from torch import nn
@@ -120,11 +122,11 @@ def run(folder: Path, text: str, plan: dict[str, str] | None) -> subprocess.Comp
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(PARAMETERS, id="parameters", marks=pytest.mark.quick),
-        pytest.param(LATE, id="late", marks=pytest.mark.full),
-        pytest.param(UNUSED, id="unused", marks=pytest.mark.full),
-        pytest.param(SALIENCY, id="saliency", marks=pytest.mark.full),
-        pytest.param(PER_SAMPLE, id="per sample", marks=pytest.mark.full),
+        pytest.param(PARAMETERS, id="parameters"),
+        pytest.param(LATE, id="late"),
+        pytest.param(UNUSED, id="unused"),
+        pytest.param(SALIENCY, id="saliency"),
+        pytest.param(PER_SAMPLE, id="per sample"),
     ],
 )
 def test_it_is_the_same(tmp_path: Path, body: str) -> None:
@@ -138,12 +140,11 @@ def test_it_is_the_same(tmp_path: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        pytest.param(HEAD + PENALTY + TAIL, "create_graph", id="penalty", marks=pytest.mark.quick),
-        pytest.param(HEAD + MAML + TAIL, "create_graph", id="maml", marks=pytest.mark.full),
-        pytest.param(ONLY_PER_SAMPLE + TAIL, "torch.func", id="per sample", marks=pytest.mark.full),
+        pytest.param(HEAD + PENALTY + TAIL, "create_graph", id="penalty"),
+        pytest.param(HEAD + MAML + TAIL, "create_graph", id="maml"),
+        pytest.param(ONLY_PER_SAMPLE + TAIL, "torch.func", id="per sample"),
     ],
 )
-@pytest.mark.full
 def test_it_is_refused_before_anything_has_changed(tmp_path: Path, text: str, reason: str) -> None:
     assert run(tmp_path, text, None).returncode == 0
     found = run(tmp_path, text, {"micro_batch": "2"})
@@ -154,7 +155,6 @@ def test_it_is_refused_before_anything_has_changed(tmp_path: Path, text: str, re
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("body", [PENALTY, MAML, PER_SAMPLE], ids=["penalty", "maml", "per sample"])
 def test_without_a_split_it_runs_plainly(tmp_path: Path, body: str) -> None:
     text = HEAD + body + TAIL

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,6 @@ from autofit.worker.child import Child, python
 from autofit.worker.environment import SAME, TRACKERS_OFF, child_environment
 from autofit.worker.launcher import HARNESS
 from autofit.worker.records import ChildSpec, LaunchRequest, Script
-
-pytestmark = pytest.mark.quick
 
 PLAN = Plan.of({"micro_batch": "2"})
 BUDGET = 1 << 30
@@ -40,6 +38,12 @@ class Ended:
 
 
 Start = Callable[[tuple[str, ...]], Ended]
+
+
+def programs(names: Iterable[str], quick: tuple[str, ...]) -> list[object]:
+    """Each program as a parameter; ``make test`` looks at those named."""
+    marks = {name: pytest.mark.quick if name in quick else pytest.mark.full for name in names}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 def plainly(command: tuple[str, ...], *, together: bool) -> Ended:
@@ -145,13 +149,14 @@ WHAT_IT_IS = {
 }
 
 
-@pytest.mark.parametrize("which", WHAT_IT_IS)
+@pytest.mark.parametrize("which", programs(WHAT_IT_IS, ("script.py", "inner module", "package")))
 def test_it_is_main(write: Callable[..., None], same: Start, which: str) -> None:
     files, command = WHAT_IT_IS[which]
     write(files)
     assert same(command).code == 0
 
 
+@pytest.mark.full
 def test_it_is_main_through_a_link(write: Callable[..., None], same: Start) -> None:
     write({"real/script.py": SHOW_MAIN + "import beside", "real/beside.py": "print(__file__)"})
     Path("link.py").symlink_to("real/script.py")
@@ -160,6 +165,7 @@ def test_it_is_main_through_a_link(write: Callable[..., None], same: Start) -> N
     assert same(("linked/script.py",)).code == 0
 
 
+@pytest.mark.full
 def test_it_is_main_by_its_whole_path(write: Callable[..., None], same: Start) -> None:
     write({"script.py": SHOW_MAIN})
     assert same((str(Path("script.py").resolve()), "x")).code == 0
@@ -180,7 +186,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(
+    "how",
+    programs(ENDS, ("exit 3", "exit with a text", "uncaught", "interrupted by a signal", "killed")),
+)
 def test_it_ends_as_it_would(write: Callable[..., None], same: Start, how: str) -> None:
     body, code = ENDS[how]
     last = """
@@ -268,13 +277,17 @@ SHOWS = {
 }
 
 
-@pytest.mark.parametrize("what", SHOWS)
+@pytest.mark.parametrize(
+    "what",
+    programs(SHOWS, ("chained", "SyntaxError in it", "no such module", "its own hook")),
+)
 def test_it_shows_what_it_would(write: Callable[..., None], same: Start, what: str) -> None:
     write({"script.py": SHOWS[what], "broken.py": "def f(:\n"})
     ended = same(("script.py",))
     assert "autofit" not in ended.err
 
 
+@pytest.mark.full
 def test_a_recursion_without_end(write: Callable[..., None], same: Start) -> None:
     """The count of frames left is not the same; the rest of the traceback is."""
     body = """
@@ -365,7 +378,13 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize("what", WORKS)
+@pytest.mark.parametrize(
+    "what",
+    programs(
+        WORKS,
+        ("pickling", "its own modules", "signals", "fork", "the heavy are not there"),
+    ),
+)
 def test_it_works_as_it_would(write: Callable[..., None], same: Start, what: str) -> None:
     names = ("meter", "program", "records", "strategies", "worker")
     write({"script.py": WORKS[what]} | {f"{name}.py": f"x = '{name}'" for name in names})
@@ -373,8 +392,8 @@ def test_it_works_as_it_would(write: Callable[..., None], same: Start, what: str
     assert (ended.code, ended.err) == (0, "")
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("method", programs(("spawn", "fork", "forkserver"), ("spawn",)))
+@pytest.mark.parametrize("module", [pytest.param(False, marks=pytest.mark.full), True])
 def test_it_has_workers(write: Callable[..., None], same: Start, method: str, module: bool) -> None:
     body = f"""
     import multiprocessing, os, sys
@@ -396,6 +415,7 @@ def test_it_has_workers(write: Callable[..., None], same: Start, method: str, mo
     assert ended.out.endswith("[]) False\n")
 
 
+@pytest.mark.quick
 def test_its_environment_is_the_users(
     write: Callable[..., None], same: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,6 +438,7 @@ def test_its_environment_is_the_users(
     assert "LD_PRELOAD" not in out
 
 
+@pytest.mark.full
 def test_pythonsafepath(
     write: Callable[..., None], same: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def plans_of(setting: Setting) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.quick
+@pytest.mark.full  # test_search.py has this of a smaller script
 def test_a_plan_trains_the_same_where_the_plain_script_dies(trainer: Trainer) -> None:
     plans = [{"micro_batch": SMALL.micro_batch}]
     assert_same_training(trainer, SMALL, plans, ["--steps", "4"], FP32)

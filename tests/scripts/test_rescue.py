@@ -35,8 +35,9 @@ SAID = re.compile(
 )
 # Not here: scripts whose peak is not the model's (LBFGS's history, a loss over all pairs of the
 # batch), and transformers' Trainer, which was not seen to reach this cap.
-QUICK = ("loss_inside.py", "accumulation.py")
+QUICK = ("loss_inside.py",)
 STYLES = (
+    "accumulation.py",
     "plain_loop.py",
     "loader.py",
     "several_losses.py",

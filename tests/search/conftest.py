@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
-from autofit.worker.records import Measurement, TrialReport
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Measurement, Script, TrialReport
 
 TINY = """\
 import argparse
@@ -102,17 +103,22 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def budget(
-    command: Callable[..., subprocess.CompletedProcess[str]],
-    tiny: str,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> int:
+def budget(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> int:
     """Half of what the script needs as it is."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "train.py").write_text(tiny)
-    done = command("search", "train.py", "--trials", "1", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return int(json.loads(done.stdout)["baseline"]["peak_bytes"]) // 2
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(folder)),
+        plans=(Plan(),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        (report,) = (each for each in launch(request) if isinstance(each, TrialReport))
+    assert report.measurement is not None, report
+    return report.measurement.peak_device // 2
 
 
 @pytest.fixture(scope="module")

@@ -164,12 +164,13 @@ class TestAPlanThatBreaksAGoodScript:
             *(STEP, STEP + "    raise SystemExit(3)\n", [], 1, "train.py: exited with code 3"),
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             "model(x)",
             "x.mean((1, 2)) * model.head.weight.sum()",
             [],
             1,
             "train.py took 60 optimizer steps, but called no torch.nn.Module ",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["takes no step", "takes one step", "exits with code 3", "calls no module"],
@@ -203,7 +204,7 @@ def test_three_steps_are_enough(script: Write, trials: Trials) -> None:
     assert len(search.measurement.step_seconds) == 2
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_a_script_that_hangs(
     script: Write, trials: Trials, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
