@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.quick
-
 NEW = "strategies/rehearsal.py"
 """The one file named that is not there before the list is followed."""
 
@@ -74,6 +72,7 @@ def _add_lines(file: Path, diff: str) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.quick
 def test_the_files_it_names_are_there(root: Path, guide: str) -> None:
     prose = re.sub(r"^ *```.*?^ *```$", "", guide, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"`([\w./-]+/[\w./-]+|[\w-]+\.(?:md|txt|toml))`", prose))
@@ -83,12 +82,14 @@ def test_the_files_it_names_are_there(root: Path, guide: str) -> None:
     assert not (root / NEW).exists()
 
 
+@pytest.mark.quick
 def test_the_make_targets_it_names_are_there(root: Path, guide: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", guide, re.MULTILINE))
     assert {first or second for first, second in named} <= targets
 
 
+@pytest.mark.full
 def test_a_strategy_is_added_as_it_says(steps: list[str], repository_copy: Path, run: Run) -> None:
     for step in steps:
         file = repository_copy / _file_named(step)
@@ -105,6 +106,7 @@ def test_a_strategy_is_added_as_it_says(steps: list[str], repository_copy: Path,
     )
 
 
+@pytest.mark.quick
 def test_a_test_in_no_tier_is_refused(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "tests/conftest.py", tmp_path)
     shutil.copy(root / "pyproject.toml", tmp_path)

@@ -104,7 +104,7 @@ def runs(tmp_path: Path) -> Runs:
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_a_run_steps_as_the_plan_says(runs: Runs) -> None:
     arguments = ["--steps", "6", "--save", "state.pt"]
     expected = runs.losses("as_is", *arguments)

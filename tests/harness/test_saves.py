@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.quick
 
-# An audit hook lasts as long as its process: each test has one of its own.
+# An audit hook lasts as long as its process: one of its own runs what all tests look at.
 PREAMBLE = """\
 import io, os, sys
 import torch
@@ -27,19 +26,7 @@ step = torch.optim.SGD([weight]).step
 """
 
 
-def told(folder: Path, code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split()
-
-
-def test_whoever_writes_it(tmp_path: Path) -> None:
-    code = """
+WRITTEN = """
 from safetensors.torch import save_file
 torch.save({}, "zip.pt")
 torch.save({}, f="keyword.pt")
@@ -53,7 +40,43 @@ os.replace("half.tmp", "atomic.pt")
 save_file({"a": torch.zeros(1)}, "model.safetensors")
 step()
 """
-    assert told(tmp_path, code) == [
+READ = """
+torch.save({}, "a.pt")
+step()
+torch.load("a.pt")
+open("a.pt", "rb").close()
+open("log.txt", "w").close()
+step()
+"""
+AGAIN = """
+torch.save({}, "a.pt")
+torch.save({}, "b.pt")
+torch.save({}, "a.pt")
+print("step")
+step()
+torch.save({}, "never-told.pt")
+"""
+PARTS = (WRITTEN, READ, AGAIN)
+
+Told = dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What was told of each part."""
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + "print('part', flush=True)\n".join(PARTS)],
+        cwd=tmp_path_factory.mktemp("saves"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = (part.split() for part in done.stdout.split("part\n"))
+    return dict(zip(PARTS, lines, strict=True))
+
+
+def test_whoever_writes_it(told: Told) -> None:
+    assert told[WRITTEN] == [
         "zip.pt",
         "keyword.pt",
         "old.pth",
@@ -63,25 +86,9 @@ step()
     ]
 
 
-def test_at_the_next_step_the_newest_last(tmp_path: Path) -> None:
-    code = """
-torch.save({}, "a.pt")
-torch.save({}, "b.pt")
-torch.save({}, "a.pt")
-print("step")
-step()
-torch.save({}, "never-told.pt")
-"""
-    assert told(tmp_path, code) == ["step", "b.pt", "a.pt"]
+def test_what_is_read_or_is_no_checkpoint_is_not_told(told: Told) -> None:
+    assert told[READ] == ["a.pt"]
 
 
-def test_what_is_read_or_is_no_checkpoint_is_not_told(tmp_path: Path) -> None:
-    code = """
-torch.save({}, "a.pt")
-step()
-torch.load("a.pt")
-open("a.pt", "rb").close()
-open("log.txt", "w").close()
-step()
-"""
-    assert told(tmp_path, code) == ["a.pt"]
+def test_at_the_next_step_the_newest_last(told: Told) -> None:
+    assert told[AGAIN] == ["step", "b.pt", "a.pt"]

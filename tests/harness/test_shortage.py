@@ -50,7 +50,7 @@ def outcomes(dropout: str, loss: str, micro_batch: int, call: str) -> list[Outco
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dropout", [DROPOUT, PLAIN])
+@pytest.mark.parametrize("dropout", [DROPOUT, pytest.param(PLAIN, marks=pytest.mark.full)])
 @pytest.mark.parametrize("call", [KEPT, pytest.param(AGAIN, marks=pytest.mark.full)])
 def test_in_backward(dropout: str, call: str) -> None:
     """With draws the chunk runs again with the same; without, in smaller pieces."""

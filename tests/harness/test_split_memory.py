@@ -13,13 +13,11 @@ from types import ModuleType
 import pytest
 
 ALLOWED = 1.05
-FEW = [("vit", 2, 4)]
-REST = [
+CASES = [
     (model, accumulation, parts)
     for model in ("char_lm", "vit")
     for accumulation in (1, 2)
     for parts in (2, 4, 8)
-    if (model, accumulation, parts) not in FEW
 ]
 
 
@@ -36,11 +34,8 @@ def benchmark(root: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    ("model", "accumulation", "parts"),
-    [pytest.param(*case, marks=pytest.mark.quick) for case in FEW]
-    + [pytest.param(*case, marks=pytest.mark.full) for case in REST],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "accumulation", "parts"), CASES)
 def test_a_split_step_needs_no_more_than_a_loop(
     benchmark: ModuleType, tmp_path: Path, model: str, accumulation: int, parts: int
 ) -> None:

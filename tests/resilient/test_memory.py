@@ -148,6 +148,7 @@ except RuntimeError as error:
     assert said["sizes"] == [8, 4, 2, 8]
 
 
+@pytest.mark.full
 def test_coroutines_survive_too(capped: Capped) -> None:
     said = capped(
         """

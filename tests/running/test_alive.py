@@ -196,7 +196,7 @@ def test_a_bug_is_not_run_again(runner: Runner) -> None:
     assert "ZeroDivisionError" in done.stderr
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_the_last_rung_fails_as_the_script_does(runner: Runner) -> None:
     runner.write("torch.zeros(64 << 20)")  # 256 MiB at once: no plan helps
     done = runner.tuned({"micro_batch": "1", "checkpointing": "all"}, *CAP)

@@ -168,7 +168,7 @@ def test_what_dies_under_a_plan_it_asked_for_fails_it(talk: Talk) -> None:
 
 def test_each_plan_has_its_own_time_and_waiting_for_it_takes_none(talk: Talk) -> None:
     body = "events.send(PlanStarted(index=1)) if ask() else None\ntime.sleep(60)"
-    heard = talk(body, HALF, timeout=3.0, thinking=3.5)
+    heard = talk(body, HALF, timeout=1.5, thinking=2.0)
     assert reports(heard) == [FIRST, (1, HALF, Verdict.TIMED_OUT)]
 
 
@@ -188,9 +188,9 @@ def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_nex
     talk: Talk, tmp_path: Path
 ) -> None:
     """Of a forward that failed nothing was handed out: the process need not start anew."""
-    many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(4096")
+    many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(2048")
     (tmp_path / "train.py").write_text(many)
-    heard = talk("", ALL, harness=HARNESS, budget=80 << 20)  # a block keeps 9 MiB, as it is
+    heard = talk("", ALL, harness=HARNESS, budget=50 << 20)  # a block keeps 5 MiB, as it is
     assert reports(heard) == [(0, NEUTRAL, Verdict.OUT_OF_MEMORY), (1, ALL, Verdict.MEASURED)]
     assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False]
     assert [event.index for event in heard if isinstance(event, Traced)] == [1]

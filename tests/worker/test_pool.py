@@ -291,7 +291,10 @@ with Pool(harness=Path({harness!r})) as pool:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)],  # quick: test_kills.py
+)
 def test_nothing_is_left_of_a_driver_that_goes(how: int, harness: Path, tmp_path: Path) -> None:
     out = tmp_path / "pid"
     driver = subprocess.Popen(
