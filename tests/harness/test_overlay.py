@@ -95,6 +95,7 @@ def test_nothing_is_left(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_trial_that_is_killed(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

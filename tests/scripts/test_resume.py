@@ -20,11 +20,12 @@ FIRST_HALF = Asked(script="resume.py", arguments=("--steps", "10"))
 WHOLE = Asked(script="resume.py")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param(FIRST_HALF.under(PLAN), WHOLE, id="to-plain", marks=pytest.mark.quick),
-        pytest.param(FIRST_HALF, WHOLE.under(PLAN), id="from-plain", marks=pytest.mark.full),
+        pytest.param(FIRST_HALF.under(PLAN), WHOLE, id="to-plain"),
+        pytest.param(FIRST_HALF, WHOLE.under(PLAN), id="from-plain"),
     ],
 )
 def test_a_checkpoint_goes_on_the_other_way(

@@ -402,6 +402,7 @@ def test_scripts_nobody_measured() -> None:
     assert max(result.launches for result in found) <= 10
 
 
+@pytest.mark.full
 def test_tpe_needs_more_for_less() -> None:
     """With as many trials as the model took, seeds averaged; what is skipped is the same."""
     ours, theirs = [], []

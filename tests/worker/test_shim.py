@@ -179,7 +179,7 @@ def test_threads_neither_lose_nor_invent_bytes(run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_loader_workers_inherit_neither_the_preload_nor_the_cap(run: Run, method: str) -> None:
     run(
         f"""
@@ -231,6 +231,7 @@ def test_nothing_is_counted_that_is_not_torchs(run: Run) -> None:
     )
 
 
+@pytest.mark.full
 def test_it_costs_next_to_nothing(run: Run) -> None:
     body = """
         import time, torch
