@@ -407,7 +407,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         print(json.dumps(compare(name)), flush=True)
-    dist.barrier()  # one that ends early resets the connections of one that still reads
+    with suppress(RuntimeError):  # whoever leaves it first resets the connections of the other
+        dist.barrier()
     dist.destroy_process_group()
 
 
