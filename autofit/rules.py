@@ -42,12 +42,11 @@ def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     The same plan without it finds the size, and shows what there is to gain from.
     """
     unsized = plan.unsized
-    if unsized == plan:
-        return None
-    twin = next((trial for trial in finished if trial.plan == unsized), None)
-    if twin is None:
+    if waits(plan, finished):
         return f"{unsized} comes first"
-    return None if twin.verdict is Verdict.MEASURED else f"{unsized} could not be measured"
+    twin = next((trial for trial in finished if trial.plan == unsized != plan), None)
+    measured = twin is None or twin.verdict is Verdict.MEASURED
+    return None if measured else f"{unsized} could not be measured"
 
 
 def waits(plan: Plan, finished: Sequence[TrialRecord]) -> bool:

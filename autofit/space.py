@@ -98,9 +98,8 @@ def order_of_retreat(plan: Plan) -> tuple[float, float, float]:
 
     The first figure is what the plan trades for memory, its slowdowns alone; the second, which
     decides between equals, is the step time expected against the script as it is. So every
-    precision is tried once before any of them is tried with more checkpointing, and
-    ``rules.dominated`` can leave the slower one's combinations out. The third lets a level that
-    depends on the batch's size follow the same plan without it, which finds that size.
+    precision comes before any of them with more checkpointing. The third lets a level that depends
+    on the batch's size follow the same plan without it, which finds that size.
     """
     expected = [strategy.level(level).slowdown for strategy, level in plan if not strategy.sized]
     sized = [strategy.level(level).slowdown for strategy, level in plan if strategy.sized]
