@@ -356,7 +356,7 @@ def _points(trial: TrialRecord) -> list[Point]:
     found = {each.micro_batch: each for each in report.measurements} if report else {}
     return [
         Point(
-            plan=trial.plan,
+            plan=trial.plan.searched,
             samples=float(size),
             seconds=each.seconds,
             noise=max(NOISE if len(each.step_seconds) > SHORT else 3 * NOISE, each.spread),
@@ -373,7 +373,7 @@ def _bounds(trial: TrialRecord, batch: float) -> list[Row]:
         return []
     smallest = batch if trial.plan["micro_batch"] == AS_IS else 1.0
     whole = smallest if trial.verdict is Verdict.OUT_OF_MEMORY else batch
-    return [Row(trial.plan, float(short.micro_batch or whole), float(trial.budget))]
+    return [Row(trial.plan.searched, float(short.micro_batch or whole), float(trial.budget))]
 
 
 def _element(dtype: str) -> int:

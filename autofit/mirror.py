@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.storage import Store, StudyRecord, TrialRecord
-from autofit.strategies import AS_IS
-from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records import HORIZON, Verdict
 
 if TYPE_CHECKING:
@@ -107,7 +105,7 @@ class Mirror:
                 self._optuna.trial.create_trial(
                     state=state,
                     value=value,
-                    params=_parameters(trial.plan),
+                    params=trial.plan.searched.levels,
                     distributions={
                         name: self._optuna.distributions.CategoricalDistribution(choices)
                         for name, choices in CHOICES.items()
@@ -136,9 +134,3 @@ class Mirror:
             requested = (shortage.requested if shortage else None) or self._budget
             return states.PRUNED, None, {MEMORY: max(requested / self._budget, 1e-3)}
         return states.FAIL, None, {}
-
-
-def _parameters(plan: Plan) -> dict[str, str]:
-    """Return the plan as a point of Optuna's space, where a size is ``auto``."""
-    sized = plan["micro_batch"] not in (AS_IS, AUTO)
-    return plan.levels | ({"micro_batch": AUTO} if sized else {})

@@ -8,6 +8,7 @@ from typing import Self
 
 from autofit import strategies
 from autofit.strategies import AS_IS, Facts, Fidelity, Strategy
+from autofit.strategies.micro_batch import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class Plan:
     def unsized(self) -> Self:
         """This plan without what is made for one size of batch."""
         return type(self)(tuple((s.name, level) for s, level in self if not s.sized))
+
+    @property
+    def searched(self) -> Self:
+        """This plan as a search proposes it: with the size of a part, where it has one, to find."""
+        return self if self["micro_batch"] == AS_IS else self.replace(micro_batch=AUTO)
 
     def __str__(self) -> str:
         return ", ".join(s.describe(level) for s, level in self) or "as it is"

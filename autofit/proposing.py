@@ -11,6 +11,7 @@ from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
 from autofit.rules import dominated, waits
 from autofit.space import Reason, Space, space
+from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records import Verdict
 
@@ -66,11 +67,15 @@ class Proposer:
         ledger = self._ledger
         if ledger.reference.trace is not None or ledger.baseline() in (None, Verdict.MEASURED):
             return None
-        return leading(candidates, ledger.finished(), ledger.study.facts)
+        return self._first(candidates, ledger.finished())
+
+    def _first(self, candidates: Sequence[Plan], finished: Sequence[TrialRecord]) -> Plan | None:
+        cuda = self._hardware.device == "cuda"
+        return leading(candidates, finished, self._ledger.study.facts, cuda=cuda)
 
     def _awaited(self, flying: set[Plan]) -> bool:
         """Return whether the launch that becomes the reference, or shows there is none, is out."""
-        exact = {plan for plan in flying if leading([plan], (), self._ledger.study.facts)}
+        exact = {plan for plan in flying if self._first([plan], ())}
         return Plan() in flying or bool(exact and self._leading([*exact]))
 
     def _space(self) -> Space:

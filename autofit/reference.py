@@ -7,11 +7,16 @@ from dataclasses import replace
 
 from autofit.drift import compare, finite, strays
 from autofit.plan import Plan
-from autofit.space import order_of_retreat
+from autofit.space import expected, order_of_retreat
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
+from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records import Trace, TrialReport, Verdict
 
+PARTS = 16
+"""Of the batch, in which a reference that cannot win is measured: small ones, to fit."""
+SLOW = 0.6
+"""Expected step time of a plan, as a share of another's, from which the other cannot win."""
 NOTHING_EXACT = "no exact plan fits: of the others, only losses that are not finite are noticed"
 OWN_LOSS = "the loss of the script as it is does not stay finite: no plan is judged by its loss"
 
@@ -124,12 +129,17 @@ class Reference:
 
 
 def leading(
-    candidates: Sequence[Plan], finished: Iterable[TrialRecord], facts: Facts | None
+    candidates: Sequence[Plan],
+    finished: Iterable[TrialRecord],
+    facts: Facts | None,
+    *,
+    cuda: bool,
 ) -> Plan | None:
     """Return the plan to launch next so that there is a reference where the script does not fit.
 
     The leanest exact one of those that most others can share a launch with; ``None`` where that has
-    run out of memory as well.
+    run out of memory as well. Where others are much faster, as levels promise for ``cuda``, it is
+    measured in small parts only.
     """
     for trial in finished:
         exact = trial.plan.fidelity(facts) <= Fidelity.REDRAW
@@ -137,7 +147,18 @@ def leading(
             return None
     exact_plans = [plan for plan in candidates if plan.fidelity(facts) <= Fidelity.REDRAW]
     shared = [plan for plan in exact_plans if plan.fixed.neutral]
-    return max(shared or exact_plans, key=order_of_retreat, default=None)
+    first = max(shared or exact_plans, key=order_of_retreat, default=None)
+    batch = facts.batch if facts is not None else None
+    if first is None or first["micro_batch"] != AUTO or batch is None:
+        return first
+    if not (cuda and slow(first, candidates)):
+        return first
+    return first.replace(micro_batch=str(max(1, batch // PARTS)))
+
+
+def slow(plan: Plan, others: Iterable[Plan]) -> bool:
+    """Return whether others are expected to be so much faster that ``plan`` cannot win."""
+    return any(expected(other) <= SLOW * expected(plan) for other in others)
 
 
 def _drifted(report: TrialReport, reason: str) -> TrialReport:

@@ -101,7 +101,15 @@ def order_of_retreat(plan: Plan) -> tuple[float, float, float]:
     precision comes before any of them with more checkpointing. The third lets a level that depends
     on the batch's size follow the same plan without it, which finds that size.
     """
-    expected = [strategy.level(level).slowdown for strategy, level in plan if not strategy.sized]
+    slowdowns = [strategy.level(level).slowdown for strategy, level in plan]
     sized = [strategy.level(level).slowdown for strategy, level in plan if strategy.sized]
-    trade = math.prod(max(1.0, each) for each in (*expected, *sized))
-    return trade, math.prod(expected), -math.prod(sized)
+    return (
+        math.prod(max(1.0, each) for each in slowdowns),
+        expected(plan.unsized),
+        -math.prod(sized),
+    )
+
+
+def expected(plan: Plan) -> float:
+    """Return the step time expected of a plan, that of the script as it is being one."""
+    return math.prod(strategy.level(level).slowdown for strategy, level in plan)

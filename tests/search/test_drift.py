@@ -19,7 +19,7 @@ from autofit.drift import compare, strays
 from autofit.plan import Plan
 from autofit.reference import NOTHING_EXACT, Reference, leading
 from autofit.storage import Purpose, Store, TrialRecord
-from autofit.strategies import Fidelity
+from autofit.strategies import Facts, Fidelity, RootFacts
 from autofit.worker.launcher import launch
 from autofit.worker.records import (
     LaunchRequest,
@@ -584,5 +584,20 @@ def test_without_any_exact_plan_only_losses_that_are_not_finite_are_noticed() ->
 def test_the_leanest_exact_plan_leads_until_it_has_run_out_of_memory() -> None:
     half = Plan.of({"checkpointing": "half"})
     lean = Plan.of({"checkpointing": "all", "precision": "bf16"})
-    assert leading([half, lean, CHECKPOINTING, BF16], (), None) == CHECKPOINTING
-    assert leading([BF16], (), None) is None
+    assert leading([half, lean, CHECKPOINTING, BF16], (), None, cuda=True) == CHECKPOINTING
+    assert leading([BF16], (), None, cuda=True) is None
+
+
+@pytest.mark.quick
+def test_a_reference_that_cannot_win_is_measured_in_small_parts_only() -> None:
+    split = CHECKPOINTING.replace(micro_batch="auto")
+    faster = split.replace(precision="bf16")
+    root = RootFacts(
+        name="net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", batch=64
+    )
+    facts = Facts(roots=(root,))
+    both = [split, faster]
+    assert leading([split], (), facts, cuda=True) == split
+    assert leading(both, (), facts, cuda=True) == split.replace(micro_batch="4")
+    assert leading(both, (), None, cuda=True) == split  # nothing is known of its batch
+    assert leading(both, (), facts, cuda=False) == split  # a CPU may be no faster in bf16

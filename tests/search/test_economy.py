@@ -25,7 +25,7 @@ from autofit.reference import leading
 from autofit.rules import dominated, waits
 from autofit.space import space
 from autofit.storage import Owner, Purpose, State, TrialRecord
-from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, RootFacts
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.harness.ramp import ramp
 from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
@@ -164,7 +164,8 @@ class Work:
             except StopIteration as end:
                 winner = end.value
         else:
-            winner = window(self.batch, 5)
+            size = plan["micro_batch"]
+            winner = window(self.batch if size == AS_IS else int(size), 5)
         others = [each for _, each in found if each is not winner]
         short = OutOfMemory(
             phase="forward", message="no memory", micro_batch=failed[-1] if failed else None
@@ -285,11 +286,12 @@ def run(work: Work, budget: int, pick: Pick, most: int = 100) -> Run:
         left = [plan for plan in plans if plan not in known]
         left = [plan for plan in left if dominated(plan, trials, work.batch) is None]
         measured = any(trial.verdict is Verdict.MEASURED for trial in trials)
-        plan = None if measured else leading(left, trials, work.facts)
+        plan = None if measured else leading(left, trials, work.facts, cuda=True)
         plan = plan or pick(left, trials)
         if plan is None:
             break
-        trials.append(record(reports[plan], budget))
+        report = reports.get(plan) or work.measure(plan, budget, whole_fits=fits)
+        trials.append(record(report, budget))
     every = [record(each, budget) for each in (neutral, *reports.values())]
     return Run(tuple(trials), budget, max(speed(each) for each in every))
 
@@ -333,7 +335,7 @@ def by_tpe(budget: int, seed: int) -> Pick:
                 optuna.trial.create_trial(
                     state=optuna.trial.TrialState.COMPLETE,
                     value=speed(trial),
-                    params=trial.plan.levels,
+                    params=trial.plan.searched.levels,
                     distributions={
                         name: optuna.distributions.CategoricalDistribution(choices)
                         for name, choices in CHOICES.items()

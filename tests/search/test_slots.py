@@ -35,7 +35,7 @@ def options(script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Sea
 def test_every_slot_is_kept_busy_with_plans_of_its_own(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "LIKELY", 0.0)  # whatever is not dominated is measured
+    monkeypatch.setattr(choice, "GAIN", -1.0)  # whatever is not dominated is measured
     heard: list[Notice] = []
     result = search(options, heard.append)
     assert isinstance(heard[0], StudyOpened)

@@ -21,7 +21,7 @@ from autofit.worker import oom
 from autofit.worker.harness.compiling import CompileClock
 from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.lookahead import SameBatches
-from autofit.worker.harness.ramp import SHORT, enough, ramp
+from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
@@ -432,17 +432,20 @@ class Trial(Session):
         settling = self._compiled > compiled and stage.warm < SETTLING
         if stage.shortage is not None:
             self._advance()
-        elif traced or settling or stage.warm < WARM_UP:
+            return
+        if traced or settling or stage.warm < WARM_UP:
             stage.warm += 1
             if traced:
                 stage.keep_traced(seconds, self.seams.data_seconds, sum(losses), self.meter.peak())
+                if self._tracer.full and sum(each[0] for each in stage.traced) >= LONG:
+                    stage.count_traced()
             self.meter.reset()  # the probe's own peak, and the first step's, do not count
         else:
             stage.seconds.append(seconds)
             stage.waits.append(self.seams.data_seconds)
             stage.losses.append(sum(losses))
-            if enough(stage.seconds, stage.steps):
-                self._advance()
+        if enough(stage.seconds, stage.steps):
+            self._advance()
 
     def _trace_step(self, losses: list[float]) -> bool:
         """Return whether the step that has ended was traced, the plan being the same all along."""
