@@ -28,6 +28,8 @@ SMALL = 1 << 22
 Find = Callable[[Batch, bool], Layout]
 """Proves how a call is split, with its gradients or by values alone."""
 Key = tuple[Any, ...]
+Place = tuple[int, str]
+"""An attribute of a module, which goes by its ``id``."""
 Traits = frozenset[tuple[int, str]]
 Range = tuple[int, int]
 
@@ -52,13 +54,23 @@ class Layouts:
         self._module = module
         self._find = find
         self._kinds: dict[Key, dict[Key, _Proven]] = {}
+        self._scripts: dict[Place, Any] = {}
+        """What the script has where a plan has put something else: ``None`` where nothing."""
+
+    def around(self, change: Callable[[], None]) -> None:
+        """Let a plan change the modules: whatever it sets there makes no other kind of call."""
+        before = attributes(self._module())
+        change()
+        after = attributes(self._module())
+        changed = {place for place in before | after if before.get(place) != after.get(place)}
+        self._scripts = {place: before.get(place) for place in changed}
 
     def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
         """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
         module = self._module()
         coarse = (gradients, *_structure(module, batch))
         alike = self._kinds.setdefault(coarse, {})
-        exact = _numbers(module, batch)
+        exact = _numbers(batch), self._attributes(module)
         proven = alike.get(exact)
         if proven is None and len(alike) >= KINDS:
             proven = next(reversed(alike.values()))
@@ -70,9 +82,18 @@ class Layouts:
             raise type(proven.layout)(str(proven.layout))
         return self._again(proven, proven.layout, batch, gradients)
 
+    def back(self) -> None:
+        """Notice that the plan has been taken back."""
+        self._scripts = {}
+
     def doubt(self) -> None:
         """Forget what is proven: a call has shown otherwise."""
         self._kinds.clear()
+
+    def _attributes(self, module: nn.Module) -> frozenset[tuple[Place, Any]]:
+        """Return the modules' numbers, as the script has them."""
+        found = attributes(module) | self._scripts
+        return frozenset((place, value) for place, value in found.items() if value is not None)
 
     def _prove(self, batch: Batch, gradients: bool) -> _Proven:
         try:
@@ -136,17 +157,22 @@ def _structure(module: nn.Module, batch: Batch) -> Key:
     return batch.spec, kinds, tuple(each.training for each in module.modules())
 
 
-def _numbers(module: nn.Module, batch: Batch) -> Key:
-    """Return the numbers that a call may depend on: arguments, and attributes of the modules."""
-    plain = (bool, int, float, str)
-    arguments = tuple(leaf for leaf in batch.leaves if type(leaf) in plain)
-    attributes = tuple(
-        value
+PLAIN = (bool, int, float, str)
+
+
+def _numbers(batch: Batch) -> Key:
+    """Return the numbers among the arguments."""
+    return tuple(leaf for leaf in batch.leaves if type(leaf) in PLAIN)
+
+
+def attributes(module: nn.Module) -> dict[Place, Any]:
+    """Return the numbers that modules hold as attributes: a call may depend on them."""
+    return {
+        (id(each), name): value
         for each in module.modules()
-        for value in each.__dict__.values()
-        if type(value) in plain
-    )
-    return arguments, attributes
+        for name, value in each.__dict__.items()
+        if type(value) in PLAIN
+    }
 
 
 def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:

@@ -53,6 +53,7 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     if shown.neutral or fidelity is Fidelity.RECIPE:
         root.apply(plan)
         return
+    root.proofs += 1
     batch = Batch.of(args, kwargs)
     unsized = plan.unsized
     root.take_back()

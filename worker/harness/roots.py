@@ -43,6 +43,8 @@ class HarnessRoot:
         """It is measured: a level is to fail where it would go on as something else."""
         self._one_size = False
         self.facts: RootFacts | None = None
+        self.proofs = 0
+        """How often something was proven of it: that takes time and memory of its own."""
         self.plan = Plan()
         self.elastic: Elastic | None = None
         self.evaluation: Evaluation | None = None
@@ -101,17 +103,20 @@ class HarnessRoot:
         """
         self.take_back()
         try:
-            for strategy, level in plan:
-                try:
-                    undo = strategy.on_root(level, self)
-                except Refused as refusal:
-                    raise Refused(str(refusal), strategy.name) from None
-                if undo is not None:
-                    self._undos.append(undo)
+            self._layouts.around(lambda: self._apply(plan))
         except BaseException:
             self.take_back()
             raise
         self.plan = plan
+
+    def _apply(self, plan: Plan) -> None:
+        for strategy, level in plan:
+            try:
+                undo = strategy.on_root(level, self)
+            except Refused as refusal:
+                raise Refused(str(refusal), strategy.name) from None
+            if undo is not None:
+                self._undos.append(undo)
 
     def rescue_evaluation(self) -> None:
         """Run calls without gradients in parts where they do not fit, under any plan."""
@@ -121,6 +126,7 @@ class HarnessRoot:
         """Leave the root as the script has it."""
         while self._undos:
             self._undos.pop()()
+        self._layouts.back()
         self.plan = Plan()
 
     # --- seams for strategies --------------------------------------------------------------
@@ -203,6 +209,7 @@ class HarnessRoot:
             self.elastic.one_size = wanted
 
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
+        self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
         with ddp.refuse_communication(), uncompiled():
             return find_layout(self.module, self.plain, batch, gradients=gradients)

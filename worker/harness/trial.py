@@ -45,7 +45,7 @@ from autofit.worker.records import (
 WARM_UP = 1
 """Steps dropped after every change: allocations, caches and optimizer state settle in them."""
 SETTLING = 8
-"""Steps that may be dropped for compiling in them; what compiles in every step is slow indeed."""
+"""Steps that may be dropped for compiling or proving in them; where every step does, it counts."""
 GRACE = 10.0
 """Seconds the script has to come to its end once it has been stopped."""
 
@@ -64,8 +64,10 @@ class Stage:
     """Of the allocator, before the stage."""
     compiled: float = 0.0
     """Seconds spent compiling before the stage."""
+    dropped: int = 0
+    """Steps that do not count."""
     warm: int = 0
-    """Steps dropped so far."""
+    """Of them, those since the last proof."""
     seconds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     """Seconds of each step spent waiting for data."""
@@ -79,7 +81,7 @@ class Stage:
 
     def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:
         """Keep a traced step, but for the first."""
-        if self.warm > WARM_UP:
+        if self.dropped > 1:
             self.traced.append((seconds, wait, loss, peak))
 
     def count_traced(self) -> None:
@@ -126,6 +128,8 @@ class Trial(Session):
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
+        self._proofs = 0
+        """Made of all roots when the last step ended."""
         self.strict = True
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
@@ -352,18 +356,27 @@ class Trial(Session):
         self._stage.refusal = refusal
         self._advance()
 
-    def starved(self, root: HarnessRoot, error: Exception) -> bool:
-        """Return whether memory ran out in a call, of which nothing has been handed out.
+    def _goes_on(self) -> bool:
+        """Return whether a call can be made again: not where other ranks take part in it."""
+        wrappers = nn.parallel.DistributedDataParallel
+        return self._stage is not None and not any(
+            isinstance(r.outer, wrappers) for r in self.roots
+        )
 
-        Not where other ranks take part in it.
-        """
-        if self._stage is None or isinstance(root.outer, nn.parallel.DistributedDataParallel):
+    def starved(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether memory ran out in a call, of which nothing has been handed out."""
+        if not self._goes_on():
             return False
         return oom.classify(error, corroborated=self.meter.short()).kind is oom.Kind.OOM
 
     def go_on(self) -> None:
         """Go to the next stage, and perhaps to the next plan, within the same call."""
         self._advance()
+
+    def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
+        """Let a split root's forward fail: the next stage begins in the same call."""
+        again = super()._on_shortage(error, phase, size)
+        return again and not (phase == "forward" and self._goes_on())
 
     def shortage(self, found: OutOfMemory) -> None:
         """End this stage at the next boundary, if the process gets there."""
@@ -429,17 +442,22 @@ class Trial(Session):
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
         compiled, self._compiled = self._compiled, self._compiling.seconds()
-        settling = self._compiled > compiled and stage.warm < SETTLING
+        proofs, self._proofs = self._proofs, sum(root.proofs for root in self.roots)
+        proven = self._proofs > proofs
+        settling = (proven or self._compiled > compiled) and stage.dropped < SETTLING
         if stage.shortage is not None:
             self._advance()
             return
         if traced or settling or stage.warm < WARM_UP:
-            stage.warm += 1
-            if traced:
+            stage.dropped += 1
+            stage.warm = 0 if proven else stage.warm + 1
+            if traced and not proven:
                 stage.keep_traced(seconds, self.seams.data_seconds, sum(losses), self.meter.peak())
                 if self._tracer.full and sum(each[0] for each in stage.traced) >= LONG:
                     stage.count_traced()
-            self.meter.reset()  # the probe's own peak, and the first step's, do not count
+            if proven:
+                self.meter.release()  # what the proof has left in the allocator's cache
+            self.meter.reset()  # the proof's own peak, and the first step's, do not count
         else:
             stage.seconds.append(seconds)
             stage.waits.append(self.seams.data_seconds)
