@@ -57,14 +57,33 @@ class Soaked:
     last_line: str
 
 
-def losses(work: Work, command: Sequence[str], flags: Sequence[str], steps: int) -> list[float]:
-    """Run ``command`` on a work for ``steps`` steps; return the loss of each."""
+def losses(
+    work: Work, command: Sequence[str], flags: Sequence[str], steps: int, *, most: int
+) -> list[float]:
+    """Return the losses of the first ``most`` steps of a run that would take ``steps``.
+
+    The run is ended then: one of ``most`` steps would have another schedule of learning rates.
+    """
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "losses.txt"
         script = [f"{EXAMPLES.name}/{work.script}"]
         more = [*_arguments(work, steps), *flags, "--losses", str(written)]
-        subprocess.run([*command, *script, *more], capture_output=True, cwd=EXAMPLES.parent)
-        return [float(line) for line in written.read_text().split()] if written.exists() else []
+        with subprocess.Popen(
+            [*command, *script, *more],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=EXAMPLES.parent,
+        ) as running:
+            while running.poll() is None and len(_read(written)) < most:
+                time.sleep(0.5)
+            running.terminate()
+        return _read(written)[:most]
+
+
+def _read(path: Path) -> list[float]:
+    """Return the losses in a file, one whole line each; none where there is no file yet."""
+    text = path.read_text() if path.exists() else ""
+    return [float(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def soak(
@@ -93,8 +112,7 @@ def soak(
         ran = [event.payload for event in store.events("ran")]
         short = len(store.events("out_of_memory"))
     last = ran[-1] if ran else {}
-    own = [float(line) for line in written.read_text().split()] if written.exists() else []
-    pairs = list(zip(own, reference, strict=False))
+    pairs = list(zip(_read(written), reference, strict=False))
     scale = fmean(abs(loss) for _, loss in pairs) if pairs else 1.0
     differences = [abs(mine - other) / scale for mine, other in pairs] or [float("nan")]
     return Soaked(
@@ -155,7 +173,13 @@ def main() -> None:
             if not mine or (arguments.work and work.name not in arguments.work):
                 continue
             flags = REFERENCES.get(work.name, ())
-            reference = losses(work, [sys.executable], flags, arguments.reference_steps)
+            reference = losses(
+                work,
+                [sys.executable],
+                flags,
+                arguments.steps,
+                most=arguments.reference_steps,
+            )
             for found in mine:
                 soaked = soak(work, found, reference, arguments.steps, Path(folder))
                 sys.stderr.write(table([soaked]).splitlines()[-1] + "\n")

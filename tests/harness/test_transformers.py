@@ -13,6 +13,8 @@ from torch import nn
 
 from autofit.plan import Plan
 from autofit.strategies.facts import Facts
+from autofit.worker.harness.caches import without_cache
+from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
@@ -157,3 +159,23 @@ def test_their_own_checkpointing_is_proven(model: Callable[[], nn.Module], level
     arguments = classes(True) if model is bert else tokens(True)
     prove(root, Plan.of({"checkpointing": level}), (), arguments, Facts())
     assert any(getattr(each, "gradient_checkpointing", False) for each in own.modules())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("level", ["half", "all"])
+def test_their_switch_makes_no_new_kind_of_call(level: str) -> None:
+    """What a plan sets on the modules is no reason to prove anew how the batch is split."""
+    own = llama()
+    root = HarnessRoot(own, Seams(None), Calls(), lambda *_: False)  # type: ignore[arg-type]
+    batch = Batch.of((), without_cache(own, tokens(False)))
+    root.layout(batch)
+    assert root.proofs == 1
+    root.apply(Plan.of({"checkpointing": level}))
+    root.layout(batch)
+    assert root.proofs == 1
+    vars(own)["scale"] = 2.0  # the script's own change, which may matter
+    root.layout(batch)
+    assert root.proofs == 2
+    root.take_back()
+    root.layout(batch)
+    assert root.proofs == 2

@@ -196,6 +196,17 @@ def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_nex
     assert [event.index for event in heard if isinstance(event, Traced)] == [1]
 
 
+def test_parts_that_do_not_fit_give_way_within_the_call(talk: Talk, tmp_path: Path) -> None:
+    """Completing the step in smaller ones would cost a step of which nothing is used."""
+    many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(4096")
+    (tmp_path / "train.py").write_text(many)
+    large, small = (Plan.of({"micro_batch": size}) for size in ("2048", "128"))
+    heard = talk("", small, first=large, harness=HARNESS, budget=50 << 20)
+    found = [(0, large, Verdict.OUT_OF_MEMORY), (1, small, Verdict.MEASURED)]
+    assert reports(heard) == found
+    assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+
+
 @pytest.mark.full
 def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Path) -> None:
     """The peaks to a thousandth; times within the noise of a machine that others use."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from traceback import clear_frames
@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.digest import Digest, difference, digest
+from autofit.worker.harness.digest import Digest, differences, digest
 from autofit.worker.harness.fixed_draws import FixedDraws
 from autofit.worker.harness.hints import Observer, guesses, variants
 from autofit.worker.harness.joining import Batch, Cut, Join, Labels, Layout, Rule, joined, same
@@ -60,6 +60,7 @@ class Runner:
         if self._draws is not None:
             self._draws.cut = cut
             self._start.restore_elsewhere()
+        torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
         args, kwargs = part.call(self.layout.take(part, cut))
         return Output.of(self.forward(*args, **kwargs))
 
@@ -72,7 +73,7 @@ class Comparison:
         runner: Runner,
         part: Batch,
         whole: Batch,
-        parameters: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         tolerance: float,
         seen: Observer,
         scale: float = 1.0,
@@ -255,8 +256,11 @@ class Comparison:
         if expected is None or all(each is None for each in found):
             return
         pieces = [each for each in found if each is not None]
-        if (error := difference(pieces, expected)) > self.tolerance:
-            raise Refused(f"the gradients of a split batch differ by {error:.1e}, relative")
+        relative = differences(pieces, expected)
+        if (error := max(relative, default=0.0)) > self.tolerance:
+            names = [*self.parameters, *("an argument" for _ in relative)]
+            most = names[relative.index(error)]
+            raise Refused(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
         if part is self.part and not any(bool(each.any()) for each in expected):
             raise Undecided("no gradient reaches the weights: nothing can be proven on it")
 
@@ -280,7 +284,7 @@ class Comparison:
             return None
         scaled = [cotangent * self.scale for cotangent in cotangents]
         arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
-        return digest(outputs, scaled, [*self.parameters, *arguments])
+        return digest(outputs, scaled, [*self.parameters.values(), *arguments])
 
 
 def _marked(leaf: Any) -> Any:

@@ -69,25 +69,23 @@ def _fold_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return folded.index_add_(0, (entries % size).reshape(-1), values.reshape(-1).double())
 
 
-def difference(found: Sequence[Digest], expected: Digest) -> float:
-    """Return the largest relative difference of a parameter's gradient.
+def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
+    """Return the relative difference of each parameter's gradient; ``inf`` for NaN.
 
     ``found``: of the parts, to be added up. Relative to the norm of the largest among the gradient
     and its parts (parts that cancel leave their rounding behind), or to a tenth of the mean norm
     where that is larger: some gradients are zero but for rounding (the bias of attention keys).
-    ``inf`` for NaN.
     """
     norms = torch.stack([vector.norm() for vector in expected])
     floor = max(float(norms.mean()) * 0.1, torch.finfo(torch.float64).tiny)
-    worst = 0.0
+    relative = []
     for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
         shape = max(vector.numel() for vector in (*parts, whole))
         total = sum(part.expand(shape) for part in parts)
         scale = max(*(float(vector.norm()) for vector in (*parts, whole)), floor)
         distance = float((total - whole.expand(shape)).norm()) / scale
-        if not distance <= worst:
-            worst = distance if distance == distance else float("inf")
-    return worst
+        relative.append(distance if distance == distance else float("inf"))
+    return relative
 
 
 def mean_difference(found: Digest, expected: Digest) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -155,12 +156,12 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 class _Saved:
-    """A tensor that a graph holds."""
+    """What a graph holds of a tensor."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "content")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, content: Any) -> None:
+        self.content = content
 
 
 class Witness(TorchDispatchMode):
@@ -202,21 +203,28 @@ def _strided(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
-def refuse_escapes(module: nn.Module, part: Batch, forward: Forward) -> set[torch.dtype]:
+def refuse_escapes(
+    module: nn.Module, part: Batch, forward: Forward, hooks: saved_tensors_hooks | None = None
+) -> set[torch.dtype]:
     """Run ``forward`` once with a graph; raise ``Refused`` when something of it stays behind.
 
-    Returns the data types that it computes in.
+    Returns the data types that it computes in. ``hooks``: keep what autograd saves.
     """
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: torch.Tensor) -> _Saved:
-        holder = _Saved(tensor.detach())  # the tensor itself would hold its graph, in a circle
+        tensor = tensor.detach()  # the tensor itself would hold its graph, in a circle
+        holder = _Saved(tensor if hooks is None else hooks.pack_hook(tensor))
         saved.append(weakref.ref(holder))
         return holder
 
+    def unpack(holder: _Saved) -> torch.Tensor:
+        return holder.content if hooks is None else hooks.unpack_hook(holder.content)
+
     args, kwargs = part.call(part.leaves)
+    torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
     witness = Witness()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor), witness:
+    with saved_tensors_hooks(pack, unpack), witness:
         output = forward(*args, **kwargs)
     own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
     foreign = any(id(leaf) not in own for leaf in _graph_leaves(tree_leaves(output)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
@@ -31,6 +32,7 @@ from autofit.worker.harness.escapes import (
 )
 from autofit.worker.harness.fixed_draws import fixed_draws
 from autofit.worker.harness.hints import LARGEST, Observer, is_mask
+from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.moved import once, unmoved
 from autofit.worker.harness.random_state import RandomState
@@ -70,17 +72,22 @@ def find_layout(
 
 
 def _find_frugally(probe: _Probe, layout: Layout) -> Layout:
-    """Probe on ``SAMPLES`` samples, on two where memory has no room for more.
+    """Probe on ``SAMPLES`` samples; on other samples where these could not decide.
 
-    On other samples where the first could not decide.
+    Where memory has no room for them: on two, and then with what autograd saves in host memory.
     """
     chosen = choose(probe.batch, layout)
     found, error = _try(probe, layout, chosen[:SAMPLES])
     if isinstance(error, Undecided) and len(chosen) > SAMPLES:
         found, error = _try(probe, layout, chosen[-SAMPLES:])
-    elif error is not None and not isinstance(error, Undecided) and len(chosen) > 2:
-        clear_frames(error.__traceback__)
-        found, error = _try(probe, layout, chosen[:2])
+    elif error is not None and not isinstance(error, Undecided):
+        for hooks in (None, saved_on_host(probe.module.parameters())):
+            clear_frames(error.__traceback__)  # they hold what did not fit
+            probe.on_host = hooks
+            with hooks or nullcontext():
+                found, error = _try(probe, layout, chosen[:2])
+            if error is None or isinstance(error, Undecided):
+                break
     if error is not None:
         raise error
     assert found is not None
@@ -118,6 +125,8 @@ class _Probe:
         self.forward = forward
         self.batch = batch
         self.gradients = gradients
+        self.on_host: saved_tensors_hooks | None = None
+        """Keep what autograd saves in host memory; ``None`` where there is room for it."""
 
     def run_whole(self) -> None:
         """Let an error through that the model raises on the whole batch too: the script's own."""
@@ -150,7 +159,7 @@ class _Probe:
 
     def _refuse_escapes(self, part: Batch) -> set[torch.dtype]:
         if self.gradients:
-            return refuse_escapes(self.module, part, self.forward)
+            return refuse_escapes(self.module, part, self.forward, self.on_host)
         return {p.dtype for p in self.module.parameters() if p.is_floating_point()}
 
     def _compare(
@@ -160,12 +169,13 @@ class _Probe:
             raise Refused("the model draws random numbers")
         with fixed_draws(self.module) if layout.draws else nullcontext() as draws:
             runner = Runner(once(self.forward, layout.moved), layout, draws)
-            parameters = [p for p in self.module.parameters() if p.requires_grad]
+            named = self.module.named_parameters()
+            parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
             comparison = Comparison(
                 runner,
                 part,
                 self.batch,
-                parameters if self.gradients else [],
+                parameters if self.gradients else {},
                 tolerance(dtypes),
                 seen,
                 HALF_SCALE if torch.float16 in dtypes else 1.0,
@@ -284,12 +294,17 @@ def _copied(leaf: Any) -> Any:
 
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:
-    """Restore the random generators, the module's buffers and plain attributes afterwards."""
+    """Restore the random generators, the module's buffers and plain attributes afterwards.
+
+    Weights that autocast has cast here are cast anew: without a graph they would be cut off.
+    """
     state = RandomState.now()
+    torch.clear_autocast_cache()
     try:
         with unmoved(module):
             yield
     finally:
+        torch.clear_autocast_cache()
         state.restore()
 
 

@@ -1,0 +1,60 @@
+"""A split is proven where memory has room for one sample only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autofit.plan import Plan
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))  # keeps 2 MiB a sample
+        return self.head(x)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    x = torch.randn(6, 4096, 64)
+    loss = (model(x) - x.mean(-1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("mebibytes", [70, 400])
+def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int) -> None:
+    """Two samples are the fewest that can be split, and two do not fit in the smaller budget."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"micro_batch": "1"}),),
+        device="cpu",
+        budget=mebibytes << 20,
+        timeout=60.0,
+    )
+    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
+    assert report.measurement is not None
+    assert report.measurement.peak_device > 48 << 20
