@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 
@@ -892,3 +894,35 @@ def test_a_refused_split_changes_nothing(split: Any) -> None:
     following = np.random.random()
     np.random.seed(4)
     assert following == np.random.random()
+
+
+SEEN: list[torch.dtype] = []
+
+
+class Halved(Net):
+    """Notes what its layers compute in; ``only``: takes nothing else."""
+
+    def __init__(self, only: torch.dtype | None = None) -> None:
+        super().__init__(lambda net, x: net.body(x))
+        self.only = only
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        SEEN.append(found.dtype)
+        if self.only not in (None, found.dtype):
+            raise RuntimeError(f"no kernel for {found.dtype}")
+        return found
+
+
+@pytest.mark.parametrize("only", [None, torch.bfloat16])
+def test_it_looks_outside_the_scripts_autocast_where_it_can(only: torch.dtype | None) -> None:
+    """In half precision, two ways to compute the same differ by as much as two that are not."""
+    SEEN.clear()
+    model = Halved(only)
+    batch = Batch.of((torch.randn(6, 5),), {})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layout = find_layout(model, model, batch)
+    assert layout.size(batch) == 6
+    expected = {torch.float32} if only is None else {torch.float32, torch.bfloat16}
+    assert set(SEEN) == expected
+    assert SEEN[-1] is (only or torch.float32)

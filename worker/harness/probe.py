@@ -30,12 +30,13 @@ from autofit.worker.harness.escapes import (
     versions,
     weights,
 )
+from autofit.worker.harness.facts import autocast_on
 from autofit.worker.harness.fixed_draws import fixed_draws
 from autofit.worker.harness.hints import LARGEST, Observer, is_mask
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.moved import once, unmoved
-from autofit.worker.harness.random_state import RandomState
+from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.oom import Kind, classify
 
 SAMPLES = 4
@@ -139,7 +140,25 @@ class _Probe:
                     raise
 
     def find(self, layout: Layout, samples: Sequence[int]) -> Layout:
-        """Return ``layout`` with its rules, found on some samples."""
+        """Return ``layout`` with its rules, found on some samples.
+
+        Outside the script's autocast where the model can run there: in half precision two ways to
+        compute the same may differ by as much as two that are not the same.
+        """
+        if not autocast_on():
+            return self._find(layout, samples)
+        try:
+            with Ambient.now().off().again():
+                return self._find(layout, samples)
+        except Refused:
+            raise
+        except Exception as error:
+            if classify(error).kind is not Kind.NOT_OOM:
+                raise
+            clear_frames(error.__traceback__)
+        return self._find(layout, samples)
+
+    def _find(self, layout: Layout, samples: Sequence[int]) -> Layout:
         part = few(self.batch, layout, samples)
         if self.gradients:
             _need_gradients(part, self.batch)
@@ -328,7 +347,7 @@ def full_precision() -> Iterator[None]:
 def tolerance(dtypes: Iterable[torch.dtype]) -> float:
     """Return the relative difference that the order of sums may make in the coarsest precision."""
     epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if autocast_on():
         epsilon = torch.finfo(torch.bfloat16).eps
     elif torch.get_float32_matmul_precision() != "highest":
         epsilon = max(epsilon, 2.0**-11)

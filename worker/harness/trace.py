@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autofit.worker.harness.facts import rates_of_dropping
+from autofit.worker.harness.facts import autocast_on, rates_of_dropping
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.harness.roots import HarnessRoot
@@ -250,7 +250,7 @@ def _add(sums: dict[int, torch.Tensor], row: int, sketch: torch.Tensor) -> None:
 def _epsilon(module: nn.Module) -> float:
     """Return the relative rounding error of the coarsest operation the script lets happen."""
     found = [torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point()]
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if autocast_on():
         found.append(HALF)
     if any(parameter.is_cuda for parameter in module.parameters()) and _tf32(module):
         found.append(TF32)
