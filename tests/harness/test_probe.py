@@ -896,7 +896,7 @@ def test_a_refused_split_changes_nothing(split: Any) -> None:
     assert following == np.random.random()
 
 
-SEEN: list[torch.dtype] = []
+COMPUTED_IN: list[torch.dtype] = []
 
 
 class Halved(Net):
@@ -908,7 +908,7 @@ class Halved(Net):
 
     def forward(self, x: torch.Tensor) -> Any:
         found = super().forward(x)
-        SEEN.append(found.dtype)
+        COMPUTED_IN.append(found.dtype)
         if self.only not in (None, found.dtype):
             raise RuntimeError(f"no kernel for {found.dtype}")
         return found
@@ -917,12 +917,12 @@ class Halved(Net):
 @pytest.mark.parametrize("only", [None, torch.bfloat16])
 def test_it_looks_outside_the_scripts_autocast_where_it_can(only: torch.dtype | None) -> None:
     """In half precision, two ways to compute the same differ by as much as two that are not."""
-    SEEN.clear()
+    COMPUTED_IN.clear()
     model = Halved(only)
     batch = Batch.of((torch.randn(6, 5),), {})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layout = find_layout(model, model, batch)
     assert layout.size(batch) == 6
     expected = {torch.float32} if only is None else {torch.float32, torch.bfloat16}
-    assert set(SEEN) == expected
-    assert SEEN[-1] is (only or torch.float32)
+    assert set(COMPUTED_IN) == expected
+    assert COMPUTED_IN[-1] is (only or torch.float32)
