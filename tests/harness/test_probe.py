@@ -803,9 +803,23 @@ def _(net: Net, tokens: torch.Tensor) -> Any:
     return net.body(tokens - tokens.mean(1, keepdim=True)).flatten(0, 1)
 
 
-@case("several rows a sample, time first", lambda: [(x(8, 4, 5),)], refused="add up")
+@case("several rows a sample, time first", lambda: [(x(8, 4, 5),), (x(7, 6, 5),)])
 def _(net: Net, tokens: torch.Tensor) -> Any:
     return net.body(tokens - tokens.mean(1, keepdim=True)).transpose(0, 1).flatten(0, 1)
+
+
+@case(
+    "several rows a sample, time first, batch on dimension 1",
+    lambda: [(x(4, 8, 5),), (x(6, 7, 5),)],
+)
+def _(net: Net, tokens: torch.Tensor) -> Any:
+    states = net.body(tokens)
+    return states.flatten(0, 1), states[-1:]
+
+
+@case("several rows a sample, shuffled", lambda: [(x(8, 4, 5),)], refused="add up")
+def _(net: Net, tokens: torch.Tensor) -> Any:
+    return net.body(tokens).flatten(0, 1).flip(0)
 
 
 @case("batch on dimension 1", lambda: [(x(4, 8, 5),), (x(6, 7, 5),)])

@@ -156,7 +156,8 @@ class Comparison:
             if not leaf.is_floating_point() and not leaf.is_complex():
                 return [*constant, Join(Rule.SUM)]
             return self._means() if leaf.requires_grad else [*constant, *self._means()]
-        rows = [Join(Rule.CONCATENATE, dim) for dim in range(leaf.ndim)]
+        rules = (Rule.CONCATENATE, Rule.TURNS)
+        rows = [Join(rule, dim) for rule in rules for dim in range(leaf.ndim)]
         return rows if leaf.requires_grad else [*rows, *constant]
 
     def _means(self) -> list[Join]:
@@ -188,7 +189,7 @@ class Comparison:
     def _holds(
         self, join: Join, part: Batch, cuts: Sequence[Cut], column: Sequence[Any], expected: Any
     ) -> bool:
-        if join.rule is Rule.CONCATENATE:
+        if join.rows:
             rows, rest = divmod(expected.shape[join.dim], self.layout.size(part))
             if rest or not rows:
                 return False
@@ -200,7 +201,7 @@ class Comparison:
             shares = self.layout.weights(join, part)
             weights = [shares.of(cut) for cut in cuts]
         try:
-            return self.close(joined(join, column, weights), expected)
+            return self.close(joined(join, column, cuts, weights), expected)
         except Refused:
             return False
 
@@ -244,10 +245,10 @@ class Comparison:
     def _check_power(self, layout: Layout, whole: Output) -> None:
         """Refuse where samples in another order would have passed as well."""
         for leaf, join in zip(whole.leaves, layout.joins, strict=True):
-            if join.rule is not Rule.CONCATENATE or not leaf.requires_grad:
+            if not join.rows or not leaf.requires_grad:
                 continue
-            rows = leaf.shape[join.dim] // self.size
-            if self.close(leaf.roll(rows, join.dim), leaf):
+            view, dim = join.by_sample(leaf, self.size)
+            if self.close(view.roll(1, dim), view):
                 raise Undecided("the model answers every sample alike: nothing can be proven on it")
 
     def _check_gradients(self, layout: Layout, part: Batch) -> None:
@@ -278,8 +279,8 @@ class Comparison:
             if weight is not None:
                 cotangents.append(torch.full_like(leaf, weight))
             else:
-                rows = leaf.shape[join.dim] // (cut[1] - cut[0])
-                cotangents.append(pattern(leaf, join.dim, cut[0] * rows))
+                view, dim = join.by_sample(leaf, cut[1] - cut[0])
+                cotangents.append(join.flat(pattern(view, dim, cut[0])))
         if not outputs:
             return None
         scaled = [cotangent * self.scale for cotangent in cotangents]

@@ -28,6 +28,8 @@ class Rule(StrEnum):
 
     CONCATENATE = "concatenate"
     """Along ``dim``, one or more rows a sample."""
+    TURNS = "turns"
+    """Along ``dim``, the first row of each sample, then the second of each: time before batch."""
     SAMPLES = "samples"
     """A mean over samples: weighted by the chunk's share of the samples."""
     TOKENS = "tokens"
@@ -79,6 +81,24 @@ class Join:
     """Set when the rule is ``TOKENS``."""
     detached: bool = False
     """No gradient comes through it: a metric."""
+
+    @property
+    def rows(self) -> bool:
+        """Whether each sample has rows of its own in the output."""
+        return self.rule in (Rule.CONCATENATE, Rule.TURNS)
+
+    def by_sample(self, output: torch.Tensor, samples: int) -> tuple[torch.Tensor, int]:
+        """Return a view of an output of rows with a dimension for its samples, and which it is.
+
+        It stands for ``dim`` together with the one before or after it.
+        """
+        if self.rule is Rule.TURNS:
+            return output.unflatten(self.dim, (-1, samples)), self.dim + 1
+        return output.unflatten(self.dim, (samples, -1)), self.dim
+
+    def flat(self, view: torch.Tensor) -> torch.Tensor:
+        """Return an output out of such a view."""
+        return view.flatten(self.dim, self.dim + 1)
 
     @property
     def scalar(self) -> bool:
@@ -166,7 +186,7 @@ class Weights:
         return sum(self.counts[cut[0] : cut[1]]) / total
 
 
-def joined(join: Join, column: Sequence[Any], weights: Sequence[float]) -> Any:
+def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float]) -> Any:
     """Return one output of the whole from those of its chunks.
 
     ``weights``: of each chunk, where ``join`` is scalar. Raises ``Refused`` where the parts do not
@@ -174,9 +194,13 @@ def joined(join: Join, column: Sequence[Any], weights: Sequence[float]) -> Any:
     """
     if len(column) == 1:
         return column[0]
-    if join.rule is Rule.CONCATENATE:
+    if join.rows:
         try:
-            return torch.cat(list(column), dim=join.dim)
+            if join.rule is Rule.CONCATENATE:
+                return torch.cat(list(column), dim=join.dim)
+            sizes = [stop - start for start, stop in cuts]
+            views = [join.by_sample(*pair)[0] for pair in zip(column, sizes, strict=True)]
+            return join.flat(torch.cat(views, dim=join.dim + 1))
         except RuntimeError as error:
             shapes = {_beside(part, join.dim) for part in column}
             if len(shapes) < 2:

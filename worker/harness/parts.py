@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
-from autofit.worker.harness.joining import Batch, Cut, Join, Layout, Rule, Weights, joined
+from autofit.worker.harness.joining import Batch, Cut, Join, Layout, Weights, joined
 
 Gradients = list[torch.Tensor | None]
 
@@ -43,7 +43,7 @@ class Parts:
             for part in parts:
                 part[index] = None  # a joined output and its parts need not exist together
             weights = [self.weight(batch, index, cut) for cut in cuts] if join.scalar else []
-            outputs.append(joined(join, column, weights))
+            outputs.append(joined(join, column, cuts, weights))
         return outputs
 
     def shares(
@@ -55,9 +55,9 @@ class Parts:
             join = self._layout.joins[index]
             if cotangent is None:
                 continue
-            if join.rule is Rule.CONCATENATE:
-                rows = cotangent.shape[join.dim] // self._size
-                found[index] = cotangent.narrow(join.dim, cut[0] * rows, (cut[1] - cut[0]) * rows)
+            if join.rows:
+                view, dim = join.by_sample(cotangent, self._size)
+                found[index] = join.flat(view.narrow(dim, cut[0], cut[1] - cut[0]))
             elif weight := self.weight(batch, index, cut):
                 found[index] = cotangent * weight
         return found
