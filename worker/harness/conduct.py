@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autofit.worker.harness.trial import Trial
 
 SWITCHES = "autofit.resilience.switches"
+BATCH_SIZES = "accelerate.utils.memory"
 
 
 class Conduct:
@@ -50,6 +51,8 @@ class Conduct:
         if self._spec.report_saves:
             Saves(self._reporter).attach()
         imports.after_import(SWITCHES, _switch_off)
+        if self._spec.mode == "trial":
+            imports.after_import(BATCH_SIZES, _keep_batch_size)
         imports.after_import("torch", self._start)
 
     def ended(self) -> None:
@@ -130,6 +133,11 @@ class Conduct:
 def _switch_off() -> None:
     """Let the script's own ``@autofit.resilient`` hide no shortage, and add no plan to ours."""
     sys.modules[SWITCHES].set_active(False)
+
+
+def _keep_batch_size() -> None:
+    """Let Accelerate's ``find_executable_batch_size`` hide no shortage from a trial."""
+    vars(sys.modules[BATCH_SIZES])["should_reduce_batch_size"] = lambda error: False
 
 
 def seed_everything(seed: int = 0) -> None:

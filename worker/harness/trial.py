@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -135,6 +135,8 @@ class Trial(Session):
         self._losses: list[torch.Tensor] = []
         self._calls = 0
         """Of the first root, in this step."""
+        self._caught = False
+        """The script has been given an error for want of memory, and has gone on."""
 
     # --- the schedule ----------------------------------------------------------------------
 
@@ -388,8 +390,21 @@ class Trial(Session):
         """Tell the parent."""
         self._reporter.send(Learned(facts=self.facts))
 
+    def backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run it; a script that goes on after a shortage in it may go on with another batch."""
+        try:
+            super().backward(tensors, run)
+        except Exception:
+            self._caught = self._stage is not None and self._stage.shortage is not None
+            raise
+
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first of all starts the schedule."""
+        if self._caught:
+            assert self._stage is not None
+            self._shortage = self._stage.shortage
+            self._end_plan(Verdict.OUT_OF_MEMORY, "", 0.0)
+            self._end()
         if self._schedule is None:
             self._schedule = self._plans()
             self._advance()
