@@ -371,7 +371,8 @@ def _bounds(trial: TrialRecord, batch: float) -> list[Row]:
     short = trial.report.out_of_memory if trial.report else None
     if short is None:
         return []
-    smallest = batch if trial.plan["micro_batch"] == AS_IS else 1.0
+    split = trial.plan["micro_batch"]
+    smallest = {AS_IS: batch, AUTO: 1.0}.get(split) or float(split)
     whole = smallest if trial.verdict is Verdict.OUT_OF_MEMORY else batch
     return [Row(trial.plan.searched, float(short.micro_batch or whole), float(trial.budget))]
 

@@ -139,8 +139,9 @@ def leading(
 
     The leanest exact one of those that most others can share a launch with; ``None`` where that has
     run out of memory as well. Where others are much faster, as levels promise for ``cuda``, it is
-    measured in small parts only.
+    measured in small parts only; if that comes to nothing, as the others are.
     """
+    finished = tuple(finished)
     for trial in finished:
         exact = trial.plan.fidelity(facts) <= Fidelity.REDRAW
         if exact and not trial.plan.neutral and trial.verdict is Verdict.OUT_OF_MEMORY:
@@ -151,9 +152,9 @@ def leading(
     batch = facts.batch if facts is not None else None
     if first is None or first["micro_batch"] != AUTO or batch is None:
         return first
-    if not (cuda and slow(first, candidates)):
-        return first
-    return first.replace(micro_batch=str(max(1, batch // PARTS)))
+    small = first.replace(micro_batch=str(max(1, batch // PARTS)))
+    tried = any(trial.plan == small for trial in finished)
+    return small if cuda and slow(first, candidates) and not tried else first
 
 
 def slow(plan: Plan, others: Iterable[Plan]) -> bool:

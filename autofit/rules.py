@@ -118,13 +118,13 @@ def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[
     The one blamed, the only one, or the only one besides a plan whose training was compared with
     the reference's and found to be the same.
     """
-    levels = report.plan.levels
+    plan = report.plan.searched
     if report.blamed is not None:
-        return report.blamed, levels[report.blamed]
-    changed = set(report.plan.changes)
+        return report.blamed, plan[report.blamed]
+    changed = set(plan.changes)
     if report.verdict is Verdict.DRIFTED:
         good = (trial for trial in finished if _compared(trial))
-        suspects = [changed - set(trial.plan.changes) for trial in good]
+        suspects = [changed - set(trial.plan.searched.changes) for trial in good]
         changed = min(suspects, key=len, default=changed) or changed
     # What is in every plan, in the place of ``as_is``, is suspected last.
     suspected = {each for each in changed if not strategies.get(each[0]).level(each[1]).instead}
@@ -139,10 +139,10 @@ def tainted(plan: Plan, drifted: Iterable[TrialReport], finished: Sequence[Trial
     """
     for report in drifted:
         found = culprit(report, finished)
-        levels = dict([found] if found else report.plan.changes)
+        levels = dict([found] if found else report.plan.searched.changes)
         if len(levels) > 1:
             levels.pop("micro_batch", None)
-        if levels and levels.items() <= plan.levels.items():
+        if levels and levels.items() <= plan.searched.levels.items():
             return True
     return False
 

@@ -59,13 +59,47 @@ while True:
     except RuntimeError:
         size //= 2
 """
+EVERYTHING = """
+size = 256
+while True:
+    try:
+        train(size)
+        break
+    except:
+        size //= 2
+"""
+AND_STEPS = """
+def train(batch_size):
+    print("batch", batch_size, flush=True)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(100):
+        optimizer.zero_grad()
+        try:
+            model(torch.randn(batch_size, 8)).square().mean().backward()
+        except RuntimeError:
+            pass
+        optimizer.step()
+
+train(256)
+"""
+GIVES_UP = """
+try:
+    train(256)
+except RuntimeError:
+    print("too large")
+"""
 BY_ACCELERATE = """
 from accelerate.utils import find_executable_batch_size
 find_executable_batch_size(train, starting_batch_size=256)()
 """
 
 
-@pytest.mark.parametrize(("end", "sizes"), [(BY_HAND, 2), (BY_ACCELERATE, 1)])
+@pytest.mark.parametrize(
+    ("end", "sizes"),
+    [(BY_HAND, 2), (EVERYTHING, 2), (AND_STEPS, 1), (GIVES_UP, 1), (BY_ACCELERATE, 1)],
+    ids=["by hand", "everything", "and steps", "gives up", "by accelerate"],
+)
 def test_the_plan_ran_out_whatever_comes_of_it(tmp_path: Path, end: str, sizes: int) -> None:
     """What is measured next would be another batch."""
     (tmp_path / "train.py").write_text(MODEL + end)
@@ -82,5 +116,5 @@ def test_the_plan_ran_out_whatever_comes_of_it(tmp_path: Path, end: str, sizes: 
     assert report.out_of_memory is not None
     assert report.out_of_memory.phase == "backward"
     (ended,) = [event for event in heard if isinstance(event, LaunchEnded)]
-    assert ended.steps == 0
+    assert ended.steps == (end == AND_STEPS)
     assert ended.output.count("batch ") == sizes

@@ -18,6 +18,7 @@ from autofit.cli import main
 from autofit.drift import compare, strays
 from autofit.plan import Plan
 from autofit.reference import NOTHING_EXACT, Reference, leading
+from autofit.rules import culprit
 from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import Facts, Fidelity, RootFacts
 from autofit.worker.launcher import launch
@@ -601,3 +602,26 @@ def test_a_reference_that_cannot_win_is_measured_in_small_parts_only() -> None:
     assert leading(both, (), facts, cuda=True) == split.replace(micro_batch="4")
     assert leading(both, (), None, cuda=True) == split  # nothing is known of its batch
     assert leading(both, (), facts, cuda=False) == split  # a CPU may be no faster in bf16
+
+
+@pytest.mark.quick
+def test_small_parts_that_come_to_nothing_are_not_measured_again(
+    finished: Callable[[TrialReport], TrialRecord],
+) -> None:
+    def ended_as(plan: Plan, verdict: Verdict) -> TrialReport:
+        return TrialReport(index=0, plan=plan, verdict=verdict)
+
+    split = CHECKPOINTING.replace(micro_batch="auto")
+    small, faster = split.replace(micro_batch="4"), split.replace(precision="bf16")
+    root = RootFacts(
+        name="net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", batch=64
+    )
+    facts, both = Facts(roots=(root,)), [split, faster]
+    refused, short, measured = (
+        ended_as(small, each) for each in (Verdict.REFUSED, Verdict.OUT_OF_MEMORY, Verdict.MEASURED)
+    )
+    assert leading(both, [finished(refused)], facts, cuda=True) == split
+    assert leading(both, [finished(short)], facts, cuda=True) is None
+    assert culprit(replace(refused, blamed="micro_batch")) == ("micro_batch", "auto")
+    drifted = ended_as(faster, Verdict.DRIFTED)
+    assert culprit(drifted, [finished(measured)]) == ("precision", "bf16")

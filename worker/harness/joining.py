@@ -203,7 +203,7 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
             return join.flat(torch.cat(views, dim=join.dim + 1))
         except RuntimeError as error:
             shapes = {_beside(part, join.dim) for part in column}
-            if len(shapes) < 2:
+            if len(shapes) < 2 and join.rule is Rule.CONCATENATE:
                 raise
             raise Refused("the shape of the model's output differs between parts") from error
     if join.scalar:

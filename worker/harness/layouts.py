@@ -28,7 +28,7 @@ SMALL = 1 << 22
 Find = Callable[[Batch, bool], Layout]
 """Proves how a call is split, with its gradients or by values alone."""
 Key = tuple[Any, ...]
-Place = tuple[int, str]
+Attribute = tuple[int, str]
 """An attribute of a module, which goes by its ``id``."""
 Traits = frozenset[tuple[int, str]]
 Range = tuple[int, int]
@@ -54,7 +54,7 @@ class Layouts:
         self._module = module
         self._find = find
         self._kinds: dict[Key, dict[Key, _Proven]] = {}
-        self._scripts: dict[Place, Any] = {}
+        self._scripts: dict[Attribute, Any] = {}
         """What the script has where a plan has put something else: ``None`` where nothing."""
 
     def around(self, change: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class Layouts:
         """Forget what is proven: a call has shown otherwise."""
         self._kinds.clear()
 
-    def _attributes(self, module: nn.Module) -> frozenset[tuple[Place, Any]]:
+    def _attributes(self, module: nn.Module) -> frozenset[tuple[Attribute, Any]]:
         """Return the modules' numbers, as the script has them."""
         found = attributes(module) | self._scripts
         return frozenset((place, value) for place, value in found.items() if value is not None)
@@ -157,21 +157,21 @@ def _structure(module: nn.Module, batch: Batch) -> Key:
     return batch.spec, kinds, tuple(each.training for each in module.modules())
 
 
-PLAIN = (bool, int, float, str)
+NUMBERS = (bool, int, float, str)
 
 
 def _numbers(batch: Batch) -> Key:
     """Return the numbers among the arguments."""
-    return tuple(leaf for leaf in batch.leaves if type(leaf) in PLAIN)
+    return tuple(leaf for leaf in batch.leaves if type(leaf) in NUMBERS)
 
 
-def attributes(module: nn.Module) -> dict[Place, Any]:
+def attributes(module: nn.Module) -> dict[Attribute, Any]:
     """Return the numbers that modules hold as attributes: a call may depend on them."""
     return {
         (id(each), name): value
         for each in module.modules()
         for name, value in each.__dict__.items()
-        if type(value) in PLAIN
+        if type(value) in NUMBERS
     }
 
 

@@ -75,20 +75,27 @@ def find_layout(
 def _find_frugally(probe: _Probe, layout: Layout) -> Layout:
     """Probe on ``SAMPLES`` samples; on other samples where these could not decide.
 
-    Where memory has no room for them: on two, and then with what autograd saves in host memory.
+    Where memory has no room for them: on two; then with what autograd saves in host memory; then
+    in the script's own autocast.
     """
     chosen = choose(probe.batch, layout)
     found, error = _try(probe, layout, chosen[:SAMPLES])
     if isinstance(error, Undecided) and len(chosen) > SAMPLES:
-        found, error = _try(probe, layout, chosen[-SAMPLES:])
-    elif error is not None and not isinstance(error, Undecided):
-        for hooks in (None, saved_on_host(probe.module.parameters())):
-            clear_frames(error.__traceback__)  # they hold what did not fit
-            probe.on_host = hooks
-            with hooks or nullcontext():
-                found, error = _try(probe, layout, chosen[:2])
-            if error is None or isinstance(error, Undecided):
-                break
+        again, other = _try(probe, layout, chosen[-SAMPLES:])
+        if other is None or isinstance(other, Undecided):
+            found, error = again, other
+    hooks = saved_on_host(probe.module.parameters())
+    ways: list[tuple[saved_tensors_hooks | None, bool]] = [(None, True), (hooks, True)]
+    if len(chosen) <= 2:
+        del ways[0]  # they were all of them
+    if autocast_on():
+        ways.append((hooks, False))
+    for probe.on_host, probe.sharp in ways:
+        if error is None or isinstance(error, Undecided):
+            break
+        clear_frames(error.__traceback__)  # they hold what did not fit
+        with probe.on_host or nullcontext():
+            found, error = _try(probe, layout, chosen[:2])
     if error is not None:
         raise error
     assert found is not None
@@ -128,6 +135,8 @@ class _Probe:
         self.gradients = gradients
         self.on_host: saved_tensors_hooks | None = None
         """Keep what autograd saves in host memory; ``None`` where there is room for it."""
+        self.sharp = True
+        """Leave the script's autocast, where the model can."""
 
     def run_whole(self) -> None:
         """Let an error through that the model raises on the whole batch too: the script's own."""
@@ -145,7 +154,7 @@ class _Probe:
         Outside the script's autocast where the model can run there: in half precision two ways to
         compute the same may differ by as much as two that are not the same.
         """
-        if not autocast_on():
+        if not self.sharp or not autocast_on():
             return self._find(layout, samples)
         try:
             with Ambient.now().off().again():

@@ -118,7 +118,7 @@ class Session:
     def loss(self, value: torch.Tensor) -> None:
         """Notice a number the script differentiates."""
 
-    def starved(self, root: HarnessRoot, error: Exception) -> bool:
+    def starved(self, error: Exception) -> bool:
         """Return whether a call that has failed is made again because memory ran out in it."""
         return False
 
@@ -231,7 +231,7 @@ class Session:
                 root.take_back()
                 self.refused(root, refusal)
             except Exception as error:
-                if not self.starved(root, error):
+                if not self.starved(error):
                     raise
                 clear_frames(error.__traceback__)  # they hold what did not fit
                 root.take_back()

@@ -3,7 +3,7 @@
 Every launch is a fresh process with fixed seeds: under any plan its first steps begin from the same
 weights and batches as those of every other. What a model draws would differ where a plan splits
 the batch, so its dropout is silenced in these steps, under the neutral plan as under any; they are
-measured in no other way.
+measured, as a rule, in no other way.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Tracer:
         self._step = _Step()
         self._steps: list[_Step] = []
         self._silenced: list[tuple[dict[str, Any], str, float]] = []
+        self.true_to_life = True
+        """Nothing was silenced: the steps take the time and the memory of any other."""
 
     @property
     def steps(self) -> int:
@@ -125,6 +127,7 @@ class Tracer:
             return
         for module in root.module.modules():
             for name, rate in rates_of_dropping(module).items():
+                self.true_to_life = False
                 self._silenced.append((vars(module), name, rate))
                 vars(module)[name] = 0.0
 

@@ -84,6 +84,10 @@ class Stage:
         if self.dropped > 1:
             self.traced.append((seconds, wait, loss, peak))
 
+    def traced_for(self, seconds: float) -> bool:
+        """Return whether the traced steps kept so far took as long as that."""
+        return sum(each[0] for each in self.traced) >= seconds
+
     def count_traced(self) -> None:
         """Count the traced steps too: the script has too few others."""
         for seconds, wait, loss, peak in reversed(self.traced):
@@ -91,6 +95,7 @@ class Stage:
             self.waits.insert(0, wait)
             self.losses.insert(0, loss)
             self.peak = self.peak.worst(peak)
+        self.traced.clear()
 
 
 Schedule = Generator[Stage, None, None]
@@ -135,27 +140,31 @@ class Trial(Session):
         self._losses: list[torch.Tensor] = []
         self._calls = 0
         """Of the first root, in this step."""
+        self._open = 0
+        """Calls of all roots since the last backward pass: their graphs stand."""
         self._caught = False
-        """The script has been given an error for want of memory, and has gone on."""
+        """The script has been given an error for want of memory."""
+        self._startup = 0.0
+        """Seconds before the first step, of the plan that began the launch."""
 
     # --- the schedule ----------------------------------------------------------------------
 
     def _plans(self) -> Schedule:
         """Go through the plans, a window of steps at a time."""
-        startup = time.monotonic() - self._started
+        self._startup = time.monotonic() - self._started
         for index, plan in enumerate(self._each()):
             self.index = index
-            self._reporter.send(PlanStarted(index=self.index, startup_seconds=startup))
+            self._reporter.send(PlanStarted(index=self.index, startup_seconds=self._startup))
             self._measured, self._shortage = [], None
             try:
                 yield from self._sizes(plan)
             except Refused as refusal:
-                self._end_plan(Verdict.REFUSED, str(refusal), startup, refusal.strategy)
+                self._end_plan(Verdict.REFUSED, str(refusal), refusal.strategy)
             else:
                 self._whole_fits |= plan.neutral and bool(self._measured)
                 verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
-                self._end_plan(verdict, "", startup)
-            startup = 0.0
+                self._end_plan(verdict, "")
+            self._startup = 0.0
 
     def _each(self) -> Iterator[Plan]:
         """Yield the plans the launch began with, then those it is given when it asks."""
@@ -266,9 +275,7 @@ class Trial(Session):
             compile_seconds=self._compiling.seconds() - stage.compiled,
         )
 
-    def _end_plan(
-        self, verdict: Verdict, reason: str, startup: float, blamed: str | None = None
-    ) -> None:
+    def _end_plan(self, verdict: Verdict, reason: str, blamed: str | None = None) -> None:
         self._send_trace()
         plan = self._given[self.index]
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
@@ -283,7 +290,7 @@ class Trial(Session):
             measurements=tuple(measurement for _, measurement in self._measured),
             out_of_memory=self._shortage,
             blamed=blamed,
-            startup_seconds=startup,
+            startup_seconds=self._startup,
         )
         self._reporter.send(PlanEnded(report=report))
 
@@ -309,14 +316,16 @@ class Trial(Session):
         if self.over:
             return
         stage = self._stage
-        if stage is not None and self.index == 0:  # a later plan gets a launch of its own
+        if self._caught:
+            self._end_caught()
+        elif stage is not None and self.index == 0:  # a later plan gets a launch of its own
             if len(stage.seconds) < SHORT:
                 stage.count_traced()
             if len(stage.seconds) >= SHORT and stage.shortage is None:
                 self._measured.append((stage.plan, self._measurement(stage)))
             if self._measured:
                 self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
-                self._end_plan(Verdict.MEASURED, "the script ended first", 0.0)
+                self._end_plan(Verdict.MEASURED, "the script ended first")
         self._reporter.send(Finished(steps=self.steps, stopped=False))
 
     # --- what the session asks -------------------------------------------------------------
@@ -359,13 +368,15 @@ class Trial(Session):
         self._advance()
 
     def _goes_on(self) -> bool:
-        """Return whether a call can be made again: not where other ranks take part in it."""
-        wrappers = nn.parallel.DistributedDataParallel
-        return self._stage is not None and not any(
-            isinstance(r.outer, wrappers) for r in self.roots
-        )
+        """Return whether a call can be made again: where it stands alone.
 
-    def starved(self, root: HarnessRoot, error: Exception) -> bool:
+        Not beside other ranks, which would not, nor beside graphs that the plan before has left.
+        """
+        roots = [root.outer for root in self.roots if root.alive]
+        alone = not any(isinstance(each, nn.parallel.DistributedDataParallel) for each in roots)
+        return self._stage is not None and alone and self._open <= 1
+
+    def starved(self, error: Exception) -> bool:
         """Return whether memory ran out in a call, of which nothing has been handed out."""
         if not self._goes_on():
             return False
@@ -373,6 +384,7 @@ class Trial(Session):
 
     def go_on(self) -> None:
         """Go to the next stage, and perhaps to the next plan, within the same call."""
+        self._caught = False
         self._advance()
 
     def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
@@ -391,20 +403,34 @@ class Trial(Session):
         self._reporter.send(Learned(facts=self.facts))
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
-        """Run it; a script that goes on after a shortage in it may go on with another batch."""
+        """Run it: of the calls before it no graph is left."""
+        super().backward(tensors, run)
+        self._open = 0
+
+    def _watched(self, run: Callable[[], Any]) -> Any:
+        """Take note where the script is given a shortage: it may catch it."""
         try:
-            super().backward(tensors, run)
+            return super()._watched(run)
+        except Refused:
+            raise
         except Exception:
             self._caught = self._stage is not None and self._stage.shortage is not None
             raise
 
+    def _end_caught(self) -> None:
+        """End the plan, and the script where it goes on: with another batch, as a rule."""
+        assert self._stage is not None
+        self._shortage = self._stage.shortage
+        self._end_plan(Verdict.OUT_OF_MEMORY, "")
+
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first of all starts the schedule."""
+        if self.over:
+            os._exit(0)  # the script caught what should have ended it
         if self._caught:
-            assert self._stage is not None
-            self._shortage = self._stage.shortage
-            self._end_plan(Verdict.OUT_OF_MEMORY, "", 0.0)
+            self._end_caught()
             self._end()
+        self._open += 1
         if self._schedule is None:
             self._schedule = self._plans()
             self._advance()
@@ -442,12 +468,15 @@ class Trial(Session):
         """Close the step, and the stage if its window is full."""
         if self.over:
             os._exit(0)  # the script caught what should have ended it
+        if self._caught:
+            self._end_caught()
+            self._end()
         self.meter.synchronize()
         self.meter.sample()
         stage = self._stage
         if stage is not None:
             self._close_step(stage, time.perf_counter() - self._clock)
-        self._losses, self._calls = [], 0
+        self._losses, self._calls, self._open = [], 0, 0
         self.seams.data_seconds = 0.0
         self._clock = time.perf_counter()
 
@@ -465,10 +494,10 @@ class Trial(Session):
             return
         if traced or settling or stage.warm < WARM_UP:
             stage.dropped += 1
-            stage.warm = 0 if proven else stage.warm + 1
-            if traced and not proven:
+            stage.warm = 0 if proven and settling else stage.warm + 1
+            if traced and not settling:
                 stage.keep_traced(seconds, self.seams.data_seconds, sum(losses), self.meter.peak())
-                if self._tracer.full and sum(each[0] for each in stage.traced) >= LONG:
+                if self._tracer.full and self._tracer.true_to_life and stage.traced_for(LONG):
                     stage.count_traced()
             if proven:
                 self.meter.release()  # what the proof has left in the allocator's cache
