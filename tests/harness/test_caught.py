@@ -41,13 +41,17 @@ class Net(nn.Module):
         return Hungry.apply(self.line(x))
 
 
+def backward(loss):
+    loss.backward()
+
+
 def train(batch_size):
     print("batch", batch_size, flush=True)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(100):
         optimizer.zero_grad()
-        model(torch.randn(batch_size, 8)).square().mean().backward()
+        backward(model(torch.randn(batch_size, 8)).square().mean())
         optimizer.step()
 """
 BY_HAND = """
@@ -59,27 +63,14 @@ while True:
     except RuntimeError:
         size //= 2
 """
-EVERYTHING = """
-size = 256
-while True:
-    try:
-        train(size)
-        break
-    except:
-        size //= 2
-"""
+EVERYTHING = BY_HAND.replace("except RuntimeError:", "except:")
 AND_STEPS = """
-def train(batch_size):
-    print("batch", batch_size, flush=True)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(100):
-        optimizer.zero_grad()
-        try:
-            model(torch.randn(batch_size, 8)).square().mean().backward()
-        except RuntimeError:
-            pass
-        optimizer.step()
+def backward(loss):
+    try:
+        loss.backward()
+    except RuntimeError:
+        pass
+
 
 train(256)
 """

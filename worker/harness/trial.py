@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +24,9 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
+from autofit.worker.harness.stage import Stage
 from autofit.worker.harness.trace import Tracer
-from autofit.worker.meter import Meter, Peak
+from autofit.worker.meter import Meter
 from autofit.worker.records import (
     Finished,
     LaunchRequest,
@@ -52,50 +52,6 @@ GRACE = 10.0
 
 class TrialOver(BaseException):
     """Ends the script after the last plan. Not an ``Exception``: loops catch those."""
-
-
-@dataclass
-class Stage:
-    """One plan at one micro-batch size, measured over a window of steps."""
-
-    plan: Plan
-    steps: int
-    retries: int
-    """Of the allocator, before the stage."""
-    compiled: float = 0.0
-    """Seconds spent compiling before the stage."""
-    dropped: int = 0
-    """Steps that do not count."""
-    warm: int = 0
-    """Of them, those since the last proof."""
-    seconds: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    """Seconds of each step spent waiting for data."""
-    losses: list[float] = field(default_factory=list)
-    traced: list[tuple[float, float, float, Peak]] = field(default_factory=list)
-    """Seconds, wait, loss and peak of traced steps, which count where there are few others."""
-    peak: Peak = field(default_factory=lambda: Peak(0, 0, 0))
-    """Of traced steps that count."""
-    shortage: OutOfMemory | None = None
-    refusal: Refused | None = None
-
-    def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:
-        """Keep a traced step, but for the first."""
-        if self.dropped > 1:
-            self.traced.append((seconds, wait, loss, peak))
-
-    def traced_for(self, seconds: float) -> bool:
-        """Return whether the traced steps kept so far took as long as that."""
-        return sum(each[0] for each in self.traced) >= seconds
-
-    def count_traced(self) -> None:
-        """Count the traced steps too: the script has too few others."""
-        for seconds, wait, loss, peak in reversed(self.traced):
-            self.seconds.insert(0, seconds)
-            self.waits.insert(0, wait)
-            self.losses.insert(0, loss)
-            self.peak = self.peak.worst(peak)
-        self.traced.clear()
 
 
 Schedule = Generator[Stage, None, None]
@@ -417,19 +373,26 @@ class Trial(Session):
             self._caught = self._stage is not None and self._stage.shortage is not None
             raise
 
+    def _end_what_goes_on(self) -> None:
+        """End a script that has caught what should have ended it, or a shortage.
+
+        After a shortage it goes on with another batch, as a rule.
+        """
+        if self.over:
+            os._exit(0)
+        if self._caught:
+            self._end_caught()
+            self._end()
+
     def _end_caught(self) -> None:
-        """End the plan, and the script where it goes on: with another batch, as a rule."""
+        """End the plan whose shortage the script has caught."""
         assert self._stage is not None
         self._shortage = self._stage.shortage
         self._end_plan(Verdict.OUT_OF_MEMORY, "")
 
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first of all starts the schedule."""
-        if self.over:
-            os._exit(0)  # the script caught what should have ended it
-        if self._caught:
-            self._end_caught()
-            self._end()
+        self._end_what_goes_on()
         self._open += 1
         if self._schedule is None:
             self._schedule = self._plans()
@@ -466,11 +429,7 @@ class Trial(Session):
 
     def boundary(self) -> None:
         """Close the step, and the stage if its window is full."""
-        if self.over:
-            os._exit(0)  # the script caught what should have ended it
-        if self._caught:
-            self._end_caught()
-            self._end()
+        self._end_what_goes_on()
         self.meter.synchronize()
         self.meter.sample()
         stage = self._stage

@@ -1,0 +1,54 @@
+"""What is measured of one plan at one size. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.worker.meter import Peak
+from autofit.worker.records import OutOfMemory
+
+
+@dataclass
+class Stage:
+    """One plan at one micro-batch size, measured over a window of steps."""
+
+    plan: Plan
+    steps: int
+    retries: int
+    """Of the allocator, before the stage."""
+    compiled: float = 0.0
+    """Seconds spent compiling before the stage."""
+    dropped: int = 0
+    """Steps that do not count."""
+    warm: int = 0
+    """Of them, those since the last proof."""
+    seconds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    """Seconds of each step spent waiting for data."""
+    losses: list[float] = field(default_factory=list)
+    traced: list[tuple[float, float, float, Peak]] = field(default_factory=list)
+    """Seconds, wait, loss and peak of traced steps, which count where there are few others."""
+    peak: Peak = field(default_factory=lambda: Peak(0, 0, 0))
+    """Of traced steps that count."""
+    shortage: OutOfMemory | None = None
+    refusal: Refused | None = None
+
+    def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:
+        """Keep a traced step, but for the first."""
+        if self.dropped > 1:
+            self.traced.append((seconds, wait, loss, peak))
+
+    def traced_for(self, seconds: float) -> bool:
+        """Return whether the traced steps kept so far took as long as that."""
+        return sum(each[0] for each in self.traced) >= seconds
+
+    def count_traced(self) -> None:
+        """Count the traced steps too: the script has too few others."""
+        for seconds, wait, loss, peak in reversed(self.traced):
+            self.seconds.insert(0, seconds)
+            self.waits.insert(0, wait)
+            self.losses.insert(0, loss)
+            self.peak = self.peak.worst(peak)
+        self.traced.clear()
