@@ -7,12 +7,11 @@ one strategy as the catalogue lists them.
 
 from __future__ import annotations
 
-from autofit import strategies
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
 
-ORDERED = {"checkpointing": AS_IS, "optimizer": "fused"}
-"""Strategies whose levels after this one always need less memory, and more time, than those before.
+ORDERED = {"checkpointing": (AS_IS, "half", "all"), "optimizer": ("fused", "eight_bit")}
+"""Levels of which each always needs less memory, and more time, than those before it.
 
 Not precision (bf16 is leaner and faster), not the micro-batch (the ramp is inside the trial). A
 fused optimizer itself is leaner than the script's own, but not slower.
@@ -27,7 +26,9 @@ def leaner(plan: Plan, than: Plan) -> bool:
     )
 
 
-def lower(name: str, level: str) -> list[str]:
+def lower(name: str, level: str) -> tuple[str, ...]:
     """Return the levels of an ordered strategy that need less memory than ``level``."""
-    levels = [each.name for each in strategies.get(name).levels]
-    return levels[max(levels.index(level), levels.index(ORDERED[name])) + 1 :]
+    ordered = ORDERED[name]
+    if level == AS_IS:
+        return ordered[1:]
+    return ordered[ordered.index(level) + 1 :] if level in ordered else ()

@@ -7,6 +7,7 @@ a kill between the two loses nothing: ``Mirror.catch_up`` tells what was not tol
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from autofit.choice import Situation
 
-VERSION = 3
-"""Of the search space: Optuna refuses a parameter whose choices have changed."""
 OURS = "autofit_trial"
 """User attribute of Optuna's trial: the row of ours that it mirrors."""
 MEMORY = "memory"
@@ -31,7 +30,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     strategy.name: tuple(level.name for level in strategy.levels)
     for strategy in strategies.REGISTRY
 }
-"""Every level of every strategy, whatever may be tried now: Optuna's space never changes."""
+"""Every level of every strategy, whatever may be tried now."""
+VERSION = f"{zlib.crc32(repr(CHOICES).encode()):08x}"
+"""Of these choices: Optuna refuses a parameter whose choices have changed."""
 
 
 class Mirror:

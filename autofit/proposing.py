@@ -9,11 +9,30 @@ from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
+from autofit.results import ranked
 from autofit.rules import dominated, waits
-from autofit.space import Reason, Space, space
+from autofit.space import Reason, Space, order_of_retreat, space
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
-from autofit.worker.records import Verdict
+from autofit.worker.records import HORIZON, Verdict
+
+REFINED = 3
+"""Plans beside which levels that refine are tried: the fastest that fit, or the leanest of all."""
+
+
+def within_reach(
+    space: Space, finished: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+) -> tuple[Plan, ...]:
+    """Return the plans that may be measured next, and those that were.
+
+    Levels that refine stand beside the fastest plans that fit; while none does, beside those that
+    retreated furthest.
+    """
+    fitting = [trial.plan for trial in ranked(finished, budget, horizon)]
+    short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
+    bases = fitting or sorted(short, key=order_of_retreat, reverse=True)
+    refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
+    return (*dict.fromkeys((*space.plans(), *refined)),)
 
 
 class Proposer:
@@ -41,7 +60,9 @@ class Proposer:
             return Plan()
         ledger.require_baseline()
         batch = ledger.study.facts.batch if ledger.study.facts else None
-        untried = [plan for plan in self._space().plans() if plan not in known]
+        options, space = ledger.options, self._space()
+        tried = within_reach(space, finished, ledger.study.budget, options.horizon)
+        untried = [plan for plan in tried if plan not in known]
         candidates = [plan for plan in untried if dominated(plan, finished, batch) is None]
         if (first := self._leading(candidates)) is not None:
             here = fixed is None or (fresh and first.fixed == fixed)

@@ -29,11 +29,20 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
     """
     finished = tuple(finished)
     for trial in finished:
-        if leaner(plan, trial.plan) and _whole(trial, batch):
+        if (leaner(plan, trial.plan) or _only_saves(plan, trial.plan)) and _whole(trial, batch):
             return f"{trial.plan} fits with the whole batch; this would only be slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less and does not fit"
     return _needless(plan, finished, batch) or _too_early(plan, finished)
+
+
+def _only_saves(plan: Plan, than: Plan) -> bool:
+    """Return whether ``plan`` differs by levels that refine, none expected to gain speed."""
+    known = [(strategies.get(name), level) for name, level in plan.levels.items()]
+    found = [(s.level(level), s.level(than[s.name])) for s, level in known if level != than[s.name]]
+    return bool(found) and all(
+        new.refines and new.slowdown >= max(1.0, old.slowdown) for new, old in found
+    )
 
 
 def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:

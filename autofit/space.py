@@ -29,7 +29,7 @@ class Space:
 
         The batch is split in every plan where it can be: the ramp tries the whole batch too, so
         a plan without a split would be measured twice. A level that is never worse than ``as_is``
-        takes its place.
+        takes its place. Levels that refine are left to ``refinements``.
         """
         names = [name for name, _ in self.levels]
         combinations = itertools.product(*(self._tried(name, each) for name, each in self.levels))
@@ -37,13 +37,27 @@ class Space:
         tried = (plan for plan in plans if not plan.neutral and not clash(plan))
         return tuple(sorted(tried, key=order_of_retreat))
 
+    def refinements(self, plan: Plan) -> tuple[Plan, ...]:
+        """Return the plans that differ from ``plan``, as it was searched, by a level that refines.
+
+        It stands beside the others, or in the place of its strategy's level.
+        """
+        found = (
+            plan.replace(**{name: level})
+            for name, levels in self.levels
+            for level in levels
+            if level != plan[name] and strategies.get(name).level(level).refines
+        )
+        return tuple(sorted((each for each in found if not clash(each)), key=order_of_retreat))
+
     @staticmethod
     def _tried(name: str, levels: tuple[str, ...]) -> tuple[str, ...]:
         if name == "micro_batch" and AUTO in levels:
             return (AUTO,)
-        strategy = strategies.get(name)
-        better = any(strategy.level(each).instead for each in levels)
-        return tuple(each for each in levels if not (better and each == AS_IS))
+        known = [strategies.get(name).level(each) for each in levels]
+        better = any(level.instead for level in known)
+        tried = (each for each in known if not each.refines and not (better and each.name == AS_IS))
+        return tuple(each.name for each in tried)
 
 
 def space(

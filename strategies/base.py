@@ -92,6 +92,9 @@ class Level:
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
     instead: bool = False
     """Never slower nor larger than ``as_is``, and exact: a search tries it in its place."""
+    refines: bool = False
+    """Tried beside plans that a search has measured, one such level at a time, rather than in
+    every combination: the catalogue may grow without the searches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ import pytest
 from autofit.choice import Situation, choose
 from autofit.mirror import CHOICES
 from autofit.plan import Plan
+from autofit.proposing import within_reach
 from autofit.reference import leading
 from autofit.rules import dominated, waits
 from autofit.space import space
@@ -276,14 +277,14 @@ Pick = Callable[[Sequence[Plan], Sequence[TrialRecord]], Plan | None]
 
 def run(work: Work, budget: int, pick: Pick, most: int = 100) -> Run:
     """Search with ``pick``; the script as it is comes first, the reference next."""
-    plans = space(H200, work.facts, allow=Fidelity.ROUNDING).plans()
+    levels = space(H200, work.facts, allow=Fidelity.ROUNDING)
     neutral = work.measure(Plan(), budget, whole_fits=False)
     fits = neutral.verdict is Verdict.MEASURED
-    reports = {plan: work.measure(plan, budget, whole_fits=fits) for plan in plans}
+    reports = {plan: work.measure(plan, budget, whole_fits=fits) for plan in levels.plans()}
     trials = [record(neutral, budget)]
     while len(trials) < most:
         known = {trial.plan for trial in trials}
-        left = [plan for plan in plans if plan not in known]
+        left = [plan for plan in within_reach(levels, trials, budget) if plan not in known]
         left = [plan for plan in left if dominated(plan, trials, work.batch) is None]
         measured = any(trial.verdict is Verdict.MEASURED for trial in trials)
         plan = None if measured else leading(left, trials, work.facts, cuda=True)
@@ -299,10 +300,11 @@ def run(work: Work, budget: int, pick: Pick, most: int = 100) -> Run:
 def by_model(work: Work, budget: int) -> Pick:
     """Pick as a search does: within the launch where it is worth it, else in a new one."""
 
-    plans = space(H200, work.facts, allow=Fidelity.ROUNDING).plans()
+    levels = space(H200, work.facts, allow=Fidelity.ROUNDING)
 
     def pick(left: Sequence[Plan], trials: Sequence[TrialRecord]) -> Plan | None:
         known = {trial.plan for trial in trials}
+        plans = within_reach(levels, trials, budget)
         situation = Situation(
             candidates=tuple(left),
             waiting=tuple(plan for plan in plans if plan not in known and waits(plan, trials)),

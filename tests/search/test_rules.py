@@ -11,6 +11,7 @@ from autofit import strategies
 from autofit.exceptions import UsageError
 from autofit.ladder import leaner
 from autofit.plan import Plan
+from autofit.proposing import within_reach
 from autofit.results import rivals, winning
 from autofit.rules import closest, culprit, dominated, judged, tainted
 from autofit.space import Space, order_of_retreat, space
@@ -134,6 +135,22 @@ def test_a_level_that_is_never_worse_takes_the_place_of_as_is() -> None:
     assert {plan["optimizer"] for plan in tried(other).plans()} == {"as_is"}
     refused = tried(adam, refused=[("optimizer", "fused", "it broke")])
     assert {plan["optimizer"] for plan in refused.plans()} == {"as_is", "eight_bit"}
+
+
+def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) -> None:
+    found = tried(hardware=GPU)
+    refining = {
+        (s.name, level.name) for s in strategies.REGISTRY for level in s.levels if level.refines
+    }
+    assert not any({*plan.changes} & refining for plan in found.plans())
+    for plan in found.refinements(BF16):
+        assert len({*plan.changes} & refining) == 1
+        assert sum(plan[name] != BF16[name] for name in strategies.NAMES) == 1
+    measured = ended(SPLIT, 4, verdict=Verdict.MEASURED)
+    reached = within_reach(found, [measured], measured.budget)
+    assert {*reached} == {*found.plans(), *found.refinements(SPLIT)}
+    short = [ended(plan, verdict=Verdict.OUT_OF_MEMORY) for plan in (SPLIT, HALF, ALL)]
+    assert {*found.refinements(ALL)} <= {*within_reach(found, short, measured.budget)}
 
 
 # --- the ladder -----------------------------------------------------------------------------
