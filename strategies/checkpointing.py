@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from autofit.exceptions import Refused
@@ -9,11 +10,36 @@ from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
 from autofit.strategies.facts import Facts
 
-EVERY = {"half": 2, "all": 1}
+EVERY = {"third": 3, "half": 2, "selective": 1, "all": 1}
 """Level to stride: which blocks are checkpointed."""
+
+FAULTS = {
+    "cached during selective activation checkpoint has been mutated": (
+        "a block changes in place what one of its matrix products gave"
+    ),
+    "region computed under selective activation checkpoint": (
+        "the script goes backward through the same forward twice"
+    ),
+    "encountered during backward": ("a block runs other operations when it is run again"),
+}
+"""What torch's errors under the selective level say, and what they mean."""
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Where a Hugging Face model keeps the handles of hooks on its embeddings."""
+SELECTIVE = """
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+# Without attention that drops: kept, its draws would be missing when the rest runs again.
+aten = torch.ops.aten
+kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default]
+contexts = partial(create_selective_checkpoint_contexts, kept)
+lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+for block in max(lists, key=len):
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+"""
+"""By hand."""
 
 
 class Checkpointing(Strategy):
@@ -22,6 +48,9 @@ class Checkpointing(Strategy):
     Hugging Face models are asked to do it themselves, because theirs also keeps the key-value
     cache from being written twice. Everywhere else each block's call goes through
     ``torch.utils.checkpoint``, which replays the random draws, so the gradients are the same.
+
+    ``selective`` keeps the results of products with weights and of fused attention, which take
+    most of the time, and recomputes what is between them (Korthikanti et al., 2022).
     """
 
     name = "checkpointing"
@@ -30,7 +59,15 @@ class Checkpointing(Strategy):
     lowers = frozenset({Memory.ACTIVATIONS})
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
+        Level(name="third", summary="every third block", slowdown=1.1, keeps=0.7, refines=True),
         Level(name="half", summary="every second block", slowdown=1.15, keeps=0.55),
+        Level(
+            name="selective",
+            summary="every block, but the results of matrix products and attention are kept",
+            slowdown=1.08,
+            keeps=0.5,
+            refines=True,
+        ),
         Level(name="all", summary="every block", slowdown=1.3, keeps=0.15),
     )
 
@@ -48,11 +85,26 @@ class Checkpointing(Strategy):
             return "the model has no repeated blocks"
         if any(root.batch_norm for root in facts.roots):
             return "BatchNorm would update its statistics twice"
+        if level == "third" and max(root.blocks for root in facts.roots) < EVERY[level]:
+            return "the model has fewer than three blocks: half is the same"
         return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Compiled code does not show the operations one by one."""
+        if level == "selective" and levels.get("compile", AS_IS) != AS_IS:
+            return "compiled blocks show no single operations whose results could be kept"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell what torch's selective checkpointing does not support."""
+        found = (reason for words, reason in FAULTS.items() if words in str(error))
+        return next(found, None) if isinstance(error, RuntimeError) else None
 
     def by_hand(self, level: str) -> ByHand:
         """Checkpoint the longest list of blocks; a Hugging Face model has its own switch."""
-        step = "" if level == "all" else f"[::{EVERY[level]}]"
+        if level == "selective":
+            return ByHand(prepare=SELECTIVE)
+        step = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
         return ByHand(
             prepare=f"""
             from functools import partial
@@ -67,17 +119,19 @@ class Checkpointing(Strategy):
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Checkpoint every block, or every second one."""
+        """Checkpoint every block, or some of them."""
         if level == AS_IS:
             return None
         module = root.module
-        stride = EVERY[level]
         if has_own_switch(module):
-            return _switch_on(module, stride)
-        blocks = repeated_blocks(module)[::stride]
+            return _switch_on(module, level)
+        blocks = repeated_blocks(module)[:: EVERY[level]]
         if not blocks:
             return None  # another root of this script has the blocks
-        undos = [root.around_call(block, _checkpointed) for block in blocks]
+        wrapper = _checkpointed
+        if level == "selective":
+            from autofit.strategies._selective import wrapper
+        undos = [root.around_call(block, wrapper) for block in blocks]
 
         def undo() -> None:
             for take_back in undos:
@@ -93,7 +147,7 @@ def has_own_switch(module: Any) -> bool:
     )
 
 
-def _switch_on(module: Any, stride: int) -> Undo:
+def _switch_on(module: Any, level: str) -> Undo:
     """Use the model's own switch, then switch it off again in the blocks that are left out."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -107,7 +161,9 @@ def _switch_on(module: Any, stride: int) -> Undo:
     _drop_input_hooks(module, handles)
     layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % stride == 0
+        layer.gradient_checkpointing = index % EVERY[level] == 0
+    if level == "selective":
+        _select(module)
 
     def undo() -> None:
         for each, flag in zip(module.modules(), flags, strict=True):
@@ -117,10 +173,19 @@ def _switch_on(module: Any, stride: int) -> Undo:
             else:
                 each.gradient_checkpointing = flag
 
-    if stride > 1 and len(layers) < stride:
+    if EVERY[level] > 1 and not layers:
         undo()
         raise Refused("this model's own checkpointing has no switch for each block")
     return undo
+
+
+def _select(module: Any) -> None:
+    """Have the model's layers call selective checkpointing in the place of the plain one."""
+    from autofit.strategies._selective import Switched
+
+    for each in module.modules():
+        if "_gradient_checkpointing_func" in vars(each):
+            each._gradient_checkpointing_func = Switched()
 
 
 def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:

@@ -38,6 +38,14 @@ H200 = Hardware(device="cuda", name="a GPU", total_bytes=140 * GiB, capability=(
 CARD = 132 * GiB
 SCATTER = 0.04
 """Of a plan from what its levels make of it."""
+CHECKPOINTED = {
+    "as_is": (0.0, 0.0),
+    "third": (1 / 3, 1 / 3),
+    "half": (1 / 2, 1 / 2),
+    "selective": (0.6, 0.25),
+    "all": (1.0, 1.0),
+}
+"""Of all activations and of all work, the shares that are dropped and that are done again."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,9 @@ class Work:
 
     def peak(self, plan: Plan, size: int) -> float:
         """Return the bytes on the device."""
-        share = {"as_is": 1.0, "half": (1 + self.kept) / 2, "all": self.kept}
+        done = CHECKPOINTED[plan["checkpointing"]][0]
         activations = self.activations * self.smaller.get(plan["precision"], 1.0)
-        activations *= share[plan["checkpointing"]] * size
+        activations *= (1 - done * (1 - self.kept)) * size
         weights = 4 * self.parameters
         state = {"AdamW": 8, "SGD": 0}[self.optimizer] * self.parameters
         if plan["optimizer"] == "eight_bit":
@@ -111,13 +119,13 @@ class Work:
 
     def step(self, plan: Plan, size: int) -> float:
         """Return the seconds of a step."""
-        again = {"as_is": 0.0, "half": self.recompute / 2, "all": self.recompute}
+        again = self.recompute * CHECKPOINTED[plan["checkpointing"]][1]
         chunks = math.ceil(self.batch / size)
         compute = self.seconds * self.faster.get(plan["precision"], 1.0)
-        compute *= (1 + again[plan["checkpointing"]]) / self.batch
+        compute *= (1 + again) / self.batch
         compute *= {"as_is": 1.0, "regional": 0.93, "full": 0.9}[plan["compile"]]
         twice = 0 if self.inside else 0.33 * (self.batch - size)
-        launch = self.launch * (1 + again[plan["checkpointing"]])
+        launch = self.launch * (1 + again)
         launch *= {"as_is": 1.0, "regional": 0.5, "full": 0.4}[plan["compile"]]
         total = chunks * max(compute * self.batch / chunks, launch) + twice * compute
         per = {"as_is": 3e-11, "fused": 1e-11, "eight_bit": 5e-11}[plan["optimizer"]]

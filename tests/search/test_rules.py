@@ -147,7 +147,7 @@ def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) 
         assert len({*plan.changes} & refining) == 1
         assert sum(plan[name] != BF16[name] for name in strategies.NAMES) == 1
     measured = ended(SPLIT, 4, verdict=Verdict.MEASURED)
-    reached = within_reach(found, [measured], measured.budget)
+    reached = within_reach(found, [measured], budget=100)
     assert {*reached} == {*found.plans(), *found.refinements(SPLIT)}
     short = [ended(plan, verdict=Verdict.OUT_OF_MEMORY) for plan in (SPLIT, HALF, ALL)]
     assert {*found.refinements(ALL)} <= {*within_reach(found, short, measured.budget)}

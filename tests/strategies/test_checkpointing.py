@@ -1,0 +1,233 @@
+"""Checkpointing: which blocks, what a selective one keeps, and what it cannot keep."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from autofit.plan import Plan
+from autofit.space import clash
+from autofit.strategies import Facts, RootFacts, get
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.meter import build
+from tests.strategies.contract import MEASURE, meter_environment
+
+quick, full = pytest.mark.quick, pytest.mark.full
+
+NEW = ("third", "selective")
+
+
+class Block(nn.Module):
+    """Attention that drops at ``drops[0]``, and a layer that drops at ``drops[1]``."""
+
+    def __init__(self, drops: tuple[float, float], inplace: bool = False) -> None:
+        super().__init__()
+        self.attention_drop = drops[0]
+        self.norm = nn.LayerNorm(16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.up = nn.Linear(16, 32)
+        self.act = nn.ReLU(inplace)
+        self.drop = nn.Dropout(drops[1])
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.attention_drop if self.training else 0.0
+        )
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))
+        after: torch.Tensor = x + self.drop(self.down(self.act(self.up(x))))
+        return after
+
+
+class Net(nn.Module):
+    """Four of them."""
+
+    def __init__(self, drops: tuple[float, float] = (0.0, 0.0), inplace: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(drops, inplace) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Handler:
+    def __getattr__(self, name: str) -> object:
+        return lambda *args: args[-1]() if name == "backward" else None
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    made = Calls()
+    yield made
+    made.clear()
+
+
+def under(module: nn.Module, calls: Calls, **levels: str) -> HarnessRoot:
+    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held.apply(Plan.of(levels))
+    return held
+
+
+def trained(calls: Calls, drops: tuple[float, float], level: str | None) -> list[torch.Tensor]:
+    """Return the parameters after some steps of AdamW, dropping as drawn from one seed."""
+    torch.manual_seed(5)
+    module = Net(drops).double()
+    call = module if level is None else under(module, calls, checkpointing=level).own_call
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for _ in range(4):
+        loss = call(torch.randn(3, 7, 16, dtype=torch.float64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def flops(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> int:
+    """Return the floating-point operations of a forward and a backward pass."""
+    with FlopCounterMode(display=False) as counter:
+        held.call((x,), {}).sum().backward()
+    module.zero_grad()
+    return int(counter.get_total_flops())
+
+
+@quick
+@pytest.mark.parametrize("drops", [(0.0, 0.0), (0.0, 0.3), (0.3, 0.3)], ids=str)
+@pytest.mark.parametrize("level", NEW)
+def test_training_is_the_same_whatever_drops(
+    level: str, drops: tuple[float, float], calls: Calls
+) -> None:
+    expected = trained(calls, drops, None)
+    for found, wanted in zip(trained(calls, drops, level), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@quick
+def test_what_runs_again(calls: Calls) -> None:
+    """Selectively: no product, and attention only where it drops."""
+    x = torch.randn(2, 7, 16)
+    found = {}
+    for level in ("as_is", "third", "half", "selective", "all"):
+        module = Net()
+        found[level] = flops(module, under(module, calls, checkpointing=level), x)
+    assert found["as_is"] == found["selective"]
+    blocks = (found["all"] - found["as_is"]) / 4
+    assert blocks > 0
+    assert found["third"] - found["as_is"] == found["half"] - found["as_is"] == 2 * blocks
+    dropping = Net((0.3, 0.0))
+    plain = flops(dropping, under(dropping, calls), x)
+    again = flops(dropping, under(dropping, calls, checkpointing="selective"), x)
+    assert plain < again < plain + 4 * blocks
+
+
+@quick
+def test_two_calls_under_one_autocast(calls: Calls) -> None:
+    """The second finds no casts of the first: run again, it would make some it had not made."""
+    module = Net()
+    x = torch.randn(3, 7, 16)
+    found = []
+    for levels in ({}, {"checkpointing": "selective"}):
+        held = under(module, calls, **levels)
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = held.call((x,), {}).float().sum() + held.call((2 * x,), {}).float().sum()
+        loss.backward()
+        found.append([p.grad for p in module.parameters()])
+        held.take_back()
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
+    assert torch.is_autocast_cache_enabled()
+
+
+@quick
+def test_what_it_cannot_keep_is_said(calls: Calls) -> None:
+    strategy = get("checkpointing")
+    module = Net(inplace=True)
+    held = under(module, calls, checkpointing="selective")
+    with pytest.raises(RuntimeError) as changed:
+        held.call((torch.randn(2, 7, 16),), {}).sum().backward()
+    assert "in place" in (strategy.fault(changed.value) or "")
+    module = Net()
+    held = under(module, calls, checkpointing="selective")
+    loss = held.call((torch.randn(2, 7, 16),), {}).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as again:
+        loss.backward()
+    assert "twice" in (strategy.fault(again.value) or "")
+    assert strategy.fault(RuntimeError("the script's own")) is None
+
+
+@quick
+def test_why_it_is_left_out() -> None:
+    strategy = get("checkpointing")
+    root = RootFacts(
+        name="Net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", blocks=2
+    )
+    assert "half is the same" in (strategy.inapplicable("third", Facts(roots=(root,))) or "")
+    assert strategy.inapplicable("selective", Facts(roots=(root,))) is None
+    assert clash(Plan.of({"checkpointing": "selective", "compile": "regional"}))
+    assert not clash(Plan.of({"checkpointing": "third", "compile": "regional"}))
+
+
+@quick
+def test_a_pickled_transformer_checkpoints_plainly(calls: Calls) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(32, (2, 7))
+    plain = flops_of(model, under(model, calls), tokens)
+    held = under(model, calls, checkpointing="selective")
+    assert flops_of(model, held, tokens) == plain
+    loaded = pickle.loads(pickle.dumps(model))
+    kept = loaded.model.layers[0]._gradient_checkpointing_func
+    assert isinstance(kept, partial)
+    assert (kept.func, kept.keywords) == (checkpoint, {"use_reentrant": False})
+    held.take_back()
+    assert not any("_gradient_checkpointing_func" in vars(each) for each in model.modules())
+
+
+def flops_of(model: nn.Module, held: HarnessRoot, tokens: torch.Tensor) -> int:
+    """Return the same of a model that has its loss inside."""
+    with FlopCounterMode(display=False) as counter:
+        held.call((), {"input_ids": tokens, "labels": tokens}).loss.backward()
+    model.zero_grad()
+    return int(counter.get_total_flops())
+
+
+@full
+@pytest.mark.skipif(build.shim() is None, reason="bytes are counted only with a C compiler")
+def test_each_level_holds_less_than_the_one_before() -> None:
+    levels = ("third", "half", "all")
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURE, "checkpointing", "selective", *levels],
+        env=meter_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    peaks = json.loads(ran.stdout)
+    ordered = [peaks[level] for level in ("as_is", *levels)]
+    assert ordered == sorted(ordered, reverse=True)
+    assert all(b < 0.9 * a for a, b in itertools.pairwise(ordered)), peaks
+    assert peaks["all"] < peaks["selective"] < 0.8 * peaks["as_is"], peaks
