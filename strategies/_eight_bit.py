@@ -1,20 +1,15 @@
-"""Adam and AdamW with blockwise-quantised 8-bit state, by the kernels of bitsandbytes.
+"""Adam, AdamW and Lion with blockwise-quantised 8-bit state, by the kernels of bitsandbytes.
 
 Only its kernels: the script's own optimizer object stays, with its groups and its schedule. A
-parameter of at least 4096 elements keeps its two moments as 8-bit codes, with one scale for each
-256 of them; smaller ones and embeddings keep 32 bits (as ``StableEmbedding`` and Hugging Face's
-``Trainer`` do) and step with torch's fused kernels. What is saved is 32 bits, and on the host, so
-that saving needs no memory on the device; what is loaded is quantised one parameter at a time.
-
-Importing bitsandbytes initialises CUDA, so it is imported when the first optimizer is changed.
+parameter of at least 4096 elements keeps its moments as 8-bit codes, with one scale for each 256 of
+them; smaller ones and embeddings keep 32 bits (as ``StableEmbedding`` and Hugging Face's
+``Trainer`` do), Adam's stepped by torch's fused kernels. What is saved is 32 bits, and on the host,
+so that saving needs no memory on the device; what is loaded is quantised one parameter at a time.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -22,44 +17,59 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
-from autofit.strategies._fused import fused_step, parameters, place_steps, show
+from autofit.strategies._algorithm import Algorithm
+from autofit.strategies._bitsandbytes import (
+    BLOCK,
+    DTYPES,
+    LARGEST,
+    SMALL,
+    broken,
+    dequantise,
+    maps,
+    on_default_stream,
+    quantise,
+    update,
+)
+from autofit.strategies._fused import fused_step, hidden, parameters, place_steps, show
 from autofit.strategies._fused import why_not as why_not_fused
+from autofit.strategies._lion import recognised
 from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.optimizer import LION
 
-BLOCK = 256
-"""Elements that share a scale; the kernels' own."""
-SMALL = 4096
-"""Elements below which a parameter keeps 32 bits; bitsandbytes' own."""
-LARGEST = 2**31 - 1
-"""The kernels count elements in 32 bits."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the two moments in the plain state."""
-CODES = ("exp_avg_codes", "exp_avg_sq_codes")
-SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+ADAM = Algorithm(
+    kernel="adam", moments=("exp_avg", "exp_avg_sq"), counter=torch.Tensor, rest=fused_step
+)
 
 State = dict[str, Any]
+Zeros = Callable[[int, torch.device], torch.Tensor]
+"""Makes room for so many codes: zeros."""
 
 
 def to_eight_bit(handle: OptimizerHandle) -> Undo:
     """Keep the state of an optimizer in 8 bits from its next step on."""
-    optimizer = handle.optimizer
+    return EightBit(handle, understood(handle.optimizer)).undo
+
+
+def understood(optimizer: Optimizer) -> Algorithm:
+    """Return the algorithm of ``optimizer``; raise ``Refused`` where it has none in 8 bits."""
     if reason := why_not(optimizer):
         raise Refused(reason)
+    algorithm = ADAM if type(optimizer) in (Adam, AdamW) else recognised(optimizer)
     for device, dtype in {(p.device, p.dtype) for p in parameters(optimizer)}:
-        if reason := broken(device, dtype):
+        if reason := broken(algorithm.kernel, device, dtype):
             raise Refused(reason)
-    return EightBit(handle).undo
+    return algorithm
 
 
 def why_not(optimizer: Optimizer) -> str | None:
     """Return why 8-bit state would not be the same algorithm, or ``None``."""
     name = type(optimizer).__name__
-    if type(optimizer) not in (Adam, AdamW):
-        return f"{name} has no 8-bit implementation; torch's own Adam and AdamW have"
+    adam = type(optimizer) in (Adam, AdamW)
+    if not adam and name not in LION:
+        return f"{name} has no 8-bit implementation; torch's own Adam and AdamW, and Lion, have"
     for group in optimizer.param_groups:
         for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
-            if group[flag]:
+            if group.get(flag):
                 return f"{name} with {flag} has no 8-bit implementation"
         if isinstance(group["lr"], torch.Tensor):
             return "its learning rate is a tensor"
@@ -68,14 +78,16 @@ def why_not(optimizer: Optimizer) -> str | None:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
         if type(parameter) not in (nn.Parameter, torch.Tensor):
             return f"a parameter is a {type(parameter).__name__}"
-    return why_not_fused(optimizer)
+    return why_not_fused(optimizer) if adam else None
 
 
 class EightBit:
     """The 8-bit state of one optimizer, kept in its ``state``: it moves and goes with that."""
 
-    def __init__(self, handle: OptimizerHandle) -> None:
+    def __init__(self, handle: OptimizerHandle, algorithm: Algorithm, zeros: Zeros | None = None):
         self._handle = handle
+        self._algorithm = algorithm
+        self._zeros = zeros or _zeros
         self._known: tuple[int, ...] = ()
         """What the parameters were sorted by."""
         self._eight: frozenset[int] = frozenset()
@@ -97,41 +109,37 @@ class EightBit:
         for parameter in parameters(optimizer):
             state = optimizer.state.get(parameter)
             if state:
-                optimizer.state[parameter] = _settled(parameter, self.show(parameter, state))
-        place_steps(optimizer, on_device=False)
+                shown = self.show(parameter, state)
+                optimizer.state[parameter] = self._settled(parameter, shown)
+        if self._algorithm is ADAM:
+            place_steps(optimizer, on_device=False)
 
     def step(self, optimizer: Any, plain: Callable[[], None]) -> None:
-        """Update the parameters with 8-bit state, and let ``plain`` update the others."""
+        """Update the parameters with 8-bit state, and let the others step as they do."""
         held = list(parameters(optimizer))
         known = (len(self._handle.modules()), *map(id, held))
         if known != self._known:
             self._sort(optimizer)
             self._known = known
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        for group in groups:
-            with _on_default_stream(group["params"]):
+        eight = [p for p in held if id(p) in self._eight]
+        for group in optimizer.param_groups:
+            with on_default_stream(group["params"]):
                 for parameter in group["params"]:
                     if id(parameter) in self._eight and parameter.grad is not None:
-                        state = optimizer.state[parameter]
-                        if not state:
-                            state.update(_quantised(parameter, {}))
-                        _update(group, parameter, state)
-            group["params"] = [p for p in group["params"] if id(p) not in self._eight]
-        try:
-            fused_step(optimizer, plain)
-        finally:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
+                        self._update(group, parameter, self._codes(optimizer, parameter))
+        with hidden(eight):
+            self._algorithm.rest(optimizer, plain)
 
     def show(self, parameter: Any, state: State) -> State:
         """Return the state as the plain implementation has it, on the host."""
-        if CODES[0] not in state:
-            return show(parameter, state)
+        algorithm = self._algorithm
+        if algorithm.codes[0] not in state:
+            return show(parameter, state) if algorithm is ADAM else state
         moments = {
-            name: _dequantised(parameter, state, which) for which, name in enumerate(MOMENTS)
+            name: self._dequantised(parameter, state, which)
+            for which, name in enumerate(algorithm.moments)
         }
-        return {"step": torch.tensor(float(state["step"])), **moments}
+        return {**algorithm.counted(state["step"]), **moments}
 
     def _sort(self, optimizer: Optimizer) -> None:
         """Decide which parameters have 8-bit state, and bring what state there is into form."""
@@ -146,13 +154,70 @@ class EightBit:
         eight = set()
         for parameter in parameters(optimizer):
             state = optimizer.state.get(parameter, {})
-            if CODES[0] in state or (id(parameter) not in kept and _worth(parameter)):
+            coded = self._algorithm.codes[0] in state
+            if coded or (id(parameter) not in kept and _worth(parameter)):
                 eight.add(id(parameter))
-                if MOMENTS[0] in state:
-                    optimizer.state[parameter] = _quantised(parameter, state)
+                if state:
+                    self._codes(optimizer, parameter)
             elif state:
-                optimizer.state[parameter] = _settled(parameter, state)
+                optimizer.state[parameter] = self._settled(parameter, state)
         self._eight = frozenset(eight)
+
+    def _codes(self, optimizer: Optimizer, parameter: torch.Tensor) -> State:
+        """Return the 8-bit state of a parameter, made from what state there is: else zeros."""
+        state: State = optimizer.state[parameter]
+        if self._algorithm.codes[0] not in state:
+            state = optimizer.state[parameter] = self._quantised(parameter, state)
+        return state
+
+    def _update(self, group: dict[str, Any], parameter: torch.Tensor, state: State) -> None:
+        """Take one step; with L2 decay in the gradient where that is Adam's, or on the weights."""
+        assert parameter.grad is not None
+        weights = _flat(parameter, parameter)
+        gradient = _flat(parameter, parameter.grad.to(parameter.dtype))
+        decay = group["weight_decay"]
+        if decay and not group.get("decoupled_weight_decay", True):
+            gradient, group = gradient.add(weights, alpha=decay), {**group, "weight_decay": 0.0}
+        state["step"] += 1
+        names = zip(self._algorithm.codes, self._algorithm.scales, strict=True)
+        moments = [(state[codes], state[scales]) for codes, scales in names]
+        update(self._algorithm.kernel, group, weights, gradient, moments, state["step"])
+        torch.autograd.graph.increment_version(parameter)
+
+    def _quantised(self, parameter: torch.Tensor, state: State) -> State:
+        """Return the 8-bit state of a plain one, or of none: then zeros."""
+        algorithm, device, count = self._algorithm, parameter.device, parameter.numel()
+        found: State = {"step": int(state.get("step", 0))}
+        for which, name in enumerate(algorithm.moments):
+            codes = self._zeros(count, device)
+            scales = torch.zeros(-(-count // BLOCK), device=device)
+            if name in state:
+                moment = state[name].to(device=device, dtype=torch.float32)
+                coded, scales = quantise(_flat(parameter, moment), maps(device)[which])
+                codes.copy_(coded)
+            found[algorithm.codes[which]], found[algorithm.scales[which]] = codes, scales
+        return found
+
+    def _dequantised(self, parameter: torch.Tensor, state: State, which: int) -> torch.Tensor:
+        """Return one moment in the parameter's shape, order and precision, on the host."""
+        codes = state[self._algorithm.codes[which]]
+        row = dequantise(codes, state[self._algorithm.scales[which]], maps(codes.device)[which])
+        dtype = self._algorithm.of(parameter)
+        moment = torch.empty_like(parameter, device="cpu", dtype=dtype)
+        moment.detach().as_strided((moment.numel(),), (1,)).copy_(row)
+        return moment
+
+    def _settled(self, parameter: torch.Tensor, state: State) -> State:
+        """Return a plain state on the parameter's device, its counter as the plain one has it."""
+        dtype = self._algorithm.of(parameter)
+        moved = {
+            name: value.to(device=parameter.device, dtype=dtype)
+            for name, value in state.items()
+            if name != "step"
+        }
+        step = state.get("step", 0)
+        counted = isinstance(step, torch.Tensor) and self._algorithm.counter is not None
+        return {**({"step": step} if counted else self._algorithm.counted(int(step))), **moved}
 
     def _load_begins(self, optimizer: Any, document: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from being put on the device in 32 bits."""
@@ -170,6 +235,10 @@ class EightBit:
                 optimizer.state[parameter] = dict(saved[index])
 
 
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device=device)
+
+
 def _worth(parameter: torch.Tensor) -> bool:
     """Whether a parameter is worth 8 bits, and lies in memory without gaps."""
     dense = parameter.is_contiguous() or any(
@@ -185,147 +254,3 @@ def _flat(parameter: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if other.stride() != parameter.stride():
         other = torch.empty_like(parameter, dtype=other.dtype).copy_(other)
     return other.as_strided((other.numel(),), (1,))
-
-
-def _update(group: dict[str, Any], parameter: torch.Tensor, state: State) -> None:
-    """Take one step of Adam; with L2 decay in the gradient, or AdamW's on the weights."""
-    functional = bitsandbytes()
-    assert parameter.grad is not None
-    weights = _flat(parameter, parameter)
-    gradient = _flat(parameter, parameter.grad.to(parameter.dtype))
-    decay, (beta1, beta2) = group["weight_decay"], group["betas"]
-    if decay and not group["decoupled_weight_decay"]:
-        gradient, decay = gradient.add(weights, alpha=decay), 0.0
-    state["step"] += 1
-    functional.optimizer_update_8bit_blockwise(
-        "adam",
-        gradient,
-        weights,
-        state[CODES[0]],
-        state[CODES[1]],
-        beta1,
-        beta2,
-        0.0,
-        0.0,
-        group["eps"],
-        state["step"],
-        group["lr"],
-        *maps(parameter.device),
-        state[SCALES[0]],
-        state[SCALES[1]],
-        weight_decay=decay,
-    )
-    torch.autograd.graph.increment_version(parameter)
-
-
-def _quantised(parameter: torch.Tensor, state: State) -> State:
-    """Return the 8-bit state of a plain one, or of none: then zeros."""
-    found: State = {"step": int(state.get("step", 0))}
-    count = parameter.numel()
-    for which, name in enumerate(MOMENTS):
-        if name in state:
-            moment = state[name].to(device=parameter.device, dtype=torch.float32)
-            found[CODES[which]], found[SCALES[which]] = quantise(
-                _flat(parameter, moment), maps(parameter.device)[which]
-            )
-        else:
-            device = parameter.device
-            found[CODES[which]] = torch.zeros(count, dtype=torch.uint8, device=device)
-            found[SCALES[which]] = torch.zeros(-(-count // BLOCK), device=device)
-    return found
-
-
-def _dequantised(parameter: torch.Tensor, state: State, which: int) -> torch.Tensor:
-    """Return one moment in the parameter's shape, order and precision, on the host."""
-    codes = state[CODES[which]]
-    row = dequantise(codes, state[SCALES[which]], maps(codes.device)[which])
-    moment = torch.empty_like(parameter, device="cpu")
-    moment.detach().as_strided((moment.numel(),), (1,)).copy_(row)
-    return moment
-
-
-def _settled(parameter: torch.Tensor, state: State) -> State:
-    """Return a plain state on the parameter's device, its counter on the host as torch has it."""
-    moved = {
-        name: value.to(device=parameter.device, dtype=parameter.dtype)
-        for name, value in state.items()
-        if name != "step"
-    }
-    step = state["step"]
-    return {"step": step if isinstance(step, torch.Tensor) else torch.tensor(float(step)), **moved}
-
-
-# --- bitsandbytes -----------------------------------------------------------------------------
-
-
-@cache
-def bitsandbytes() -> Any:
-    """Return ``bitsandbytes.functional``; it says on import what else one might install."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        import bitsandbytes.functional
-    finally:
-        logger.setLevel(level)
-    return bitsandbytes.functional
-
-
-@cache
-def maps(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of the 256 codes: of the first moment, signed, and of the second."""
-    functional = bitsandbytes()
-    signed, unsigned = (functional.create_dynamic_map(signed=each) for each in (True, False))
-    return signed.to(device), unsigned.to(device)
-
-
-def quantise(row: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and the scales of a row of float32."""
-    codes, state = bitsandbytes().quantize_blockwise(row, code=values, blocksize=BLOCK)
-    return codes, state.absmax
-
-
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the row of float32 that codes and scales stand for."""
-    row: torch.Tensor = bitsandbytes().dequantize_blockwise(
-        codes, absmax=scales, code=values, blocksize=BLOCK
-    )
-    return row
-
-
-class _on_default_stream:
-    """Orders the kernels, which run on CUDA's default stream, with torch's present stream."""
-
-    def __init__(self, params: list[torch.Tensor]) -> None:
-        devices = {p.device for p in params if p.is_cuda}
-        present = [torch.cuda.current_stream(device) for device in devices]
-        self._streams = [(s, torch.cuda.default_stream(s.device)) for s in present]
-
-    def __enter__(self) -> None:
-        for present, default in self._streams:
-            if present != default:
-                default.wait_stream(present)
-
-    def __exit__(self, *_: object) -> None:
-        for present, default in self._streams:
-            if present != default:
-                present.wait_stream(default)
-
-
-@cache
-def broken(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels do not work here, or ``None``: one step from zeros is known."""
-    try:
-        generator = torch.Generator().manual_seed(0)
-        gradient = torch.randn(SMALL, generator=generator).to(device, dtype)
-        parameter = torch.zeros(SMALL, device=device, dtype=dtype)
-        parameter.grad = gradient
-        group = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0}
-        _update(group, parameter, _quantised(parameter, {}))
-        expected = -0.5 * gradient.float().sign()
-        wrong = float((parameter.float() - expected).abs().median()) > 0.01
-    except (ImportError, RuntimeError, AttributeError) as error:
-        first = str(error).strip().partition("\n")[0]
-        return f"bitsandbytes does not work on {device.type}: {first or type(error).__name__}"
-    where = f"bitsandbytes {version('bitsandbytes')} on {device.type} in {dtype}"
-    return f"{where}: its kernels compute something else" if wrong else None

@@ -1,4 +1,4 @@
-"""torch's fused kernels behind an optimizer that was made without them.
+"""torch's other implementations behind an optimizer: fused kernels, or one tensor at a time.
 
 The flags are set for the time of a step only: ``param_groups``, what is saved and what a
 ``GradScaler`` asks for are the script's own in between. On CUDA the fused kernels want each
@@ -7,17 +7,20 @@ parameter's ``step`` counter on the device; whatever leaves the optimizer shows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.optimizer import FUSED
+from autofit.strategies.optimizer import FOREACH, FUSED
 
 CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FUSED)
+AT_ONCE: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FOREACH)
 DEVICES = ("cpu", "cuda")
 
 
@@ -38,6 +41,27 @@ def fuse(handle: OptimizerHandle) -> Undo | None:
         vars(handle.optimizer).pop("_need_device_dtype_check_for_fused", None)  # torch's own note
 
     return undo
+
+
+def one_at_a_time(handle: OptimizerHandle) -> Undo:
+    """Take each step one parameter after the other, where torch takes all at once."""
+    optimizer = handle.optimizer
+    name = type(optimizer).__name__
+    if type(optimizer) not in AT_ONCE:
+        raise Refused(f"{name} has no implementation that takes all parameters at once")
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise Refused("the script uses the fused kernels, which need no workspace")
+    if not any(_all_at_once(group) for group in optimizer.param_groups):
+        raise Refused(f"{name} takes one parameter at a time here already")
+    return handle.around_step(single_step)
+
+
+def _all_at_once(group: dict[str, Any]) -> bool:
+    """Whether torch steps a group with lists of tensors, as it does on CUDA unless told."""
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    differentiable = group.get("differentiable", False)
+    return _default_to_fused_or_foreach(group["params"], differentiable)[1]
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -63,18 +87,44 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def fused_step(optimizer: Any, step: Callable[[], None]) -> None:
-    """Take one step with the flags set, and give them back."""
-    groups = optimizer.param_groups
-    said = [(group["fused"], group["foreach"]) for group in groups]
-    place_steps(optimizer, on_device=True)
-    for group in groups:
-        group["fused"], group["foreach"] = True, False
+@contextmanager
+def hidden(held: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let a step pass these parameters over: they have no gradient meanwhile."""
+    gradients = [(parameter, parameter.grad) for parameter in held]
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
-        step()
+        yield
     finally:
-        for group, (fused, foreach) in zip(groups, said, strict=True):
-            group["fused"], group["foreach"] = fused, foreach
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def fused_step(optimizer: Any, step: Callable[[], None]) -> None:
+    """Take one step with the fused kernels."""
+    place_steps(optimizer, on_device=True)
+    with _flags(optimizer, fused=True, foreach=False):
+        step()
+
+
+def single_step(optimizer: Any, step: Callable[[], None]) -> None:
+    """Take one step, one parameter after the other."""
+    with _flags(optimizer, fused=False, foreach=False):
+        step()
+
+
+@contextmanager
+def _flags(optimizer: Any, **flags: bool) -> Iterator[None]:
+    """Set the flags of all groups, as far as the class knows them, and give them back."""
+    groups = optimizer.param_groups
+    said = [{name: group[name] for name in flags if name in group} for group in groups]
+    for group, known in zip(groups, said, strict=True):
+        group.update((name, flags[name]) for name in known)
+    try:
+        yield
+    finally:
+        for group, known in zip(groups, said, strict=True):
+            group.update(known)
 
 
 def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:

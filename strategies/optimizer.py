@@ -1,4 +1,4 @@
-"""The script's own optimizer, computed otherwise: fused kernels, or state in 8 bits."""
+"""The script's own optimizer, computed otherwise, or with its state elsewhere; or another one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,19 @@ from autofit.strategies.facts import Facts, Hardware
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Classes of ``torch.optim`` that have a fused implementation, on the CPU and on CUDA."""
-EIGHT_BIT = ("Adam", "AdamW")
+FOREACH = (*FUSED, "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+"""Classes of ``torch.optim`` that step all parameters at once on CUDA, with lists of tensors."""
+LION = ("Lion", "Lion32bit")
+"""Names of classes that are Lion, where they compute what it does."""
+EIGHT_BIT = ("Adam", "AdamW", *LION)
 """Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
+
+HAVE = {
+    "fused": ("fused implementation", FUSED),
+    "single": ("implementation that takes all parameters at once", FOREACH),
+    "eight_bit": ("8-bit implementation", EIGHT_BIT),
+}
+"""What a level takes of an optimizer's class, and the classes that have it."""
 
 
 class Optimizer(Strategy):
@@ -43,8 +54,15 @@ class Optimizer(Strategy):
             instead=True,
         ),
         Level(
+            name="single",
+            summary="one parameter after the other, not all at once: no workspace as large as they",
+            slowdown=1.03,
+            keeps=0.6,
+            refines=True,
+        ),
+        Level(
             name="eight_bit",
-            summary="Adam's and AdamW's state in 8 bits, by bitsandbytes",
+            summary="Adam's, AdamW's and Lion's state in 8 bits, by bitsandbytes",
             fidelity=Fidelity.ROUNDING,
             slowdown=1.1,
             keeps=0.27,
@@ -54,12 +72,13 @@ class Optimizer(Strategy):
 
     def describe(self, level: str) -> str:
         """Return ``"fused optimizer"`` or ``"8-bit optimizer"``."""
-        return {"eight_bit": "8-bit optimizer"}.get(level, f"{level} optimizer")
+        said = {"eight_bit": "8-bit optimizer", "single": "one-at-a-time optimizer"}
+        return said.get(level, f"{level} optimizer")
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Fused kernels keep more bits than the plain ones where weights are in half precision."""
-        half = facts is not None and any("16" in root.dtype for root in facts.roots)
-        return Fidelity.ROUNDING if level == "fused" and half else self.level(level).fidelity
+        fused = level == "fused" and facts is not None and _half(facts)
+        return Fidelity.ROUNDING if fused else self.level(level).fidelity
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """8-bit state needs bitsandbytes."""
@@ -71,22 +90,26 @@ class Optimizer(Strategy):
         """Only optimizers that have such an implementation; the rest is seen in the process."""
         if level == AS_IS:
             return None
-        known = EIGHT_BIT if level == "eight_bit" else FUSED
+        what, known = HAVE[level]
         others = [name for name in facts.optimizers if name not in known]
         if others:
-            called = "8-bit" if level == "eight_bit" else level
-            return f"{others[0]} has no {called} implementation; {', '.join(known)} have"
+            return f"{others[0]} has no {what}; {', '.join(known)} have"
         if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
             return "the model's weights are float64"
+        fusable = facts.optimizers and all(name in FUSED for name in facts.optimizers)
+        if level == "single" and fusable and not _half(facts):
+            return "its fused kernels need as little, and are faster"
         return None
 
     def by_hand(self, level: str) -> ByHand:
         """Say how the optimizer is made: the script's own line, which is not known here."""
         if level == "fused":
             return ByHand(prepare="# and make the optimizer with `fused=True`")
+        if level == "single":
+            return ByHand(prepare="# and make the optimizer with `foreach=False`")
         return ByHand(
-            prepare="# and make the optimizer with bitsandbytes.optim.AdamW8bit, the weights of\n"
-            "# embeddings overridden to 32 bits by bitsandbytes.optim.GlobalOptimManager"
+            prepare="# and make the optimizer with bitsandbytes.optim.AdamW8bit (Lion8bit), the\n"
+            "# weights of embeddings overridden to 32 bits by bitsandbytes.optim.GlobalOptimManager"
         )
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
@@ -97,6 +120,15 @@ class Optimizer(Strategy):
             from autofit.strategies._fused import fuse
 
             return fuse(handle)
+        if level == "single":
+            from autofit.strategies._fused import one_at_a_time
+
+            return one_at_a_time(handle)
         from autofit.strategies._eight_bit import to_eight_bit
 
         return to_eight_bit(handle)
+
+
+def _half(facts: Facts) -> bool:
+    """Whether a root's weights are in half precision."""
+    return any("16" in root.dtype for root in facts.roots)

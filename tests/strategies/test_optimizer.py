@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,63 +17,38 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Fidelity, _eight_bit, _fused
+from autofit.strategies import Fidelity, _fused
 from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.optimizers import (
+    STEPS,
+    WIDTH,
+    Make,
+    Under,
+    apart,
+    backward,
+    batch,
+    groups,
+    model,
+    owned,
+    same,
+    saved,
+    train,
+    weights,
+)
 
 pytestmark = pytest.mark.quick
 
 FUSED = Plan.of({"optimizer": "fused"})
 EIGHT_BIT = Plan.of({"optimizer": "eight_bit"})
-STEPS = 20
-WIDTH = 96
-"""Two layers of 9216 weights, above what stays in 32 bits, and biases below."""
-
-Make = Callable[[nn.Module], Optimizer]
-
-
-class Under:
-    """Owns the optimizers of a test; refusals end it."""
-
-    def __init__(self, *roots: nn.Module) -> None:
-        self.plan = Plan()
-        self.roots = roots
-
-    def optimizer_plan(self) -> Plan:
-        return self.plan
-
-    def optimizer_refused(self, refusal: Refused) -> None:
-        raise refusal
-
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self.roots
 
 
 @pytest.fixture
 def under() -> Iterator[Under]:
     """Every optimizer steps under its ``plan``."""
-    owner = Under()
-    optimizers = Optimizers(owner)
-    optimizers.attach()
-    yield owner
-    optimizers.detach()
-
-
-def model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(5)
-    layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-    return nn.Sequential(*layers).to(dtype)
-
-
-def groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Return two groups, as scripts make them: no decay for biases."""
-    weights = [p for p in net.parameters() if p.dim() > 1]
-    biases = [p for p in net.parameters() if p.dim() == 1]
-    return [
-        {"params": weights, "weight_decay": 0.1},
-        {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
-    ]
+    with owned() as owner:
+        yield owner
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -86,39 +60,6 @@ OPTIMIZERS: dict[str, Make] = {
     "foreach": lambda net: Adam(net.parameters(), lr=1e-2, foreach=True),
     "adagrad": lambda net: Adagrad(groups(net), lr=0.05, lr_decay=0.01),
 }
-
-
-def batch(step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
-
-
-def backward(net: nn.Module, step: int) -> torch.Tensor:
-    x = batch(step, next(net.parameters()).dtype)
-    loss: torch.Tensor = (net(x).squeeze(-1) - x.mean(-1)).pow(2).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def train(
-    net: nn.Module, optimizer: Optimizer, start: int = 0, steps: int = STEPS
-) -> list[torch.Tensor]:
-    """Train as a simple script does, and return the losses."""
-    losses = []
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        losses.append(backward(net, step))
-        optimizer.step()
-    return losses
-
-
-def weights(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().double() for p in net.parameters()])
-
-
-def apart(one: nn.Module, other: nn.Module) -> float:
-    """Return how far two models are apart, relative to what the second has learned."""
-    learned = weights(other) - weights(model(next(other.parameters()).dtype))
-    return float((weights(one) - weights(other)).norm() / learned.norm())
 
 
 def exact(dtype: torch.dtype) -> float:
@@ -237,31 +178,6 @@ def test_taken_back_in_mid_run_it_is_plain_to_the_end(under: Under, kind: str) -
     assert not other._optimizer_state_dict_post_hooks
     assert apart(changed, plain) < 1e-9
     assert same(other.state_dict(), optimizer.state_dict())
-
-
-def same(one: Any, other: Any, tolerance: float = 1e-9) -> bool:
-    """Return whether two documents are the same: keys, types, dtypes, devices, and numbers."""
-    if isinstance(one, torch.Tensor):
-        return (
-            isinstance(other, torch.Tensor)
-            and (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-            and torch.allclose(one, other, rtol=1e-6, atol=tolerance)
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k], tolerance) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(
-            same(a, b, tolerance) for a, b in zip(one, other, strict=True)
-        )
-    return type(one) is type(other) and bool(one == other)
-
-
-def saved(document: Any) -> Any:
-    """Return what comes back from a file."""
-    file = io.BytesIO()
-    torch.save(document, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "adagrad", "amsgrad"])
@@ -462,187 +378,6 @@ def test_what_the_script_has_fused_itself_is_left_alone(under: Under) -> None:
     train(net, optimizer, steps=2)
     assert not optimizer._optimizer_state_dict_post_hooks
     assert {group["fused"] for group in optimizer.param_groups} == {True}
-
-
-# --- 8 bits ---------------------------------------------------------------------------------
-
-ADAMS: dict[str, Make] = {
-    "adam": lambda net: Adam(net.parameters(), lr=1e-3, weight_decay=0.1),
-    "adamw": lambda net: AdamW(groups(net), lr=1e-3),
-}
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of all tensors in the state."""
-    tensors = (v for state in optimizer.state.values() for v in state.values())
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-
-
-KINDS = ["adamw", pytest.param("adam", marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_eight_bits_train_within_rounding(under: Under, kind: str) -> None:
-    plain, eight = model(torch.float32), model(torch.float32)
-    optimizer = ADAMS[kind](plain)
-    expected = train(plain, optimizer, steps=60)
-    under.plan = EIGHT_BIT
-    small = ADAMS[kind](eight)
-    found = train(eight, small, steps=60)
-    assert torch.stack(found[-10:]).mean() == pytest.approx(
-        torch.stack(expected[-10:]).mean().item(), rel=0.1
-    )
-    assert 0 < apart(eight, plain) < 0.2
-    assert state_bytes(small) < 0.3 * state_bytes(optimizer)
-
-
-@pytest.mark.parametrize("kind", ADAMS)
-def test_one_step_of_eight_bits_is_the_plain_step(under: Under, kind: str) -> None:
-    """From zeros the first update sees no rounding at all."""
-    plain, eight = model(torch.float32), model(torch.float32)
-    train(plain, ADAMS[kind](plain), steps=1)
-    under.plan = EIGHT_BIT
-    train(eight, ADAMS[kind](eight), steps=1)
-    assert apart(eight, plain) < 1e-3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("first", "second"), [(EIGHT_BIT, Plan()), (Plan(), EIGHT_BIT)], ids=str)
-def test_eight_bit_checkpoints_interchange(
-    under: Under, kind: str, first: Plan, second: Plan
-) -> None:
-    whole = model(torch.float32)
-    plain = ADAMS[kind](whole)
-    train(whole, plain, steps=10)
-    expected = copy.deepcopy(plain.state_dict())
-    train(whole, plain, start=10)
-
-    under.plan = first
-    early = model(torch.float32)
-    optimizer = ADAMS[kind](early)
-    train(early, optimizer, steps=10)
-    document = optimizer.state_dict()
-    assert same(document["param_groups"], expected["param_groups"])
-    assert document["state"].keys() == expected["state"].keys()
-    for index, state in expected["state"].items():
-        found = document["state"][index]
-        assert {k: (v.dtype, v.shape) for k, v in found.items()} == {
-            k: (v.dtype, v.shape) for k, v in state.items()
-        }
-        assert found["step"] == state["step"] == 10
-        assert (found["exp_avg"] - state["exp_avg"]).norm() < 0.1 * state["exp_avg"].norm()
-    checkpoint = saved({"model": early.state_dict(), "optimizer": document})
-
-    under.plan = second
-    late = model(torch.float32)
-    late.load_state_dict(checkpoint["model"])
-    optimizer = ADAMS[kind](late)
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    before = optimizer.state_dict()
-    assert same(before, checkpoint["optimizer"], 1e-12)
-    train(late, optimizer, start=10)
-    assert apart(late, whole) < 0.2
-    if second == EIGHT_BIT:
-        assert state_bytes(optimizer) < 0.3 * state_bytes(plain)
-
-
-def test_a_pickle_of_eight_bits_is_plain(under: Under) -> None:
-    under.plan = EIGHT_BIT
-    net = model(torch.float32)
-    optimizer = AdamW(net.parameters(), lr=1e-3)
-    train(net, optimizer, steps=5)
-    under.plan = Plan()
-    twin, other = pickle.loads(pickle.dumps((net, optimizer)))
-    assert {name for state in other.state.values() for name in state} == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-    }
-    train(twin, other, start=5, steps=3)
-    assert same(other.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
-    assert {float(state["step"]) for state in other.state.values()} == {8.0}
-
-
-def test_embeddings_and_small_parameters_keep_32_bits(under: Under) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(64, WIDTH)
-            self.head = nn.Linear(WIDTH, 64, bias=False)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(tokens))  # type: ignore[no-any-return]
-
-    net = Net()
-    under.plan, under.roots = EIGHT_BIT, (net,)
-    optimizer = AdamW(net.parameters(), lr=1e-3)
-    for _ in range(2):
-        nn.functional.cross_entropy(net(torch.arange(64)), torch.arange(64)).backward()
-        optimizer.step()
-    assert optimizer.state[net.table.weight]["exp_avg"].dtype is torch.float32
-    assert optimizer.state[net.head.weight]["exp_avg_codes"].dtype is torch.uint8
-
-
-def test_channels_last_weights_are_updated_in_their_own_order(under: Under) -> None:
-    def conv() -> nn.Module:
-        torch.manual_seed(1)
-        net = nn.Conv2d(32, 32, 3)
-        net.weight.data = net.weight.data.to(memory_format=torch.channels_last)
-        return net
-
-    def step(net: nn.Module) -> dict[str, Any]:
-        optimizer = AdamW(net.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(2)
-        x = torch.randn(2, 32, 8, 8, generator=generator)
-        net(x).pow(3).sum().backward()
-        optimizer.step()
-        return optimizer.state_dict()
-
-    plain, eight = conv(), conv()
-    expected = step(plain)
-    under.plan = EIGHT_BIT
-    found = step(eight)
-    assert torch.allclose(weights(eight), weights(plain), atol=1e-6)
-    moment, other = (each["state"][0]["exp_avg"] for each in (found, expected))
-    assert moment.stride() == other.stride()
-    assert (moment - other).norm() < 0.1 * other.norm()
-
-
-def test_eight_bits_are_taken_back_into_plain_state(under: Under) -> None:
-    plain, changed = model(torch.float32), model(torch.float32)
-    train(plain, AdamW(plain.parameters(), lr=1e-3), steps=20)
-    optimizer = AdamW(changed.parameters(), lr=1e-3)
-    under.plan = EIGHT_BIT
-    train(changed, optimizer, steps=10)
-    under.plan = Plan()
-    train(changed, optimizer, start=10, steps=10)
-    assert {name for state in optimizer.state.values() for name in state} == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-    }
-    assert apart(changed, plain) < 0.2
-
-
-def test_the_kernels_are_tried_before_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    _eight_bit.broken.cache_clear()
-    cpu = torch.device("cpu")
-    assert _eight_bit.broken(cpu, torch.float32) is None
-    _eight_bit.broken.cache_clear()
-    kernels = _eight_bit.bitsandbytes()
-    monkeypatch.setattr(kernels, "optimizer_update_8bit_blockwise", lambda *_, **__: None)
-    assert "compute something else" in (_eight_bit.broken(cpu, torch.float32) or "")
-    _eight_bit.broken.cache_clear()
-
-
-def test_codes_come_back_as_they_were() -> None:
-    values = _eight_bit.maps(torch.device("cpu"))[0]
-    row = torch.randn(1000)
-    codes, scales = _eight_bit.quantise(row, values)
-    once = _eight_bit.dequantise(codes, scales, values)
-    again, _ = _eight_bit.quantise(once, values)
-    assert torch.equal(again, codes)
-    assert (once - row).norm() < 0.05 * row.norm()
 
 
 def test_the_handle_keeps_no_optimizer_alive() -> None:

@@ -1,0 +1,138 @@
+"""The kernels of bitsandbytes: blockwise codes of 8 bits, and steps that are taken on them.
+
+Importing bitsandbytes initialises CUDA, so it is imported when the first optimizer is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+BLOCK = 256
+"""Elements that share a scale; the kernels' own."""
+SMALL = 4096
+"""Elements below which a parameter keeps 32 bits; bitsandbytes' own."""
+LARGEST = 2**31 - 1
+"""The kernels count elements in 32 bits."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the weights that the kernels step."""
+
+Codes = tuple[torch.Tensor, torch.Tensor]
+"""The 8-bit codes of a row of numbers, and its scales."""
+
+
+@cache
+def bitsandbytes() -> Any:
+    """Return ``bitsandbytes.functional``; it says on import what else one might install."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        import bitsandbytes.functional
+    finally:
+        logger.setLevel(level)
+    return bitsandbytes.functional
+
+
+@cache
+def maps(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of the 256 codes: of the first moment, signed, and of the second."""
+    functional = bitsandbytes()
+    signed, unsigned = (functional.create_dynamic_map(signed=each) for each in (True, False))
+    return signed.to(device), unsigned.to(device)
+
+
+def quantise(row: torch.Tensor, values: torch.Tensor) -> Codes:
+    """Return the codes and the scales of a row of float32."""
+    codes, state = bitsandbytes().quantize_blockwise(row, code=values, blocksize=BLOCK)
+    return codes, state.absmax
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the row of float32 that codes and scales stand for."""
+    row: torch.Tensor = bitsandbytes().dequantize_blockwise(
+        codes, absmax=scales, code=values, blocksize=BLOCK
+    )
+    return row
+
+
+def update(
+    kernel: str,
+    group: dict[str, Any],
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: list[Codes],
+    step: int,
+) -> None:
+    """Take one step of ``"adam"`` (two moments) or ``"lion"`` (one), decay on the weights."""
+    values = maps(weights.device)
+    (first, scale), (second, other) = (*moments, (None, None))[:2]
+    beta1, beta2 = group["betas"]
+    bitsandbytes().optimizer_update_8bit_blockwise(
+        kernel,
+        gradient,
+        weights,
+        first,
+        second,
+        beta1,
+        beta2,
+        0.0,
+        0.0,
+        group.get("eps", 0.0),
+        step,
+        group["lr"],
+        values[0],
+        None if second is None else values[1],
+        scale,
+        other,
+        weight_decay=group["weight_decay"],
+    )
+
+
+class on_default_stream:
+    """Orders the kernels, which run on CUDA's default stream, with torch's present stream."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        devices = {p.device for p in params if p.is_cuda}
+        present = [torch.cuda.current_stream(device) for device in devices]
+        self._streams = [(s, torch.cuda.default_stream(s.device)) for s in present]
+
+    def __enter__(self) -> None:
+        for present, default in self._streams:
+            if present != default:
+                default.wait_stream(present)
+
+    def __exit__(self, *_: object) -> None:
+        for present, default in self._streams:
+            if present != default:
+                present.wait_stream(default)
+
+
+@cache
+def broken(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a kernel does not work here, or ``None``: one step from zeros is known."""
+    try:
+        generator = torch.Generator().manual_seed(0)
+        gradient = torch.randn(SMALL, generator=generator).to(device, dtype)
+        weights = torch.zeros(SMALL, device=device, dtype=dtype)
+        group = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0}
+        codes = [
+            (
+                torch.zeros(SMALL, dtype=torch.uint8, device=device),
+                torch.zeros(SMALL // BLOCK, device=device),
+            )
+            for _ in range(2 if kernel == "adam" else 1)
+        ]
+        with on_default_stream([weights]):
+            update(kernel, group, weights, gradient, codes, 1)
+        expected = -0.5 * gradient.float().sign()
+        wrong = float((weights.float() - expected).abs().median()) > 0.01
+    except (ImportError, RuntimeError, AttributeError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        return f"bitsandbytes does not work on {device.type}: {first or type(error).__name__}"
+    where = f"bitsandbytes {version('bitsandbytes')} on {device.type} in {dtype}"
+    return f"{where}: its kernels compute something else" if wrong else None
