@@ -9,6 +9,7 @@ from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
 from autofit.strategies.facts import Facts, Hardware, RootFacts
+from autofit.strategies.loss import Loss
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.precision import Precision
@@ -16,6 +17,7 @@ from autofit.strategies.precision import Precision
 REGISTRY: tuple[Strategy, ...] = (
     Precision(),
     Checkpointing(),
+    Loss(),
     Optimizer(),
     MicroBatch(),
     Compile(),

@@ -20,8 +20,8 @@ registered by one line in ``strategies/__init__.py``, and keeps these promises, 
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, Protocol
@@ -109,6 +109,25 @@ class ByHand:
     """Gradients need a ``torch.amp.GradScaler``."""
     samples: int | None = None
     """The largest chunk in which the model sees the batch."""
+
+
+class Deferred(ABC):
+    """In the root's output in place of a tensor, which is computed when something uses it.
+
+    A level that gives such outputs makes them answer as the tensor would, for scripts that use it.
+    """
+
+    @abstractmethod
+    def value(self) -> Any:
+        """Return the tensor, with its graph where it has one; raise ``Refused`` if it is lost."""
+
+    @abstractmethod
+    def detached(self) -> Deferred:
+        """Return the same without its graph; that its value is differentiated is then refused."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[Any], dim: int) -> Deferred | None:
+        """Return this and those of further samples as one, along ``dim``; ``None`` if it cannot."""
 
 
 class Root(Protocol):

@@ -41,6 +41,8 @@ class RootFacts:
     """Class of the repeated blocks, the longest run of same-class children of a container."""
     blocks: int = 0
     """How many such blocks."""
+    classes: int = 0
+    """Outputs of its head: the widest linear layer outside the blocks; 0 where there is none."""
     transformers: bool = False
     """A Hugging Face model that has its own checkpointing switch."""
     batch_norm: bool = False

@@ -258,6 +258,9 @@ class StrategyContract:
             text=True,
         )
         peaks = json.loads(ran.stdout)
+        levels = [level for level in levels if level in peaks]
+        if not levels:
+            pytest.skip("refused on this model: its own tests measure it")
         assert min(peaks[level] for level in levels) < FEWER * peaks[AS_IS], peaks
 
 
@@ -345,6 +348,8 @@ def meter_environment() -> dict[str, str]:
 
 MEASURE = """
 import json, sys
+from contextlib import suppress
+from autofit.exceptions import Refused
 from autofit.worker import meter
 gauge = meter.for_device("cpu")
 meter.forget()
@@ -373,13 +378,14 @@ name, *levels = sys.argv[1:]
 peaks = {}
 for level in ["as_is", *levels]:
     root = HarnessRoot(model, Seams(Handler()), Calls(), lambda *args: False)
-    root.apply(Plan.of({name: level}))
-    for _ in range(2):  # the probe of the first call is not what is measured
-        model.zero_grad()
-        before = gauge.current()
-        gauge.reset()
-        root.call((x,), {}).sum().backward()
-    peaks[level] = gauge.peak().allocated - before
+    with suppress(Refused):
+        root.apply(Plan.of({name: level}))
+        for _ in range(2):  # the probe of the first call is not what is measured
+            model.zero_grad()
+            before = gauge.current()
+            gauge.reset()
+            root.call((x,), {}).sum().backward()
+        peaks[level] = gauge.peak().allocated - before
     root.take_back()
 print(json.dumps(peaks))
 """

@@ -24,7 +24,7 @@ from autofit.worker.harness.joining import (
     cuts,
 )
 from autofit.worker.harness.opened import flatten
-from autofit.worker.harness.parts import Gradients, Parts
+from autofit.worker.harness.parts import Gradients, Parts, without_graph
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams, plain_backward
 
@@ -229,7 +229,7 @@ class Call:
             self._differentiate(outputs, cut)
         elif keep:
             self._kept = Kept(cut, leaves, list(outputs))
-        return [out.detach() if isinstance(out, torch.Tensor) else out for out in outputs]
+        return [without_graph(out) for out in outputs]
 
     def _differentiate(self, outputs: list[Any], cut: Cut) -> None:
         """Run an eager chunk's backward; raise ``_InHalf`` where that needs a scale not known."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies._heads import classes
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness.compiling import is_compiled
@@ -46,7 +47,7 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     held = [*parameters, *module.buffers()]
     blocks = repeated_blocks(module)
-    classes = Counter(type(block).__name__ for block in blocks)
+    kinds = Counter(type(block).__name__ for block in blocks)
     batch = Batch.of(args, kwargs)
     batched = batched_leaves(batch, 0)
     return RootFacts(
@@ -56,8 +57,9 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         trainable=sum(parameter.numel() for parameter in trainable),
         dtype=str(trainable[0].dtype).removeprefix("torch."),
         batch=int(batch.leaves[batched[0]].shape[0]) if batched else None,
-        block_class=classes.most_common(1)[0][0] if classes else None,
+        block_class=kinds.most_common(1)[0][0] if kinds else None,
         blocks=len(blocks),
+        classes=classes(module),
         transformers=has_own_switch(module),
         batch_norm=any(_is_batch_norm(each) for each in module.modules()),
         dropout=any(_drops(each) for each in module.modules()),

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
+from autofit.strategies.base import Deferred
 from autofit.worker.harness.moved import Place
 from autofit.worker.harness.opened import flatten
 
@@ -194,6 +195,8 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
     """
     if len(column) == 1:
         return column[0]
+    if join.rows and any(isinstance(part, Deferred) for part in column):
+        return _deferred(join, column, cuts)
     if join.rows:
         try:
             if join.rule is Rule.CONCATENATE:
@@ -212,6 +215,17 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
     if all(same(part, first) for part in column[1:]):
         return first
     raise Refused("what was the same for all parts of a batch depends on the samples now")
+
+
+def _deferred(join: Join, column: Sequence[Any], cuts: Sequence[Cut]) -> Any:
+    """Return outputs that wait for their use as one that waits, or computed where they cannot."""
+    first, *others = column
+    if join.rule is Rule.CONCATENATE and all(isinstance(part, Deferred) for part in column):
+        found = first.joined(others, join.dim)
+        if found is not None:
+            return found
+    values = [part.value() if isinstance(part, Deferred) else part for part in column]
+    return joined(join, values, cuts, [])
 
 
 def _beside(part: torch.Tensor, dim: int) -> tuple[int, ...]:

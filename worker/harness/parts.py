@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
+from autofit.strategies.base import Deferred
 from autofit.worker.harness.joining import Batch, Cut, Join, Layout, Weights, joined
 
 Gradients = list[torch.Tensor | None]
@@ -79,3 +80,10 @@ class Parts:
                     whole.add_(gradient)
             gradients_of_all.append(whole)
         return gradients_of_all
+
+
+def without_graph(output: Any) -> Any:
+    """Return one output of a chunk as the script is to hold it: its graph is not the script's."""
+    if isinstance(output, Deferred):
+        return output.detached()
+    return output.detach() if isinstance(output, torch.Tensor) else output

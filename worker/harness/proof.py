@@ -17,7 +17,7 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS, Fidelity, Forward, Strategy
+from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
@@ -170,10 +170,10 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
     quiet = getattr(root.outer, "no_sync", nullcontext)
     with preserved(root.module), torch.enable_grad(), quiet():
         moves = Moves(root.module)
+        leaves = torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
+        values = [leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves]
         outputs = [
-            leaf
-            for leaf in torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
         ]
         cotangents = [
             torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0) / leaf.numel()

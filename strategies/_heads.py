@@ -1,0 +1,36 @@
+"""Finds the head of a model: the linear layer whose outputs are the logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autofit.strategies._blocks import repeated_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WIDE = 4096
+"""Outputs from which logits weigh more than what they are computed of."""
+
+
+def find_head(model: nn.Module) -> Any:
+    """Return the head of ``model``: what Hugging Face's models name as theirs, in others the one
+    linear layer outside the blocks that is the widest, and wider than its input; else ``None``.
+    """
+    from torch import nn
+
+    named = getattr(model, "get_output_embeddings", lambda: None)()
+    if named is not None:
+        return named
+    inside = {id(each) for block in repeated_blocks(model) for each in block.modules()}
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    wide = [each for each in layers if each.out_features > each.in_features]
+    outside = [each for each in wide if id(each) not in inside]
+    widest = max((each.out_features for each in outside), default=0)
+    found = [each for each in outside if each.out_features == widest]
+    return found[0] if len(found) == 1 else None
+
+
+def classes(model: nn.Module) -> int:
+    """Return how many outputs the head of ``model`` has; 0 where it has none."""
+    return int(getattr(find_head(model), "out_features", 0))
