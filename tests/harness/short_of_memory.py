@@ -134,7 +134,7 @@ def main(dropout: float, losing: bool, micro_batch: int, call: int) -> None:
     run.start()
     plain = {micro_batch: step(run, model, losing, micro_batch, None)}
     found: list[dict[str, Any]] = []
-    for room in range(64 * KIB, 8192 * KIB, 256 * KIB):
+    for room in range(64 * KIB, 8192 * KIB, 128 * KIB):
         try:
             short = step(run, model, losing, micro_batch, Fall(call, room))
         except RuntimeError as error:

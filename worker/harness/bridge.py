@@ -209,7 +209,7 @@ class Call:
         self._states = []
         try:
             with inside(self.owner.seams):
-                parts = [self._chunk(cut, eager) for cut in self._cuts]
+                parts = [self._parts.take(cut, self._chunk(cut, eager)) for cut in self._cuts]
                 if eager:
                     self._gradients = [p.grad for p in self.parameters]
                     self._empty_gradients()
@@ -465,6 +465,7 @@ class Call:
         self._kept = None
         self._outputs = []
         self._gradients = None
+        self._parts.drop()
         _forget(error)
 
     def _empty_gradients(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Deferred
-from autofit.worker.harness.joining import Batch, Cut, Join, Layout, Weights, joined
+from autofit.worker.harness.joining import Batch, Cut, Join, Layout, Rule, Weights, joined
 
 Gradients = list[torch.Tensor | None]
 
@@ -21,6 +21,8 @@ class Parts:
         self._layout = layout
         self._size = size
         self._weights: dict[Join, Weights] = {}
+        self._rows: dict[int, _Rows] = {}
+        """Outputs whose rows are put together as they come."""
 
     def weight(self, batch: Batch, output: int, cut: Cut) -> float:
         """Return the weight of a chunk's number in that of the whole."""
@@ -28,6 +30,25 @@ class Parts:
         if join not in self._weights:
             self._weights[join] = self._layout.weights(join, batch)
         return self._weights[join].of(cut)
+
+    def take(self, cut: Cut, outputs: list[Any]) -> list[Any]:
+        """Return a chunk's outputs without the rows, which are put to those before at once.
+
+        A language model's logits for the whole batch are as large as its weights, and would exist
+        twice if they were put together in the end.
+        """
+        if cut == (0, self._size) or len(outputs) != len(self._layout.joins):
+            return outputs
+        for index, (join, output) in enumerate(zip(self._layout.joins, outputs, strict=True)):
+            if join.rule is Rule.CONCATENATE and _lies_there(output):
+                rows = self._rows.setdefault(index, _Rows(join.dim))
+                rows.add(output, self._size / (cut[1] - cut[0]))
+                outputs[index] = None
+        return outputs
+
+    def drop(self) -> None:
+        """Forget the rows of an attempt that failed."""
+        self._rows = {}
 
     def join(self, batch: Batch, cuts: Sequence[Cut], parts: list[list[Any]]) -> list[Any]:
         """Return the outputs of the whole; takes them out of ``parts``.
@@ -40,7 +61,8 @@ class Parts:
             raise Refused("the model's output has another structure for a part of the batch")
         outputs: list[Any] = []
         for index, join in enumerate(self._layout.joins):
-            column = [part[index] for part in parts]
+            rows = self._rows.pop(index, None)
+            column = rows.parts() if rows else [part[index] for part in parts]
             for part in parts:
                 part[index] = None  # a joined output and its parts need not exist together
             weights = [self.weight(batch, index, cut) for cut in cuts] if join.scalar else []
@@ -87,3 +109,48 @@ def without_graph(output: Any) -> Any:
     if isinstance(output, Deferred):
         return output.detached()
     return output.detach() if isinstance(output, torch.Tensor) else output
+
+
+def _lies_there(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and not isinstance(output, Deferred)
+
+
+class _Rows:
+    """One output of the whole, filled from its start as the chunks come."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._whole: torch.Tensor | None = None
+        self._filled = 0
+        self._rest: list[torch.Tensor] = []
+        """What does not fit behind the rows before: rows of another shape, more than expected."""
+
+    def add(self, part: torch.Tensor, times: float) -> None:
+        """Put ``part`` behind the others; the whole has ``times`` as many rows as the first."""
+        rows = part.shape[self._dim]
+        if self._whole is None:
+            self._whole = _like(part, self._dim, round(rows * times))
+        room = not self._rest and self._filled + rows <= self._whole.shape[self._dim]
+        place = self._whole.narrow(self._dim, self._filled, rows) if room else None
+        if place is not None and (place.shape, place.dtype) == (part.shape, part.dtype):
+            place.copy_(part)
+            self._filled += rows
+        else:
+            self._rest.append(part)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return the whole, or what it is put together of, in order."""
+        assert self._whole is not None, "there was a first part"
+        if self._filled == self._whole.shape[self._dim]:
+            return [self._whole, *self._rest]
+        return [self._whole.narrow(self._dim, 0, self._filled), *self._rest]
+
+
+def _like(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """Return memory for ``rows`` such rows, laid out as ``torch.cat`` would."""
+    shape = [*part.shape]
+    shape[dim] = rows
+    last = part.ndim == 4 and not part.is_contiguous()
+    last = last and part.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=form)
