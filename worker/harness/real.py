@@ -113,6 +113,8 @@ class RealRun(Session):
 
     def boundary(self) -> None:
         """After the first step the device holds all that libraries load: let the cap follow."""
+        if self.proven():
+            self.meter.release()  # what the proof has left in the allocator's cache
         if self.steps == 1:
             self.meter.reset()
         elif self.steps == SETTLED or self.steps % SELDOM == 0:

@@ -62,6 +62,8 @@ class Session:
         """What cannot go on as its plan has it is to fail: it is measured."""
         self._leader: int | None = None
         self._quiet_steps = 0
+        self._proofs = 0
+        """Made of all roots when that was looked at last."""
 
     def start(self) -> None:
         """Attach to torch, which the script has just imported."""
@@ -136,6 +138,11 @@ class Session:
     def modules(self) -> tuple[nn.Module, ...]:
         """Return the roots met so far."""
         return tuple(root.module for root in self.roots if root.alive)
+
+    def proven(self) -> bool:
+        """Return whether something was proven of a root since this was asked last."""
+        before, self._proofs = self._proofs, sum(root.proofs for root in self.roots)
+        return self._proofs > before
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""

@@ -89,8 +89,6 @@ class Trial(Session):
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
-        self._proofs = 0
-        """Made of all roots when the last step ended."""
         self.strict = True
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
@@ -445,8 +443,7 @@ class Trial(Session):
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
         compiled, self._compiled = self._compiled, self._compiling.seconds()
-        proofs, self._proofs = self._proofs, sum(root.proofs for root in self.roots)
-        proven = self._proofs > proofs
+        proven = self.proven()
         settling = (proven or self._compiled > compiled) and stage.dropped < SETTLING
         if stage.shortage is not None:
             self._advance()
