@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from autofit import strategies
 from autofit.plan import Plan
+from autofit.static import Static
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
 from autofit.strategies.micro_batch import AUTO
@@ -62,27 +63,6 @@ EFFECTS = tuple(
     (strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:]
 )
 """Every level that multiplies something."""
-STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
-"""Of Adam and its kin, and of others: numbers kept a parameter, and how unsure that is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Static:
-    """Bytes that do not depend on the batch, in the script as it is."""
-
-    weights: float
-    gradients: float
-    state: float
-    unsure: float
-    """Of the logarithm of ``state``."""
-
-    @classmethod
-    def of(cls, facts: Facts) -> Static:
-        """Return what arithmetic says."""
-        weights = sum(root.parameter_bytes for root in facts.roots)
-        gradients = sum(root.trainable * _element(root.dtype) for root in facts.roots)
-        numbers, unsure = STATE[all("Adam" in name for name in facts.optimizers)]
-        return cls(float(weights), float(gradients), numbers * gradients, unsure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +355,3 @@ def _bounds(trial: TrialRecord, batch: float) -> list[Row]:
     smallest = {AS_IS: batch, AUTO: 1.0}.get(split) or float(split)
     whole = smallest if trial.verdict is Verdict.OUT_OF_MEMORY else batch
     return [Row(trial.plan.searched, float(short.micro_batch or whole), float(trial.budget))]
-
-
-def _element(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)

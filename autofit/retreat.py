@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autofit import strategies
-from autofit.ladder import ORDERED, lower
 from autofit.plan import Plan
 from autofit.results import ranked
-from autofit.space import clash
+from autofit.space import clash, expected
+from autofit.static import Static
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
+from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Memory
 
 LESS = 0.95
 """A measured plan is a rung only where its peak was below this share of the present plan's."""
@@ -41,25 +42,50 @@ class Ground:
 
 
 def next_rung(
-    plan: Plan, ground: Ground, tried: Iterable[Plan] = (), *, activations: bool = True
+    plan: Plan,
+    ground: Ground,
+    tried: Iterable[Plan] = (),
+    *,
+    activations: bool = True,
+    missing: int = 0,
 ) -> Plan | None:
     """Return the plan to go on with after ``plan`` ran out of memory; ``None`` at the last.
 
     What the search has measured comes first, the fastest that needed less; then what it has not:
-    half the samples at a time, and the next level of what trades speed for activations. Not those
-    where it is not ``activations`` that do not fit: the weights, the optimizer's state.
+    half the samples at a time, or a level that trades speed for memory, the one expected to lose
+    least speed of those that free the bytes ``missing``; lower fidelity than the plan's comes last.
+    Fewer ``activations`` only where it is
+    those that do not fit, not the weights or the optimizer's state.
     """
     seen = {plan, *tried}
-    rungs = (*_measured(plan, ground), *(_derived(plan, ground) if activations else ()))
+    faithful = max(plan.fidelity(ground.facts), Fidelity.REDRAW)
+
+    def order(rung: Plan) -> tuple[bool, bool, float]:
+        short = _freed(plan, rung, ground) < missing
+        return short, rung.fidelity(ground.facts) > faithful, expected(rung)
+
+    derived = sorted(_derived(plan, ground, activations=activations), key=order)
+    if (
+        not activations
+    ):  # it is arithmetic then: what frees too little does not help
+        derived = [rung for rung in derived if _freed(plan, rung, ground) >= max(missing, 1)]
+    rungs = (*_measured(plan, ground), *derived)
     return next((rung for rung in rungs if rung not in seen), None)
 
 
 def rungs_below(
-    plan: Plan, ground: Ground, tried: Iterable[Plan] = (), *, activations: bool = True
+    plan: Plan,
+    ground: Ground,
+    tried: Iterable[Plan] = (),
+    *,
+    activations: bool = True,
+    missing: int = 0,
 ) -> list[Plan]:
     """Return every rung below ``plan``, the next one first, as ``next_rung`` gives them."""
     seen, found = {plan, *tried}, list[Plan]()
-    while (rung := next_rung(plan, ground, seen, activations=activations)) is not None:
+    while (
+        rung := next_rung(plan, ground, seen, activations=activations, missing=missing)
+    ) is not None:
         seen.add(rung)
         found.append(rung)
         plan = rung
@@ -76,13 +102,51 @@ def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
         yield from (each for each, peak in plans.items() if peak < LESS * plans[plan])
 
 
-def _derived(plan: Plan, ground: Ground) -> Iterator[Plan]:
-    split = strategies.get("micro_batch")
-    size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
-    if size is not None and size > 1 and ground.allows("micro_batch", str(size // 2)):
-        yield plan.replace(**{split.name: str(-(-size // 2))})
-    for name in ORDERED:
-        for level in lower(name, plan[name]):
-            if ground.allows(name, level):
-                rung = plan.replace(**{name: level})
-                yield rung.unsized if clash(rung) else rung
+def _derived(plan: Plan, ground: Ground, *, activations: bool) -> Iterator[Plan]:
+    """Yield the plans that are one level away and trade speed for memory."""
+    size = _samples(plan, ground)
+    if activations and size is not None and size > 1:
+        half = str(-(-size // 2))
+        if ground.allows("micro_batch", half):
+            yield plan.replace(micro_batch=half)
+    for strategy in strategies.REGISTRY:
+        if strategy.name == "micro_batch" or not strategy.lowers:
+            continue
+        if not activations and strategy.lowers == {Memory.ACTIVATIONS}:
+            continue
+        now = strategy.level(plan[strategy.name])
+        for level in strategy.levels:
+            slower = level.slowdown >= max(1.0, now.slowdown) and level.keeps < now.keeps
+            if slower and ground.allows(strategy.name, level.name):
+                rung = plan.replace(**{strategy.name: level.name})
+                rung = rung.unsized if clash(rung) else rung
+                if not clash(rung):
+                    yield rung
+
+
+def _samples(plan: Plan, ground: Ground) -> int | None:
+    """Return the samples in a chunk; ``None`` while nobody knows."""
+    return ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+
+
+def _freed(plan: Plan, rung: Plan, ground: Ground) -> float:
+    """Return the bytes that a rung is expected to free, by arithmetic and what levels promise."""
+    static = Static.of(ground.facts)
+    held = {
+        Memory.WEIGHTS: static.weights,
+        Memory.GRADIENTS: static.gradients,
+        Memory.OPTIMIZER_STATE: static.state,
+    }
+    held[Memory.ACTIVATIONS] = max(0.0, ground.budget - sum(held.values()))
+    size, smaller = _samples(plan, ground), _samples(rung, ground)
+    freed = 0.0
+    for kind, size_of_kind in held.items():
+        before, after = _kept(plan, kind), _kept(rung, kind)
+        if kind is Memory.ACTIVATIONS and size and smaller:
+            after *= smaller / size
+        freed += size_of_kind * (before - after) / before
+    return freed
+
+
+def _kept(plan: Plan, kind: Memory) -> float:
+    return math.prod(s.level(level).keeps for s, level in plan if kind in s.lowers)

@@ -81,7 +81,9 @@ def supervise(
         alike = alike + 1 if before is not None and ended.like(before) else 0
         before = ended
         activations = ended.shortage.of_activations(budget)
-        rung = _after(alike, rungs_below(plan, ground, tried, activations=activations))
+        missing = ended.shortage.requested or 0
+        rungs = rungs_below(plan, ground, tried, activations=activations, missing=missing)
+        rung = _after(alike, rungs)
         lost = where(ended.shortage, budget)
         if rung is None and not (resume and newest(ended.checkpoints)):
             help_ = advice(ended.shortage, plan, ground)

@@ -89,3 +89,18 @@ def test_a_rung_leaves_out_what_cannot_stand_beside_it() -> None:
     assert next_rung(Plan.of({"compile": "full"}), ground) == Plan.of({"checkpointing": "half"})
     regional = Plan.of({"compile": "regional"})
     assert next_rung(regional, ground) == regional.replace(checkpointing="half")
+
+
+def test_the_bytes_missing_decide_between_rungs() -> None:
+    """Weights and gradients hold 8 GiB of 20 there, AdamW's state 8 more."""
+    big = replace(ROOT, parameters=1 << 30, parameter_bytes=4 << 30, trainable=1 << 30, batch=2)
+    facts = replace(FACTS, roots=(big,), optimizers=("AdamW",))
+    ground = replace(GROUND, facts=facts, budget=20 << 30)
+    bf16 = Plan.of({"precision": "bf16"})
+    assert next_rung(bf16, ground) == bf16.replace(micro_batch="1")
+    assert next_rung(bf16, ground, missing=5 << 30) == bf16.replace(optimizer="eight_bit")
+    state = next_rung(bf16, ground, activations=False)
+    assert state == bf16.replace(optimizer="eight_bit"), "fewer samples would not help"
+    exact = next_rung(Plan(), ground, tried=[Plan.of({"micro_batch": "1"})])
+    assert exact is not None
+    assert exact.fidelity(facts) <= Fidelity.REDRAW, "rounding comes last"
