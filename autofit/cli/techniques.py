@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from autofit.pairs import Pair
     from autofit.strategies import Strategy
+
+NOTHING = "no memory by itself"
+EVERY, SOME, NONE = "+", "~", "-"
+"""Of the levels of two strategies: how many stand beside one another."""
 
 
 @click.command("techniques")
-@click.option("--json", "as_json", is_flag=True, help="Write the catalogue as JSON.")
-def command(as_json: bool) -> None:
+@click.option("--pairs", "as_pairs", is_flag=True, help="Show which stand beside one another.")
+@click.option("--json", "as_json", is_flag=True, help="Write the catalogue, or the pairs, as JSON.")
+def command(as_pairs: bool, as_json: bool) -> None:
     """List the techniques a search may try, and what each may change."""
-    from autofit.strategies import REGISTRY
+    from autofit.pairs import pairs
+    from autofit.strategies import NAMES, REGISTRY
 
-    if as_json:
+    if as_pairs:
+        found = pairs()
+        text = [json.dumps([pair_document(p) for p in found], indent=2)]
+        click.echo("\n".join(text if as_json else (*matrix(NAMES, found), *clashing(found))))
+    elif as_json:
         click.echo(json.dumps([as_document(strategy) for strategy in REGISTRY], indent=2))
     else:
         click.echo("\n".join(lines(REGISTRY)))
@@ -38,24 +49,94 @@ def as_document(strategy: Strategy) -> dict[str, Any]:
     }
 
 
+def pair_document(pair: Pair) -> dict[str, Any]:
+    """Return a pair for JSON: two ``{"strategy", "level"}``, and the reason or nothing."""
+    two = [dict(zip(("strategy", "level"), each, strict=True)) for each in (pair.one, pair.other)]
+    return {"pair": two, "reason": pair.reason}
+
+
 def lines(strategies: Iterable[Strategy]) -> list[str]:
-    """Return the catalogue as plain text, a paragraph a strategy."""
+    """Return the catalogue as plain text, by the memory lowered, a paragraph a strategy.
+
+    The first level of each, the script as it is, is left out.
+    """
     found = tuple(strategies)
     wide = max((len(level.name) for s in found for level in s.levels), default=0)
-    paragraphs = ["\n".join(_paragraph(strategy, wide)) for strategy in found]
-    return "\n\n".join(paragraphs).split("\n")
+    groups: dict[str, list[Strategy]] = {kind: [] for kind in _kinds()}
+    for strategy in found:
+        groups[_group(strategy)].append(strategy)
+    told: list[str] = []
+    for kind, members in groups.items():
+        if members:
+            told += [f"== lowers {kind} =="]
+        for strategy in members:
+            told += ["", *_paragraph(strategy, wide)]
+        if members:
+            told += [""]
+    return told[:-1]
+
+
+def matrix(names: Sequence[str], found: Iterable[Pair]) -> list[str]:
+    """Return a line a strategy: how its levels stand beside those of each one above it."""
+    reasons: dict[tuple[str, str], list[bool]] = {}
+    for pair in found:
+        reasons.setdefault((pair.one[0], pair.other[0]), []).append(pair.reason is None)
+    wide = max(map(len, names))
+    told = [f"{'':{wide + 3}}" + "".join(f"{column:>3}" for column in range(1, len(names)))]
+    for row, name in enumerate(names):
+        cells = "".join(f"  {_cell(reasons[above, name])}" for above in names[:row])
+        told.append(f"{row + 1:>2} {name:<{wide}}{cells}".rstrip())
+    legend = f"{EVERY} every two levels stand together   {SOME} some do   {NONE} none do"
+    return [*told, "", legend]
+
+
+def clashing(found: Iterable[Pair]) -> list[str]:
+    """Return a line for each reason why levels do not stand together; of the strategies' own."""
+    told: dict[tuple[str, str, str], list[set[str]]] = {}
+    for pair in found:
+        if pair.reason is not None:
+            key = (pair.one[0], pair.other[0], pair.reason)
+            for levels, (_, level) in zip(
+                told.setdefault(key, [set(), set()]), (pair.one, pair.other), strict=True
+            ):
+                levels.add(level)
+    return [
+        line
+        for (one, other, reason), (ones, others) in told.items()
+        for line in ("", f"{one} {_listed(ones)} beside {other} {_listed(others)}:", f"  {reason}")
+    ]
+
+
+def _cell(stand: Sequence[bool]) -> str:
+    return EVERY if all(stand) else SOME if any(stand) else NONE
+
+
+def _listed(levels: Iterable[str]) -> str:
+    return ", ".join(sorted(levels))
 
 
 def _paragraph(strategy: Strategy, wide: int) -> list[str]:
-    lowers = ", ".join(_lowers(strategy)) or "no memory by itself"
+    lowers = ", ".join(_lowers(strategy)) or NOTHING
     return [
         f"{strategy.name}: {strategy.summary}",
         f"  lowers {lowers}; {strategy.source}",
         *(
             f"    {level.name:<{wide}}  {level.fidelity!s:<8}  {level.summary}"
-            for level in strategy.levels
+            for level in strategy.levels[1:]
         ),
     ]
+
+
+def _kinds() -> list[str]:
+    from autofit.strategies import Memory
+
+    return [*map(str, Memory), NOTHING]
+
+
+def _group(strategy: Strategy) -> str:
+    """Return the kind of memory under which a strategy is listed: the first that it lowers."""
+    lowers = _lowers(strategy)
+    return next((kind for kind in _kinds() if kind in lowers), NOTHING)
 
 
 def _lowers(strategy: Strategy) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import copy
 import io
-import itertools
 import json
 import os
 import pickle
@@ -30,7 +29,6 @@ from torch.optim import optimizer as optim
 
 from autofit.exceptions import Refused, UsageError
 from autofit.plan import Plan
-from autofit.space import clash
 from autofit.strategies import (
     AS_IS,
     REGISTRY,
@@ -52,9 +50,6 @@ Setting = tuple[Strategy, str]
 """A strategy and one of its levels."""
 
 SETTINGS: list[Setting] = [(s, level.name) for s in REGISTRY for level in s.levels[1:]]
-ON_ROOT = [each for each in SETTINGS if type(each[0]).on_root is not Strategy.on_root]
-PAIRS = [(a, b) for a, b in itertools.combinations(ON_ROOT, 2) if a[0] is not b[0]]
-"""Of what changes the root; beside optimizers: ``test_optimizer.py``."""
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative difference of gradients that another order of sums may make."""
@@ -112,11 +107,16 @@ class Case:
     @property
     def exact(self) -> float:
         """The difference that the order of sums may make in the model's precision."""
-        return EXACT[next(self.module.parameters()).dtype]
+        return EXACT[self.dtype]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's precision."""
+        return next(self.module.parameters()).dtype
 
 
 class StrategyContract:
-    """Give it the fixtures ``strategy``, ``setting``, ``pair``, ``case`` and ``root``."""
+    """Give it the fixtures ``strategy``, ``setting``, ``case`` and ``root``."""
 
     def test_its_metadata_imports_no_torch(self, strategy: Strategy) -> None:
         code = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sys.modules)"
@@ -233,15 +233,6 @@ class StrategyContract:
 
     def test_it_keeps_its_promise(self, setting: Setting, root: Any, case: Case) -> None:
         assert_promise(root, case, plan(setting))
-
-    def test_it_stands_beside_others(
-        self, pair: tuple[Setting, Setting], root: Any, case: Case
-    ) -> None:
-        wanted = plan(*pair)
-        if reason := clash(wanted):
-            assert is_a_line(reason)
-            pytest.skip(f"not tried: {reason}")
-        assert_promise(root, case, wanted)
 
     def test_it_lowers_what_it_says(self, strategy: Strategy) -> None:
         """Of the bytes a step holds at its worst moment, on the stand-in device."""

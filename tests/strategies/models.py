@@ -1,0 +1,82 @@
+"""Small models with a batch each, as scripts have them: what strategies are tried on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.strategies.contract import Case
+
+
+class Block(nn.Module):
+    """A transformer's block, written by hand."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        after: torch.Tensor = x + self.mlp(self.norms[1](x))
+        return after
+
+
+class Blocks(nn.Module):
+    """A small language model whose script computes the loss outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def loss_outside(tokens: torch.Tensor) -> Case:
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    return Case(Blocks().double(), {"tokens": tokens}, loss)
+
+
+def gpt2(tokens: torch.Tensor) -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    kwargs = {"input_ids": tokens, "labels": tokens}  # in float32, to which it casts its logits
+    return Case(GPT2LMHeadModel(config), kwargs, lambda output: output.loss)
+
+
+def bert(tokens: torch.Tensor) -> Case:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    mask = (torch.arange(tokens.shape[1]) < 4 + torch.arange(len(tokens))[:, None]).long()
+    kwargs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 2}
+    model = BertForSequenceClassification(config).double()
+    return Case(model, kwargs, lambda output: output.loss)
