@@ -24,21 +24,27 @@ LION = ("Lion", "Lion32bit")
 """Names of classes that are Lion, where they compute what it does."""
 EIGHT_BIT = ("Adam", "AdamW", *LION)
 """Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
+ADAM = ("Adam", "AdamW")
+"""Those in whose place another algorithm may train: their rates are understood."""
+OTHERS = ("lion", "sgd", "adafactor")
+"""Levels that train by another algorithm."""
 
 HAVE = {
     "fused": ("fused implementation", FUSED),
     "single": ("implementation that takes all parameters at once", FOREACH),
     "eight_bit": ("8-bit implementation", EIGHT_BIT),
+    **dict.fromkeys(OTHERS, ("rates that are known to suit another algorithm", ADAM)),
 }
 """What a level takes of an optimizer's class, and the classes that have it."""
 
 
 class Optimizer(Strategy):
-    """Another implementation behind the script's own optimizer object.
+    """Another implementation behind the script's own optimizer object, or another algorithm.
 
     Its groups, schedule, clipping and closure stay the script's. What it saves is what plain
-    Python saves, and it loads that. 8-bit state is blockwise-quantised (Dettmers et al., 2022);
-    small tensors and embeddings keep 32 bits, as bitsandbytes advises.
+    Python saves, and it loads that; only another algorithm, a recipe, saves its own state. 8-bit
+    state is blockwise-quantised (Dettmers et al., 2022); small tensors and embeddings keep 32
+    bits, as bitsandbytes advises.
     """
 
     name = "optimizer"
@@ -68,12 +74,41 @@ class Optimizer(Strategy):
             keeps=0.27,
             undo=False,
         ),
+        Level(
+            name="lion",
+            summary="Lion in place of Adam, at a tenth of its rate: one moment",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.03,
+            keeps=0.5,
+            undo=False,
+            refines=True,
+        ),
+        Level(
+            name="sgd",
+            summary="SGD with momentum in place of Adam, each tensor's step as long as Adam's",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.02,
+            keeps=0.5,
+            undo=False,
+            refines=True,
+        ),
+        Level(
+            name="adafactor",
+            summary="Adafactor in place of Adam, at its rates: squares by row and column",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.05,
+            keeps=0.05,
+            undo=False,
+            refines=True,
+        ),
     )
 
     def describe(self, level: str) -> str:
-        """Return ``"fused optimizer"`` or ``"8-bit optimizer"``."""
+        """Return ``"fused optimizer"``, ``"8-bit optimizer"``, ``"Lion for Adam"``."""
         said = {"eight_bit": "8-bit optimizer", "single": "one-at-a-time optimizer"}
-        return said.get(level, f"{level} optimizer")
+        instead = {"lion": "Lion", "sgd": "SGD", "adafactor": "Adafactor"}
+        other = f"{instead[level]} for Adam" if level in OTHERS else f"{level} optimizer"
+        return said.get(level, other)
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Fused kernels keep more bits than the plain ones where weights are in half precision."""
@@ -101,8 +136,10 @@ class Optimizer(Strategy):
             return "its fused kernels need as little, and are faster"
         return None
 
-    def by_hand(self, level: str) -> ByHand:
+    def by_hand(self, level: str) -> ByHand | None:
         """Say how the optimizer is made: the script's own line, which is not known here."""
+        if level in OTHERS:
+            return None
         if level == "fused":
             return ByHand(prepare="# and make the optimizer with `fused=True`")
         if level == "single":
@@ -113,7 +150,7 @@ class Optimizer(Strategy):
         )
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Step another way; refused where that would not be the script's own algorithm."""
+        """Step another way; refused where that would not be what the level says."""
         if level == AS_IS:
             return None
         if level == "fused":
@@ -124,6 +161,10 @@ class Optimizer(Strategy):
             from autofit.strategies._fused import one_at_a_time
 
             return one_at_a_time(handle)
+        if level in OTHERS:
+            from autofit.strategies._recipes import replace
+
+            return replace(handle, level)
         from autofit.strategies._eight_bit import to_eight_bit
 
         return to_eight_bit(handle)
