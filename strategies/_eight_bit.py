@@ -30,7 +30,7 @@ from autofit.strategies._bitsandbytes import (
     quantise,
     update,
 )
-from autofit.strategies._fused import fused_step, hidden, parameters, place_steps, show
+from autofit.strategies._fused import fused_step, parameters, place_steps, show, without
 from autofit.strategies._fused import why_not as why_not_fused
 from autofit.strategies._lion import recognised
 from autofit.strategies.base import OptimizerHandle, Undo
@@ -121,13 +121,12 @@ class EightBit:
         if known != self._known:
             self._sort(optimizer)
             self._known = known
-        eight = [p for p in held if id(p) in self._eight]
         for group in optimizer.param_groups:
             with on_default_stream(group["params"]):
                 for parameter in group["params"]:
                     if id(parameter) in self._eight and parameter.grad is not None:
                         self._update(group, parameter, self._codes(optimizer, parameter))
-        with hidden(eight):
+        with without(optimizer, self._eight):
             self._algorithm.rest(optimizer, plain)
 
     def show(self, parameter: Any, state: State) -> State:

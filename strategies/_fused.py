@@ -7,7 +7,7 @@ parameter's ``step`` counter on the device; whatever leaves the optimizer shows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,16 +88,17 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def hidden(held: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let a step pass these parameters over: they have no gradient meanwhile."""
-    gradients = [(parameter, parameter.grad) for parameter in held]
-    for parameter, _ in gradients:
-        parameter.grad = None
+def without(optimizer: Any, left_out: frozenset[int]) -> Iterator[None]:
+    """Let a step see no parameter of these identities."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in left_out]
     try:
         yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
 
 
 def fused_step(optimizer: Any, step: Callable[[], None]) -> None:

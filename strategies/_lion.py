@@ -33,6 +33,9 @@ CLOSE = 0.04
 def recognised(optimizer: Optimizer) -> Algorithm:
     """Return Lion as ``optimizer`` has it; raise ``Refused`` where it is something else."""
     name = type(optimizer).__name__
+    overrides = getattr(optimizer, "mng", None)  # of bitsandbytes, for single parameters
+    if overrides is not None and (overrides.module_weight_config_triple or overrides.pid2config):
+        raise Refused("bitsandbytes' overrides for single parameters are not followed")
     found = set()
     for group in optimizer.param_groups:
         if missing := [each for each in SETTINGS if each not in group]:

@@ -27,6 +27,7 @@ class Work:
     share: float
     beside: tuple[str, ...] = ()
     """Other strategies that the search may choose."""
+    allow: str = "rounding"
 
 
 VOCABULARY = """\
@@ -57,7 +58,57 @@ for step in range(40):
     optimizer.step()
 """
 
-WORKS = [Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",))]
+PARAMETERS = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(m.lerp(p.grad, 1 - group["betas"][0]).sign_(), alpha=group["lr"])
+                m.lerp_(p.grad, 1 - group["betas"][1])
+
+
+model = nn.Sequential(*(nn.Linear(384, 384) for _ in range(16)))
+optimizer = OPTIMIZER
+for step in range(60):
+    x = torch.randn(4, 384)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def of_parameters(optimizer: str) -> str:
+    """Return a script whose memory is in its parameters, gradients and optimizer."""
+    return PARAMETERS.replace("OPTIMIZER", f"{optimizer}(model.parameters(), lr=1e-4)")
+
+
+FOREACH = "(lambda *a, **k: torch.optim.RMSprop(*a, **k, foreach=True))"
+
+WORKS = [
+    Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
+    Work(picked=("optimizer", "single"), script=of_parameters(FOREACH), share=0.85),
+    Work(picked=("optimizer", "eight_bit"), script=of_parameters("Lion"), share=0.9),
+    Work(
+        picked=("optimizer", "adafactor"),
+        script=of_parameters("torch.optim.AdamW"),
+        share=0.62,
+        allow="recipe",
+    ),
+]
 
 
 @pytest.mark.full
@@ -67,7 +118,8 @@ def test_a_search_picks_it(work: Work, command: Command, tmp_path: Path) -> None
     memory = int(peak_of(tmp_path) * work.share)
     name, level = work.picked
     only = [word for each in (name, *work.beside) for word in ("--only", each)]
-    ran = command("search", "train.py", "--memory", str(memory), *only, "--json", cwd=tmp_path)
+    asked = ["--memory", str(memory), "--allow", work.allow, *only, "--json"]
+    ran = command("search", "train.py", *asked, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(ran.stdout)
     assert found["plan"][name] == level

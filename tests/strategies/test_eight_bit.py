@@ -236,8 +236,7 @@ class Lion(Optimizer):
         for group in self.param_groups:
             rate, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in group["params"]:
-                if (gradient := parameter.grad) is None:
-                    continue
+                gradient = parameter.grad  # which is never missing: it does not look
                 moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
                 direction = moment.lerp(gradient, 1 - beta1).sign_()
                 if self.cautious:
@@ -342,6 +341,18 @@ OTHERS: list[tuple[Make, str]] = [
     (lambda net: renamed(AdamW)(net.parameters()), "not known to be Lion"),
     (lambda net: renamed(torch.optim.SGD)(net.parameters(), lr=0.1), "has no betas"),
 ]
+
+
+def test_bitsandbytes_overrides_are_not_passed_over(
+    under: Under, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under.plan = EIGHT_BIT
+    net = model(torch.float32)
+    optimizer = bitsandbytes.optim.Lion(net.parameters(), lr=3e-4)
+    overrides = [(net.get_submodule("0"), "weight", {"lr": 1.0})]
+    monkeypatch.setattr(optimizer.mng, "module_weight_config_triple", overrides)
+    with pytest.raises(Refused, match="overrides"):
+        train(net, optimizer, steps=1)
 
 
 def renamed(cls: type[Optimizer]) -> Any:
