@@ -330,8 +330,10 @@ def by_model(work: Work, budget: int) -> Pick:
     return pick
 
 
-def by_tpe(budget: int, seed: int) -> Pick:
-    """Pick as Optuna's own sampler does, told of memory by a constraint."""
+def by_tpe(work: Work, seed: int) -> Pick:
+    """Pick as Optuna's own sampler does, told of memory by a constraint; among levels in reach."""
+    plans = (Plan(), *space(H200, work.facts, allow=Fidelity.ROUNDING).plans())
+    choices = {name: tuple({plan[name]: 0 for plan in plans}) for name in CHOICES}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)
     study = optuna.create_study(sampler=sampler, direction="maximize")
@@ -347,8 +349,8 @@ def by_tpe(budget: int, seed: int) -> Pick:
                     value=speed(trial),
                     params=trial.plan.searched.levels,
                     distributions={
-                        name: optuna.distributions.CategoricalDistribution(choices)
-                        for name, choices in CHOICES.items()
+                        name: optuna.distributions.CategoricalDistribution(each)
+                        for name, each in choices.items()
                     },
                     constraints={"memory": -1.0 if fits else 1.0},
                 )
@@ -356,7 +358,7 @@ def by_tpe(budget: int, seed: int) -> Pick:
         told = len(trials)
         for _ in range(50):
             asked = study.ask()
-            plan = Plan.of({n: asked.suggest_categorical(n, each) for n, each in CHOICES.items()})
+            plan = Plan.of({n: asked.suggest_categorical(n, each) for n, each in choices.items()})
             study.tell(asked, state=optuna.trial.TrialState.FAIL)
             if plan in left:
                 return plan
@@ -421,7 +423,7 @@ def test_tpe_needs_more_for_less() -> None:
     for work, budget in CASES[::2]:
         mine = run(work, budget, by_model(work, budget))
         most = len(mine.trials)
-        others = [run(work, budget, by_tpe(budget, seed), most).share for seed in range(2)]
+        others = [run(work, budget, by_tpe(work, seed), most).share for seed in range(2)]
         ours.append(mine.share)
         theirs.append(statistics.mean(others))
     assert statistics.mean(theirs) < statistics.mean(ours) - 0.1
