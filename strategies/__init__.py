@@ -4,6 +4,7 @@ if __name__ == "strategies":
     raise ModuleNotFoundError("import it as autofit.strategies")
 
 from autofit.exceptions import UsageError
+from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.checkpointing import Checkpointing
@@ -17,6 +18,7 @@ from autofit.strategies.precision import Precision
 REGISTRY: tuple[Strategy, ...] = (
     Precision(),
     Checkpointing(),
+    ActivationOffload(),
     Loss(),
     Optimizer(),
     MicroBatch(),

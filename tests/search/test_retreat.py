@@ -9,6 +9,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.retreat import Ground, next_rung
+from autofit.space import clash
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.worker.records import Measurement, TrialReport, Verdict
@@ -21,6 +22,14 @@ ROOT = RootFacts(
 )
 FACTS = Facts(roots=(ROOT,), optimizers=("SGD",))
 GROUND = Ground(hardware=CPU, allow=Fidelity.ROUNDING, facts=FACTS, budget=1000)
+
+
+def rungs_of(plan: Plan, ground: Ground) -> list[Plan]:
+    """Return every rung that may come next after ``plan``, the first choice first."""
+    found: list[Plan] = []
+    while (rung := next_rung(plan, ground, found)) is not None:
+        found.append(rung)
+    return found
 
 
 @pytest.fixture
@@ -64,7 +73,7 @@ def test_what_was_not_measured_is_derived() -> None:
         plan = rung
     rungs = [dict(each.changes) for each in (*seen[1:], plan)]
     assert [each.get("micro_batch") for each in rungs] == ["4", "2", "1", "1", "1"]
-    assert [each.get("checkpointing") for each in rungs] == [None, None, None, "half", "all"]
+    assert [each.get("checkpointing") for each in rungs[2:]] == [None, "selective", "all"]
     assert all(each["precision"] == "bf16" for each in rungs)
 
 
@@ -73,22 +82,27 @@ def test_what_the_script_does_not_allow_is_no_rung() -> None:
     assert next_rung(Plan(), replace(GROUND, facts=normalised)) is None
 
 
-def test_without_facts_checkpointing_is_what_is_left() -> None:
-    rung = next_rung(Plan(), replace(GROUND, facts=Facts()))
-    assert rung == Plan.of({"checkpointing": "half"})
+def test_without_facts_the_batch_is_not_split() -> None:
+    rungs = rungs_of(Plan(), replace(GROUND, facts=Facts()))
+    assert {plan["micro_batch"] for plan in rungs} == {"as_is"}
+    assert {plan["checkpointing"] for plan in rungs} >= {"half", "all"}
 
 
 def test_an_allowance_holds() -> None:
     dropping = replace(FACTS, roots=(replace(ROOT, dropout=True),))
     ground = replace(GROUND, facts=dropping, allow=Fidelity.EXACT)
-    assert next_rung(Plan(), ground) == Plan.of({"checkpointing": "half"})
+    rungs = rungs_of(Plan(), ground)
+    assert {plan["checkpointing"] for plan in rungs} >= {"half", "all"}
+    assert {plan.fidelity(dropping) for plan in rungs} == {Fidelity.EXACT}
 
 
 def test_a_rung_leaves_out_what_cannot_stand_beside_it() -> None:
     ground = replace(GROUND, facts=replace(FACTS, roots=(replace(ROOT, batch=1),)))
-    assert next_rung(Plan.of({"compile": "full"}), ground) == Plan.of({"checkpointing": "half"})
-    regional = Plan.of({"compile": "regional"})
-    assert next_rung(regional, ground) == regional.replace(checkpointing="half")
+    full, regional = (Plan.of({"compile": level}) for level in ("full", "regional"))
+    below = rungs_of(full, ground)
+    assert Plan.of({"checkpointing": "half"}) in below
+    assert regional.replace(checkpointing="half") in rungs_of(regional, ground)
+    assert not any(clash(plan) for plan in below)
 
 
 def test_the_bytes_missing_decide_between_rungs() -> None:

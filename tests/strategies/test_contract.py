@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.strategies import NAMES, REGISTRY, Strategy, compile
+from autofit.strategies import NAMES, REGISTRY, Strategy, _offload, compile
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from tests.strategies.contract import SETTINGS, Case, Setting, StrategyContract
@@ -69,6 +69,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ``test_compile.py`` makes the code.
     """
     monkeypatch.setattr(compile, "SETTINGS", {"backend": "aot_eager"})
+
+
+@pytest.fixture(autouse=True)
+def offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small tensors travel too: these models have no others."""
+    monkeypatch.setattr(_offload, "SMALL", 1)
 
 
 class _Handler:

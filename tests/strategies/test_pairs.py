@@ -22,7 +22,7 @@ from autofit.exceptions import Refused
 from autofit.pairs import Pair, pairs
 from autofit.plan import Plan
 from autofit.space import clash
-from autofit.strategies import REGISTRY, Fidelity, compile, get
+from autofit.strategies import REGISTRY, Fidelity, _offload, compile, get
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
@@ -121,6 +121,7 @@ def test_two_levels_stand_together_or_are_refused(
         assert is_a_line(pair.reason)
         return
     monkeypatch.setattr(compile, "SETTINGS", {"backend": "aot_eager"})
+    monkeypatch.setattr(_offload, "SMALL", 1)
     for name, level in (pair.one, pair.other):
         reasons = [get(name).unavailable(level, each) for each in HARDWARE]
         if all(reasons):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autofit.strategies._offload import laid_out
+
 
 @dataclass(frozen=True, slots=True)
 class _Hosted:
@@ -30,14 +32,7 @@ class _Hosted:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Hosted:
         """Copy ``tensor`` to the host."""
-        span = 1 + sum(
-            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        if span <= tensor.numel():  # dense in some order, or expanded: copy what lies there
-            source, stride = tensor.as_strided((span,), (1,)), tensor.stride()
-        else:
-            source = tensor.contiguous().view(-1)
-            stride = torch.empty(tensor.shape, device="meta").stride()
+        source, stride = laid_out(tensor)
         memory = bytearray(source.numel() * source.element_size())
         content = torch.frombuffer(memory, dtype=source.dtype).copy_(source)
         return cls(content, tensor.shape, stride, tensor.device)
