@@ -289,7 +289,8 @@ def _design(plans: Sequence[Plan]) -> Array:
 
 def _lowers() -> dict[Memory, Array]:
     """Return which effects act on which memory; workspace counts where there is nothing else."""
-    acts = [s.lowers - {Memory.WORKSPACE} or s.lowers for s, _ in EFFECTS]
+    lowered = [strategy.lowered(level.name) for strategy, level in EFFECTS]
+    acts = [each - {Memory.WORKSPACE} or each for each in lowered]
     return {kind: np.array([kind in each for each in acts], dtype=float) for kind in Memory}
 
 

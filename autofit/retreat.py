@@ -149,4 +149,4 @@ def _freed(plan: Plan, rung: Plan, ground: Ground) -> float:
 
 
 def _kept(plan: Plan, kind: Memory) -> float:
-    return math.prod(s.level(level).keeps for s, level in plan if kind in s.lowers)
+    return math.prod(s.level(level).keeps for s, level in plan if kind in s.lowered(level))

@@ -14,6 +14,7 @@ from autofit.strategies.loss import Loss
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.precision import Precision
+from autofit.strategies.weights import Weights
 
 REGISTRY: tuple[Strategy, ...] = (
     Precision(),
@@ -21,6 +22,7 @@ REGISTRY: tuple[Strategy, ...] = (
     ActivationOffload(),
     Loss(),
     Optimizer(),
+    Weights(),
     MicroBatch(),
     Compile(),
     Allocator(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autofit.strategies._masters import type_of
 from autofit.strategies.base import Stepper
 
 
@@ -36,7 +37,7 @@ class Algorithm:
 
     def of(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the precision of a parameter's moments."""
-        return self.dtype or parameter.dtype
+        return self.dtype or type_of(parameter)
 
     def counted(self, step: int) -> dict[str, torch.Tensor | int]:
         """Return the number of steps taken as the plain state has it."""

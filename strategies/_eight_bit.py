@@ -88,8 +88,10 @@ class EightBit:
         self._handle = handle
         self._algorithm = algorithm
         self._zeros = zeros or _zeros
-        self._known: tuple[int, ...] = ()
-        """What the parameters were sorted by."""
+        self._known: frozenset[int] = frozenset()
+        """Identities of the parameters that have been sorted."""
+        self._roots = 0
+        """Met when they were."""
         self._eight: frozenset[int] = frozenset()
         """Identities of the parameters with 8-bit state."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
@@ -116,11 +118,11 @@ class EightBit:
 
     def step(self, optimizer: Any, plain: Callable[[], None]) -> None:
         """Update the parameters with 8-bit state, and let the others step as they do."""
-        held = list(parameters(optimizer))
-        known = (len(self._handle.modules()), *map(id, held))
-        if known != self._known:
+        roots, held = len(self._handle.modules()), list(parameters(optimizer))
+        if roots != self._roots or any(id(each) not in self._known for each in held):
             self._sort(optimizer)
-            self._known = known
+            again = self._known if roots == self._roots else frozenset()
+            self._known, self._roots = again | {id(each) for each in held}, roots
         for group in optimizer.param_groups:
             with on_default_stream(group["params"]):
                 for parameter in group["params"]:
@@ -150,7 +152,7 @@ class EightBit:
             for module in root.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         }
-        eight = set()
+        eight: set[int] = set()
         for parameter in parameters(optimizer):
             state = optimizer.state.get(parameter, {})
             coded = self._algorithm.codes[0] in state
@@ -160,7 +162,7 @@ class EightBit:
                     self._codes(optimizer, parameter)
             elif state:
                 optimizer.state[parameter] = self._settled(parameter, state)
-        self._eight = frozenset(eight)
+        self._eight = self._eight.difference(map(id, parameters(optimizer))) | eight
 
     def _codes(self, optimizer: Optimizer, parameter: torch.Tensor) -> State:
         """Return the 8-bit state of a parameter, made from what state there is: else zeros."""
@@ -227,7 +229,7 @@ class EightBit:
     def _load_ends(self, optimizer: Any) -> None:
         """Take what was loaded as it lies; the next step brings it into form."""
         saved, order = self._loading
-        self._loading, self._known = ({}, []), ()
+        self._loading, self._known = ({}, []), frozenset()
         optimizer.state.clear()
         for index, parameter in zip(order, parameters(optimizer), strict=True):
             if index in saved:

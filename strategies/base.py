@@ -47,6 +47,12 @@ Stepper = Callable[[Any, Callable[[], None]], None]
 View = Callable[[Any, dict[str, Any]], dict[str, Any]]
 """Returns what a parameter's optimizer state looks like to the script: ``(parameter, state)``."""
 
+Weights = Callable[[Any], Any | None]
+"""Returns a parameter's values as the script has them, a new tensor; ``None`` if it is plain."""
+
+Load = Callable[[Any, Any], None]
+"""Takes the values that the script has loaded into a parameter: ``(parameter, values)``."""
+
 
 class Fidelity(IntEnum):
     """What a level may change in the training. Ordered: an allowance includes all below it."""
@@ -86,6 +92,8 @@ class Level:
     """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict."""
     keeps: float = 1.0
     """Share expected to be left of the memory that the strategy lowers: a prior as well."""
+    lowers: frozenset[Memory] | None = None
+    """The kinds of memory it lowers, where that is not all that its strategy lowers."""
     once: float = 0.0
     """Seconds that it is expected to take before the first step, charged over ``--horizon``."""
     undo: bool = True
@@ -147,8 +155,19 @@ class Root(Protocol):
     def one_size(self) -> Undo:
         """Split calls, where they are split, into chunks of one size, as far as that goes."""
 
-    def around_forward(self, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
+    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
+        """Put ``wrapper`` around each forward of the root, inside any split of the batch.
+
+        ``lasting``: the model cannot do without; how a batch is split is proven inside it too.
+        """
+
+    def show_weights(self, view: Weights, load: Load) -> Undo:
+        """Let parameters that are kept in another form be what they were to the script.
+
+        Each passes through ``view`` in ``state_dict``, in pickles, in copies and where a search
+        compares trainings; ``load`` takes what ``load_state_dict`` brings. Raises ``Refused``
+        where others have made arrangements with the parameters as they are.
+        """
 
     def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of ``module``, a submodule of the root.
@@ -208,6 +227,11 @@ class Strategy(ABC):
                 return level
         allowed = ", ".join(level.name for level in self.levels)
         raise UsageError(f"{self.name} has no level {name!r}; it has {allowed}")
+
+    def lowered(self, level: str) -> frozenset[Memory]:
+        """Return the kinds of memory that ``level`` lowers."""
+        own = self.level(level).lowers
+        return self.lowers if own is None else own
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Return what ``level`` may change, given what is known of the script."""

@@ -108,7 +108,7 @@ class Precision(Strategy):
         import torch
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
-        undo = root.around_forward(lambda forward: _autocast(forward, dtype))
+        undo = root.around_forward(lambda forward: autocast(forward, dtype))
         if level == "bf16":
             return undo
         from autofit.strategies._loss_scaling import scale_inside
@@ -137,7 +137,8 @@ def _tf32() -> Undo:
     return undo
 
 
-def _autocast(forward: Forward, dtype: torch.dtype) -> Forward:
+def autocast(forward: Forward, dtype: torch.dtype) -> Forward:
+    """Return ``forward`` under autocast; what it returns is float32."""
     import torch
     from accelerate.utils import convert_to_fp32
 

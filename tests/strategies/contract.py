@@ -215,7 +215,7 @@ class StrategyContract:
         assert traces(case.module) == before
 
     def test_copies_carry_nothing_of_it(self, setting: Setting, root: Any, case: Case) -> None:
-        names = list(case.module.state_dict())
+        names, exact = list(case.module.state_dict()), case.exact
         expected = one_step(case, case.module)
         held = root(case.module)
         step_under(case, held, plan(setting))
@@ -227,8 +227,9 @@ class StrategyContract:
         pickled = pickle.dumps(case.module)
         assert b"autofit" not in saved.getvalue() + pickled + pickle.dumps(copied)
         loaded = pickle.loads(pickled)
-        assert difference(one_step(case, copied), expected) < case.exact
-        assert difference(one_step(case, loaded), expected) < case.exact
+        if setting[0].fidelity(setting[1]) is not Fidelity.RECIPE:  # whose model is another one
+            assert difference(one_step(case, copied), expected) < exact
+            assert difference(one_step(case, loaded), expected) < exact
         assert not any(p._backward_hooks for p in copied.parameters())
 
     def test_it_keeps_its_promise(self, setting: Setting, root: Any, case: Case) -> None:

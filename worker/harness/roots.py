@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.strategies.base import Forward, Load, Undo, Weights, Wrapper
 from autofit.strategies.facts import RootFacts
-from autofit.worker.harness import ddp
+from autofit.worker.harness import ddp, shown
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
@@ -38,6 +38,8 @@ class HarnessRoot:
         self._calls = calls
         self._on_shortage = on_shortage
         self._wrappers: list[Wrapper] = []
+        self._lasting: list[Wrapper] = []
+        """Those of the wrappers without which the model cannot run."""
         self._undos: list[Undo] = []
         self.strict = False
         """It is measured: a level is to fail where it would go on as something else."""
@@ -131,16 +133,25 @@ class HarnessRoot:
 
     # --- seams for strategies --------------------------------------------------------------
 
-    def around_forward(self, wrapper: Wrapper) -> Undo:
+    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
         """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
-        self._wrappers.append(wrapper)
+        held = [self._wrappers, self._lasting] if lasting else [self._wrappers]
+        for each in held:
+            each.append(wrapper)
         self._compose()
 
         def undo() -> None:
-            self._wrappers.remove(wrapper)
+            for each in held:
+                each.remove(wrapper)
             self._compose()
 
         return undo
+
+    def show_weights(self, view: Weights, load: Load) -> Undo:
+        """Show the script parameters that are kept in another form as they were."""
+        if isinstance(self.outer, DistributedDataParallel):
+            raise Refused("DistributedDataParallel listens to the parameters as they are")
+        return shown.show(view, load)
 
     def one_size(self) -> Undo:
         """Split calls, where they are split, into chunks of one size."""
@@ -212,7 +223,14 @@ class HarnessRoot:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
         with ddp.refuse_communication(), uncompiled():
-            return find_layout(self.module, self.plain, batch, gradients=gradients)
+            return find_layout(self.module, self._lasts(), batch, gradients=gradients)
+
+    def _lasts(self) -> Forward:
+        """Return the model's own call inside what it cannot do without."""
+        forward = self.plain
+        for wrapper in self._lasting:
+            forward = wrapper(forward)
+        return forward
 
     def _compose(self) -> None:
         self.forward, self._call = self.plain, self.own_call

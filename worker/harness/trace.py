@@ -21,6 +21,7 @@ from autofit.worker.harness.facts import autocast_on, rates_of_dropping
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.shown import plainly
 from autofit.worker.harness.sketch import BUCKETS, Sketcher, pack, shape_of, together
 from autofit.worker.records import Trace, TracedStep
 
@@ -108,7 +109,7 @@ class Tracer:
         named = list(root.module.named_parameters())
         self._names |= {id(parameter): name for name, parameter in named}
         if first and self._start is None:
-            self._start = self._sum([parameter for _, parameter in named])
+            self._start = self._sum([plainly(parameter) for _, parameter in named])
 
     def _arguments(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         tensors = [leaf for leaf in Batch.of(args, kwargs).leaves if isinstance(leaf, torch.Tensor)]
@@ -157,10 +158,11 @@ class Tracer:
         if self.full:
             return
         for row, parameter in self._parameters(optimizer):
-            self._before[row] = self._fold(parameter, row)
+            held = plainly(parameter)
+            self._before[row] = self._fold(held, row)
             described = self._described[row]
             if not described.rounding:
-                finest = torch.finfo(parameter.dtype).eps
+                finest = torch.finfo(held.dtype).eps
                 described.rounding = finest * float(self._before[row].norm())
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -174,7 +176,7 @@ class Tracer:
         step = self._step
         for row, parameter in self._parameters(optimizer):
             if row in self._before:
-                _add(step.changes, row, self._fold(parameter, row) - self._before.pop(row))
+                _add(step.changes, row, self._fold(plainly(parameter), row) - self._before.pop(row))
             if parameter.grad is not None:
                 _add(step.gradients, row, self._fold(parameter.grad, row))
 

@@ -1,0 +1,97 @@
+"""Weights and optimizer state in bfloat16 alone, rounded stochastically after each step.
+
+Rounded to nearest, most updates would be lost: a weight moves by less than half the distance to
+its neighbour. Rounded up or down with the chances that keep the mean, they are not (Zamirai et al.,
+2020). The draws come from a generator of our own: the script's are what they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import LBFGS
+
+from autofit.exceptions import Refused
+from autofit.strategies._in_float32 import change_type, step
+from autofit.strategies._masters import convertible, refuse
+from autofit.strategies.base import Forward, OptimizerHandle, Root, Undo
+from autofit.strategies.precision import autocast
+
+SEED = 0x5EED
+
+
+def convert(root: Root) -> Undo:
+    """Convert the float32 parameters of ``root``; what they were is lost."""
+    module = root.module
+    refuse(module)
+
+    def wrapper(forward: Forward) -> Forward:
+        return autocast(forward, torch.bfloat16)
+
+    for parameter in convertible(module):
+        change_type(parameter, parameter.data.to(torch.bfloat16))
+    return root.around_forward(wrapper, lasting=True)
+
+
+def around(handle: OptimizerHandle) -> Undo:
+    """Let each step of an optimizer compute in float32, and round what comes of it."""
+    if isinstance(handle.optimizer, LBFGS):
+        raise Refused("LBFGS calls the model within its step")
+    rounded = Rounded()
+    return handle.around_step(lambda optimizer, plain: step(optimizer, plain, rounded))
+
+
+class Rounded:
+    """Opens what is bfloat16 for a step, and rounds it stochastically when it is closed."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def opens(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is bfloat16."""
+        return parameter.dtype is torch.bfloat16
+
+    def open(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """Return the values in float32; so is the state of its shape from now on."""
+        for name in _of_its_shape(parameter, state):
+            state[name] = state[name].float()
+        return parameter.data.float()
+
+    def close(
+        self,
+        parameter: torch.Tensor,
+        kept: torch.Tensor,
+        values: torch.Tensor,
+        state: dict[str, Any],
+    ) -> None:
+        """Round the values into ``kept``, and the state."""
+        kept.copy_(self._rounded(values))
+        for name in _of_its_shape(parameter, state):
+            state[name] = self._rounded(state[name])
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        device = values.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(SEED)
+        return stochastic(values, self._generators[device])
+
+
+def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return float32 ``values`` in bfloat16, up or down so that the mean is kept."""
+    noise = torch.empty_like(values, dtype=torch.int32)
+    noise.random_(0, 1 << 16, generator=generator)
+    upper = (noise.add_(values.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), upper, values.to(torch.bfloat16))
+
+
+def _of_its_shape(parameter: torch.Tensor, state: dict[str, Any]) -> list[str]:
+    """Return the names of the state that has a number for each element."""
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.shape == parameter.shape
+        and name != "step"
+    ]
