@@ -65,9 +65,7 @@ def next_rung(
         return short, rung.fidelity(ground.facts) > faithful, expected(rung)
 
     derived = sorted(_derived(plan, ground, activations=activations), key=order)
-    if (
-        not activations
-    ):  # it is arithmetic then: what frees too little does not help
+    if not activations:  # it is arithmetic then: what frees too little does not help
         derived = [rung for rung in derived if _freed(plan, rung, ground) >= max(missing, 1)]
     rungs = (*_measured(plan, ground), *derived)
     return next((rung for rung in rungs if rung not in seen), None)

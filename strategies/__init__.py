@@ -13,6 +13,7 @@ from autofit.strategies.facts import Facts, Hardware, RootFacts
 from autofit.strategies.loss import Loss
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
+from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
 from autofit.strategies.weights import Weights
 
@@ -24,6 +25,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Optimizer(),
     Weights(),
     MicroBatch(),
+    Padding(),
     Compile(),
     Allocator(),
 )

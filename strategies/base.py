@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, Protocol
@@ -184,6 +185,9 @@ class Root(Protocol):
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
 
+    def inside(self) -> AbstractContextManager[None]:
+        """Return a context in which calls are the root's own: no other root is met in it."""
+
 
 class OptimizerHandle(Protocol):
     """One optimizer of the script as a strategy's hooks see it.
@@ -252,6 +256,13 @@ class Strategy(ABC):
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Return why ``level`` cannot stand beside a plan's other ``levels``, or ``None``."""
         return None
+
+    def telling(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return a call of the root on which a proof of ``level`` tells something.
+
+        ``args``, ``kwargs``: of the call at hand, which may be none that the level changes.
+        """
+        return args, kwargs
 
     def fault(self, error: BaseException) -> str | None:
         """Return in a line how ``error``, raised under a level, is its doing; ``None`` if not."""

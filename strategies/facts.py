@@ -43,6 +43,8 @@ class RootFacts:
     """How many such blocks."""
     classes: int = 0
     """Outputs of its head: the widest linear layer outside the blocks; 0 where there is none."""
+    padding: float = 0.0
+    """Share of the first batch's tokens after the last that a sample's mask or labels name."""
     transformers: bool = False
     """A Hugging Face model that has its own checkpointing switch."""
     batch_norm: bool = False

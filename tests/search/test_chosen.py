@@ -98,6 +98,43 @@ def of_parameters(optimizer: str) -> str:
 
 FOREACH = "(lambda *a, **k: torch.optim.RMSprop(*a, **k, foreach=True))"
 
+PADDED = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 64)
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.head(self.layers(self.embedding(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def sample():
+    tokens = torch.randint(64, (256,))
+    mask = (torch.arange(256) < int(torch.randint(8, 32, ()))).long()
+    labels = tokens.masked_fill(mask == 0, -100)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in DataLoader([sample() for _ in range(640)], batch_size=16):
+    optimizer.zero_grad()
+    model(**batch).backward()
+    optimizer.step()
+"""
+
 WORKS = [
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
     Work(picked=("optimizer", "single"), script=of_parameters(FOREACH), share=0.85),
@@ -108,6 +145,7 @@ WORKS = [
         share=0.62,
         allow="recipe",
     ),
+    Work(picked=("padding", "trimmed"), script=PADDED, share=1.2),
 ]
 
 

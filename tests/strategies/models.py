@@ -63,6 +63,22 @@ def gpt2(tokens: torch.Tensor) -> Case:
     return Case(GPT2LMHeadModel(config), kwargs, lambda output: output.loss)
 
 
+def padded(tokens: torch.Tensor) -> Case:
+    """A language model of many words and three blocks, its batch padded to a fixed length."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=4160, n_positions=32, n_embd=16, n_layer=3, n_head=2, use_cache=False
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    lengths = tokens.shape[1] - torch.arange(len(tokens))[:, None]
+    tokens = nn.functional.pad(tokens, (0, 24 - tokens.shape[1]))
+    mask = (torch.arange(24) < lengths).long()
+    labels = tokens.masked_fill(mask == 0, -100)
+    kwargs = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    return Case(GPT2LMHeadModel(config), kwargs, lambda output: output.loss)
+
+
 def bert(tokens: torch.Tensor) -> Case:
     from transformers import BertConfig, BertForSequenceClassification
 

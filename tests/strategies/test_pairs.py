@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +23,9 @@ from autofit.plan import Plan
 from autofit.space import clash
 from autofit.strategies import REGISTRY, Fidelity, _offload, compile, get
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker import meter
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.session import Session
 from tests.strategies.contract import HARDWARE, Case, is_a_line
-from tests.strategies.models import gpt2, loss_outside
+from tests.strategies.models import loss_outside, padded
+from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
 
@@ -37,7 +34,7 @@ ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative difference of an update that the order of sums may make."""
 ROUNDING = 0.3
 """The same for lower precision, of two techniques together."""
-MAKES: tuple[Callable[[torch.Tensor], Case], ...] = (loss_outside, gpt2)
+MAKES: tuple[Callable[[torch.Tensor], Case], ...] = (loss_outside, padded)
 
 
 def _called(pair: Pair) -> str:
@@ -49,43 +46,6 @@ def _param(pair: Pair) -> Any:
     sized = any(get(name).sized for name, _ in (pair.one, pair.other))
     quick = not sized and zlib.crc32(_called(pair).encode()) % 3 == 0
     return pytest.param(pair, id=_called(pair), marks=[] if quick else [pytest.mark.full])
-
-
-class Under(Session):
-    """Trains under one plan; whatever a strategy refuses ends it."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(meter.for_device("cpu"))
-        self._plan = plan
-
-    def plan_for(self, root: HarnessRoot) -> Plan:
-        return self._plan
-
-    def plans(self) -> tuple[Plan, ...]:
-        return (self._plan,)
-
-    def optimizer_plan(self) -> Plan:
-        return self._plan
-
-    def optimizer_refused(self, refusal: Refused) -> None:
-        raise refusal
-
-    def splits(self) -> bool:
-        return self._plan["micro_batch"] != "as_is"
-
-    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
-        raise refusal
-
-
-@contextmanager
-def under(plan: Plan) -> Iterator[None]:
-    """Let what is trained within it be trained under ``plan``."""
-    session = Under(plan)
-    session.start()
-    try:
-        yield
-    finally:
-        session.stop()
 
 
 def update(case: Case, module: nn.Module, plan: Plan) -> torch.Tensor:

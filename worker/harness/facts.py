@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies._heads import classes
+from autofit.strategies._tokens import padded
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness.compiling import is_compiled
@@ -60,6 +63,7 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         block_class=kinds.most_common(1)[0][0] if kinds else None,
         blocks=len(blocks),
         classes=classes(module),
+        padding=padded(kwargs),
         transformers=has_own_switch(module),
         batch_norm=any(_is_batch_norm(each) for each in module.modules()),
         dropout=any(_drops(each) for each in module.modules()),
@@ -84,6 +88,19 @@ def rates_of_dropping(module: nn.Module) -> dict[str, float]:
         return {"p": module.p} if module.p > 0 else {}
     rates = {name: value for name, value in vars(module).items() if "drop" in name}
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+
+
+@contextmanager
+def silenced(module: nn.Module) -> Iterator[None]:
+    """Within it nothing in ``module`` drops: two calls can be compared that draw otherwise."""
+    rates = [(vars(each), rates_of_dropping(each)) for each in module.modules()]
+    for values, found in rates:
+        values.update(dict.fromkeys(found, 0.0))
+    try:
+        yield
+    finally:
+        for values, found in rates:
+            values.update(found)
 
 
 def framework() -> str:

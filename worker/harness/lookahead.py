@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from autofit.strategies._tokens import longest
+
 GLANCE = 4
 """Batches read before the first is given; if they are all of one size, no more are."""
 AHEAD = 32
@@ -115,6 +117,12 @@ def _select(batches: list[Any]) -> list[Any] | None:
 
 
 def size(batch: Any) -> int:
-    """Return the bytes in the tensors of a batch, whatever holds them."""
-    leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    """Return the bytes in the tensors of a batch, whatever holds them.
+
+    Without what all samples of it mask at their end: of batches padded to one length, too, the
+    largest is to be met.
+    """
+    named = dict(batch) if hasattr(batch, "keys") else {}
+    leaves = tree_leaves(named or batch)
+    whole = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return int(whole * longest(named))

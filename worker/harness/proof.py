@@ -21,6 +21,7 @@ from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
+from autofit.worker.harness.facts import silenced
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Moves, moved_otherwise
@@ -54,7 +55,15 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
         root.apply(plan)
         return
     root.proofs += 1
-    batch = Batch.of(args, kwargs)
+    for strategy, level in shown:
+        args, kwargs = strategy.telling(level, args, kwargs)
+    redraws = any(s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
+    with silenced(root.module) if redraws else nullcontext():
+        _prove(root, plan, Batch.of(args, kwargs), facts)
+
+
+def _prove(root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts) -> None:
+    shown = _shown(plan)
     unsized = plan.unsized
     root.take_back()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import Forward, Load, Undo, Weights, Wrapper
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness import ddp, shown
+from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
@@ -201,6 +203,10 @@ class HarnessRoot:
         """Call ``hook(optimizer)`` before every optimizer step."""
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
         return handle.remove
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Return a context in which calls are the root's own."""
+        return inside(self._seams)
 
     def layout(self, batch: Batch, *, gradients: bool = True) -> Layout:
         """Return how such a call is split, proven when its kind is seen for the first time.

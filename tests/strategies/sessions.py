@@ -1,0 +1,50 @@
+"""A real session in the tests' own process: what is trained within it is trained under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.worker import meter
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.session import Session
+
+
+class Under(Session):
+    """Trains under one plan; whatever a strategy refuses ends it."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(meter.for_device("cpu"))
+        self._plan = plan
+
+    def plan_for(self, root: HarnessRoot) -> Plan:
+        return self._plan
+
+    def plans(self) -> tuple[Plan, ...]:
+        return (self._plan,)
+
+    def optimizer_plan(self) -> Plan:
+        return self._plan
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        raise refusal
+
+    def splits(self) -> bool:
+        return self._plan["micro_batch"] != "as_is"
+
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        raise refusal
+
+
+@contextmanager
+def under(plan: Plan, *, strict: bool = False) -> Iterator[Under]:
+    """Let what is trained within it be trained under ``plan``; ``strict``: it is measured."""
+    session = Under(plan)
+    session.strict = strict
+    session.start()
+    try:
+        yield session
+    finally:
+        session.stop()
