@@ -58,3 +58,63 @@ def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
     assert report.measurement is not None
     assert report.measurement.peak_device > 48 << 20
+
+
+BLOCKS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+model = Net()
+"""
+
+
+def test_blocks_that_can_run_again_do_before_the_host_is_asked(tmp_path: Path) -> None:
+    loop = SCRIPT.partition("model = Net()\n")[2]
+    forbidden = """
+import torch
+from autofit.worker.harness import hosted
+
+
+def of(tensor):
+    raise AssertionError("it went to the host")
+
+
+hosted._Hosted.of = of
+"""
+    (tmp_path / "train.py").write_text(forbidden + BLOCKS + loop)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"micro_batch": "1"}),),
+        device="cpu",
+        budget=70 << 20,
+        timeout=60.0,
+    )
+    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")

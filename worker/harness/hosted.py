@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.strategies._offload import laid_out
+
+LARGE = 1 << 20
+"""Bytes from which memory comes as it is from the system, which a process may ask for so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class _Hosted:
     def of(cls, tensor: torch.Tensor) -> _Hosted:
         """Copy ``tensor`` to the host."""
         source, stride = laid_out(tensor)
-        memory = bytearray(source.numel() * source.element_size())
+        size = source.numel() * source.element_size()
+        memory = bytearray(size) if size < LARGE else mmap(-1, size)
         content = torch.frombuffer(memory, dtype=source.dtype).copy_(source)
         return cls(content, tensor.shape, stride, tensor.device)
 

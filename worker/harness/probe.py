@@ -9,8 +9,8 @@ rule that holds everywhere is taken, else the split is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any
@@ -47,8 +47,17 @@ HALF_SCALE = 2.0**12
 """What a loss is multiplied with in float16, so that its gradients do not vanish."""
 
 
+Leanly = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which the model keeps fewer activations and computes the same."""
+
+
 def find_layout(
-    module: nn.Module, forward: Forward, batch: Batch, *, gradients: bool = True
+    module: nn.Module,
+    forward: Forward,
+    batch: Batch,
+    *,
+    gradients: bool = True,
+    leanly: Leanly | None = None,
 ) -> Layout:
     """Return how calls like this one can be split; raise ``Refused`` with the reason if not.
 
@@ -66,17 +75,17 @@ def find_layout(
             if layout.size(batch) < 2:
                 raise Refused("the model sees one sample at a time already")
             _refuse_pointers(batch, layout)
-            return _find_frugally(_Probe(module, forward, batch, gradients), layout)
+            return _find_frugally(_Probe(module, forward, batch, gradients), layout, leanly)
         except Refused as refusal:
             reasons.append(refusal)
     raise reasons[0] if reasons else Refused("no tensor argument of the model shows a batch")
 
 
-def _find_frugally(probe: _Probe, layout: Layout) -> Layout:
+def _find_frugally(probe: _Probe, layout: Layout, leanly: Leanly | None) -> Layout:
     """Probe on ``SAMPLES`` samples; on other samples where these could not decide.
 
-    Where memory has no room for them: on two; then with what autograd saves in host memory; then
-    in the script's own autocast.
+    Where memory has no room for them: on two; then leanly; then with what autograd saves in host
+    memory, which takes long; then in the script's own autocast.
     """
     chosen = choose(probe.batch, layout)
     found, error = _try(probe, layout, chosen[:SAMPLES])
@@ -85,16 +94,19 @@ def _find_frugally(probe: _Probe, layout: Layout) -> Layout:
         if other is None or isinstance(other, Undecided):
             found, error = again, other
     hooks = saved_on_host(probe.module.parameters())
-    ways: list[tuple[saved_tensors_hooks | None, bool]] = [(None, True), (hooks, True)]
-    if len(chosen) <= 2:
-        del ways[0]  # they were all of them
+    ways: list[tuple[Leanly, saved_tensors_hooks | None, bool]] = []
+    if len(chosen) > 2:  # else they were all of them
+        ways.append((nullcontext, None, True))
+    if leanly is not None:
+        ways.append((leanly, None, True))
+    ways.append((nullcontext, hooks, True))
     if autocast_on():
-        ways.append((hooks, False))
-    for probe.on_host, probe.sharp in ways:
+        ways.append((nullcontext, hooks, False))
+    for around, probe.on_host, probe.sharp in ways:
         if error is None or isinstance(error, Undecided):
             break
         clear_frames(error.__traceback__)  # they hold what did not fit
-        with probe.on_host or nullcontext():
+        with around(), probe.on_host or nullcontext():
             found, error = _try(probe, layout, chosen[:2])
     if error is not None:
         raise error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import Forward, Load, Undo, Weights, Wrapper
-from autofit.strategies.facts import RootFacts
+from autofit.strategies.base import AS_IS, Forward, Load, Undo, Weights, Wrapper
+from autofit.strategies.checkpointing import Checkpointing
+from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker.harness import ddp, shown
 from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.compiling import uncompiled
@@ -27,6 +28,8 @@ from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.harness.standby import Standby
+
+CHECKPOINTING = Checkpointing()
 
 
 class HarnessRoot:
@@ -229,7 +232,30 @@ class HarnessRoot:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
         with ddp.refuse_communication(), uncompiled():
-            return find_layout(self.module, self._lasts(), batch, gradients=gradients)
+            leanly = self._leanly if self._recomputes() else None
+            return find_layout(
+                self.module, self._lasts(), batch, gradients=gradients, leanly=leanly
+            )
+
+    def _recomputes(self) -> bool:
+        """Return whether the blocks can run again in backward, and do not already.
+
+        Not where they drop: the draws that a proof has fixed would be others there.
+        """
+        here = Facts(roots=(self.facts,)) if self.facts is not None else Facts()
+        reason = CHECKPOINTING.inapplicable("all", here)
+        drops = any(root.dropout for root in here.roots)
+        return reason is None and not drops and self.plan[CHECKPOINTING.name] == AS_IS
+
+    @contextmanager
+    def _leanly(self) -> Iterator[None]:
+        """Within it the model's blocks keep their inputs alone."""
+        undo = CHECKPOINTING.on_root("all", self)
+        try:
+            yield
+        finally:
+            if undo is not None:
+                undo()
 
     def _lasts(self) -> Forward:
         """Return the model's own call inside what it cannot do without."""
