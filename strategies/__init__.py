@@ -10,6 +10,7 @@ from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
 from autofit.strategies.facts import Facts, Hardware, RootFacts
+from autofit.strategies.gradient_release import GradientRelease
 from autofit.strategies.loss import Loss
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
@@ -24,6 +25,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Loss(),
     Optimizer(),
     Weights(),
+    GradientRelease(),
     MicroBatch(),
     Padding(),
     Compile(),

@@ -189,6 +189,16 @@ class Root(Protocol):
         """Return a context in which calls are the root's own: no other root is met in it."""
 
 
+class Aside(Protocol):
+    """Keeps gradients elsewhere while more of them are to come."""
+
+    def put(self, parameter: Any) -> None:
+        """Take away what ``parameter.grad`` holds, and add it to what was put aside before."""
+
+    def bring(self, parameter: Any) -> None:
+        """Add what was put aside, if anything was, to ``parameter.grad``."""
+
+
 class OptimizerHandle(Protocol):
     """One optimizer of the script as a strategy's hooks see it.
 
@@ -203,8 +213,20 @@ class OptimizerHandle(Protocol):
     def modules(self) -> tuple[Any, ...]:
         """Return the roots met so far: none before the first forward."""
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the step that is taken now is one parameter's, in backward."""
+
     def around_step(self, stepper: Stepper) -> Undo:
         """Let ``stepper`` take each step; a closure has been evaluated before."""
+
+    def step_in_backward(self, aside: Aside | None = None) -> Undo:
+        """Let each parameter step as soon as its gradient is complete, and free that.
+
+        Every stepper is called with the optimizer holding this parameter alone. Where a batch is
+        split, gradients wait in ``aside`` for those of the last part. A step of the script takes
+        what is left; one that could tell the difference raises ``Refused``.
+        """
 
     def show_state(self, view: View) -> Undo:
         """Pass the state through ``view`` in ``state_dict``, in pickles and in copies."""

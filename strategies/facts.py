@@ -74,6 +74,8 @@ class Facts:
     """The script scales its loss by itself."""
     autograd_grad: bool = False
     """The script calls ``torch.autograd.grad`` on parameters of a root."""
+    gradients_read: bool = False
+    """The script reads gradients between a backward pass and its step: it clips or logs them."""
     world_size: int = 1
 
     @property

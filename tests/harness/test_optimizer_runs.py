@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,14 @@ def test_eight_bits_lower_the_state_on_a_gpu(tmp_path: Path) -> None:
     """8 bytes a parameter become 2 and a little, and saving takes none on the device."""
     from autofit.plan import Plan
     from autofit.worker.harness.optimizers import Optimizers
+    from autofit.worker.harness.seams import Seams
+
+    class Nobody:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            raise AssertionError(name)
 
     class Owner:
+        seams = Seams(Nobody())
         plan = Plan()
 
         def optimizer_plan(self) -> Plan:

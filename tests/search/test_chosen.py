@@ -138,6 +138,12 @@ for batch in DataLoader([sample() for _ in range(640)], batch_size=16):
 WORKS = [
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
     Work(picked=("optimizer", "single"), script=of_parameters(FOREACH), share=0.85),
+    Work(
+        picked=("gradient_release", "released"),
+        script=of_parameters("torch.optim.SGD"),
+        share=0.7,
+        beside=("checkpointing", "micro_batch"),
+    ),
     Work(picked=("optimizer", "eight_bit"), script=of_parameters("Lion"), share=0.9),
     Work(
         picked=("optimizer", "adafactor"),

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker.harness.optimizers import Optimizers
+from autofit.worker.harness.seams import Seams
 
 STEPS = 20
 WIDTH = 96
@@ -22,10 +23,18 @@ WIDTH = 96
 Make = Callable[[nn.Module], Optimizer]
 
 
+class Nobody:
+    """Listens at the seams, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: None
+
+
 class Under:
     """Owns the optimizers of a test; refusals end it."""
 
     def __init__(self, *roots: nn.Module) -> None:
+        self.seams = Seams(Nobody())
         self.plan = Plan()
         self.roots = roots
 

@@ -34,6 +34,7 @@ class Script:
     """A small training, as a script has it, under a plan of the harness."""
 
     def __init__(self, optimizers: Optimizers, plan: Plan) -> None:
+        self.seams = Seams(_Handler())
         self.roots: tuple[nn.Module, ...] = ()
         self.plan = plan
         self.calls = Calls()
@@ -50,7 +51,7 @@ class Script:
 
     def root(self, module: nn.Module) -> HarnessRoot:
         """Return the harness's root of ``module``, with the plan applied."""
-        held = HarnessRoot(module, Seams(_Handler()), self.calls, lambda *args: False)
+        held = HarnessRoot(module, self.seams, self.calls, lambda *args: False)
         held.apply(self.plan)
         self.roots = (*self.roots, module)
         self.held = held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -17,16 +17,11 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.eager import LossScale, alike
 from autofit.worker.harness.hosted import saved_on_host
-from autofit.worker.harness.joining import (
-    Batch,
-    Cut,
-    Layout,
-    cuts,
-)
+from autofit.worker.harness.joining import Batch, Cut, Layout, cuts
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.parts import Gradients, Parts, without_graph
 from autofit.worker.harness.random_state import Ambient, RandomState
-from autofit.worker.harness.seams import Seams, plain_backward
+from autofit.worker.harness.seams import Seams, inside, plain_backward
 
 
 class Owner(Protocol):
@@ -266,13 +261,15 @@ class Call:
         """Whether each chunk's backward can run at once, in forward.
 
         Not while ``.grad`` holds something, or another call will: kept aside, the gradients would
-        then exist twice. Not in float16 before the loss's scale is known.
+        then exist twice. Not where parameters step in backward. Not in float16 before the loss's
+        scale is known.
         """
         scale = self.owner.loss_scale
         return (
             len(self._means()) == 1
             and not self.inputs
             and self.owner.one_at_a_time
+            and not self.owner.seams.stepping
             and all(parameter.grad is None for parameter in self.parameters)
             and (scale.settled or not scale.matters(self._ambient))
         )
@@ -400,10 +397,13 @@ class Call:
         """
         self.owner.accumulated.clear()
         size = cut[1] - cut[0]
+        versions = _versions(self.parameters)
         on_host = self._drew and size > self.owner.micro_batch and not self._stands(cut)
         found, error = self._try_accumulate(cut, incoming, parameters, state, on_host)
         if error is None:
             return [(cut, found)]
+        if _versions(self.parameters) != versions:  # some have stepped: nothing can run again
+            raise error
         candidates = self.parameters if parameters is None else parameters
         missing = [p for p in candidates if p.requires_grad and id(p) not in self.owner.accumulated]
         smaller = self.owner.shrink(error, "backward", size)
@@ -436,6 +436,7 @@ class Call:
                 leaves, outputs = self._graph(cut, state)
             shares = self._parts.shares(self.batch, incoming, cut)
             wanted = list(shares)
+            self.owner.seams.parts_follow = cut[0] > 0  # the first samples come last
             arguments = [leaves[index] for index in self.inputs]
             leaf = None if parameters is None else [*parameters, *arguments]
             if wanted and leaf != []:
@@ -445,6 +446,8 @@ class Call:
             return [argument.grad for argument in arguments], None
         except Exception as error:  # noqa: BLE001 - the owner raises it again unless it is an OOM
             return [], error
+        finally:
+            self.owner.seams.parts_follow = False
 
     def _graph(self, cut: Cut, state: RandomState | None) -> tuple[list[Any], list[Any]]:
         kept, self._kept = self._kept, None
@@ -474,25 +477,19 @@ class Call:
 
 
 class _InHalf(Exception):
-    """Gradients turned out to flow in float16, and the loss's scale is not known yet."""
+    """Gradients turned out to flow in float16, the loss's scale being unknown yet."""
 
 
 _ABSENT = object()
 """In the place of a tensor that autograd holds for us."""
 
 
-@contextmanager
-def inside(seams: Seams) -> Iterator[None]:
-    """Count as inside a root: what is called or differentiated now is the root's own."""
-    seams.enter()
-    try:
-        yield
-    finally:
-        seams.leave()
-
-
 def _needs_gradient(output: Any) -> bool:
     return isinstance(output, torch.Tensor) and output.requires_grad
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter._version for parameter in parameters)
 
 
 def _forget(error: BaseException) -> None:

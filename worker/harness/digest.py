@@ -7,6 +7,7 @@ the digest of the whole, and comparing two needs no second copy of the gradients
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -22,20 +23,36 @@ def digest(
     cotangents: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> Digest:
-    """Return the digest of the parameters' gradients; ``.grad`` and its hooks see nothing."""
+    """Return the digest of the parameters' gradients; ``.grad`` and its hooks see nothing.
+
+    Each is folded as it comes, and freed: they never exist all at once.
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def taken(index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:  # a function in the graph had none to give
+            return None
+        found[index] = fold(gradient)
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
+    hooks = [p.register_hook(partial(taken, n)) for n, p in enumerate(parameters)]
     # Asked for tensors, torch.autograd.grad leaves the torch-function modes for its duration, and
     # what checkpointing recomputes meanwhile would draw again; asked for graph edges, it does not.
-    gradients = torch.autograd.grad(
-        [get_gradient_edge(output) for output in outputs],
-        [get_gradient_edge(parameter) for parameter in parameters],
-        cotangents,
-        allow_unused=True,
-    )
+    try:
+        torch.autograd.grad(
+            [get_gradient_edge(output) for output in outputs],
+            [get_gradient_edge(parameter) for parameter in parameters],
+            cotangents,
+            allow_unused=True,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
     return [
-        torch.zeros(1, dtype=torch.float64, device=parameter.device)
-        if gradient is None
-        else fold(gradient)
-        for gradient, parameter in zip(gradients, parameters, strict=True)
+        found[index]
+        if index in found
+        else torch.zeros(1, dtype=torch.float64, device=parameter.device)
+        for index, parameter in enumerate(parameters)
     ]
 
 

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import Stepper, Strategy, Undo, View
+from autofit.strategies.base import Aside, Stepper, Strategy, Undo, View
+from autofit.worker.harness.release import Release
+from autofit.worker.harness.seams import Seams
 
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
@@ -34,6 +36,8 @@ def changes_of(plan: Plan) -> Changes:
 class Owner(Protocol):
     """Says what the optimizers are to do: a session."""
 
+    seams: Seams
+
     def optimizer_plan(self) -> Plan:
         """Return the plan under which the next step is taken."""
 
@@ -47,9 +51,14 @@ class Owner(Protocol):
 class HarnessOptimizer:
     """One optimizer of the script; implements ``strategies.base.OptimizerHandle``."""
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(
+        self, optimizer: Optimizer, owner: Owner, plain: Callable[..., Any] | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._owner = owner
+        self._plain = plain
+        """The step of its class."""
+        self._release: Release | None = None
         self._plan = Plan()
         self._changes: Changes = ()
         self._steppers: list[Stepper] = []
@@ -63,6 +72,11 @@ class HarnessOptimizer:
         assert optimizer is not None, "an optimizer outlives its steps"
         return optimizer
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the step that is taken now is one parameter's, in backward."""
+        return self._release is not None and self._release.steps
+
     def modules(self) -> tuple[torch.nn.Module, ...]:
         """Return the roots met so far."""
         return self._owner.modules()
@@ -72,7 +86,7 @@ class HarnessOptimizer:
 
         After a refusal the optimizer is as the script has it.
         """
-        if plan is self._plan:
+        if self.under(plan):
             return
         changes = changes_of(plan)
         if changes != self._changes:
@@ -85,6 +99,10 @@ class HarnessOptimizer:
                 raise
         self._plan, self._changes = plan, changes
 
+    def under(self, plan: Plan) -> bool:
+        """Return whether ``plan`` is what has been applied."""
+        return plan is self._plan
+
     def take_back(self) -> None:
         """Leave the optimizer as the script has it."""
         while self._undos:
@@ -93,23 +111,29 @@ class HarnessOptimizer:
 
     def step(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Take a step as the plan has it; returns what the script's closure returned."""
-        optimizer = self.optimizer
-        if not self._steppers:
+        optimizer, self._plain = self.optimizer, plain
+        if not self._steppers and self._release is None:
             return plain(optimizer, *args, **kwargs)
         closure = args[0] if args else kwargs.get("closure")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with torch.no_grad():
+            if self._release is not None:
+                self._release.step()
+            else:
+                self.take()
+        return loss
 
-        def take() -> None:
-            plain(optimizer)
-
+    def take(self) -> None:
+        """Take a step of what the optimizer holds now, inside all that the plan does around it."""
+        optimizer, plain = self.optimizer, self._plain
+        assert plain is not None, "its class has a step"
+        take = functools.partial(plain, optimizer)
         for stepper in self._steppers:
             take = functools.partial(stepper, optimizer, take)
-        with torch.no_grad():
-            take()
-        return loss
+        take()
 
     # --- seams for strategies --------------------------------------------------------------
 
@@ -117,6 +141,16 @@ class HarnessOptimizer:
         """Let ``stepper`` take each step, around those that were given before."""
         self._steppers.append(stepper)
         return lambda: self._steppers.remove(stepper)
+
+    def step_in_backward(self, aside: Aside | None = None) -> Undo:
+        """Let each parameter step as soon as its gradient is complete, and free that."""
+        release = self._release = Release(self, self._owner.seams, aside)
+
+        def undo() -> None:
+            release.stop()
+            self._release = None
+
+        return undo
 
     def show_state(self, view: View) -> Undo:
         """Pass the state through ``view`` wherever it leaves the optimizer."""
@@ -164,8 +198,11 @@ class Optimizers:
         self._held: weakref.WeakKeyDictionary[Optimizer, HarnessOptimizer] = (
             weakref.WeakKeyDictionary()
         )
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those whose making was seen."""
         self._undos: list[Undo] = []
-        self._dispatching: set[type[Optimizer]] = set()
+        self._dispatching: dict[type[Optimizer], Callable[..., Any]] = {}
+        """Classes whose step leads here, and their own step."""
 
     def attach(self) -> None:
         """Patch torch: the classes that are made from now on, and those that have been."""
@@ -174,6 +211,7 @@ class Optimizers:
 
         def patch(optimizer: Optimizer) -> None:
             self._take_over(type(optimizer))
+            self._made.add(optimizer)
             patch_step(optimizer)
 
         @functools.wraps(load)
@@ -200,14 +238,29 @@ class Optimizers:
             self._undos.pop()()
         self._dispatching.clear()
 
+    def prepare(self) -> None:
+        """Apply the plan of the moment to the optimizers of the roots' parameters that exist.
+
+        Before a forward, so that it holds for the first backward; raise ``Refused`` with the
+        reason. Another optimizer is changed at its first step.
+        """
+        plan = self._owner.optimizer_plan()
+        found = [each for each in self._made if not self._handle(each).under(plan)]
+        if not found:
+            return
+        own = {id(p) for module in self._owner.modules() for p in module.parameters()}
+        for optimizer in found:
+            if any(id(p) in own for p in _parameters(optimizer)):
+                self._handle(optimizer).apply(plan)
+
     def _take_over(self, cls: type[Optimizer]) -> None:
         """Put our dispatch inside torch's step hooks of ``cls``, and of all that inherit them."""
         owner: Any = next(base for base in cls.__mro__ if "step" in vars(base))
         if owner in self._dispatching:
             return
-        self._dispatching.add(owner)
         before: Any = vars(owner)["step"]
         plain = before.__wrapped__ if getattr(before, "hooked", False) else before
+        self._dispatching[owner] = plain
         owner.step = _hooked(self._dispatch(plain))
 
         def undo() -> None:
@@ -238,7 +291,11 @@ class Optimizers:
     def _handle(self, optimizer: Optimizer) -> HarnessOptimizer:
         handle = self._held.get(optimizer)
         if handle is None:
-            handle = self._held[optimizer] = HarnessOptimizer(optimizer, self._owner)
+            plain = next(
+                (self._dispatching[c] for c in type(optimizer).__mro__ if c in self._dispatching),
+                None,
+            )
+            handle = self._held[optimizer] = HarnessOptimizer(optimizer, self._owner, plain)
         return handle
 
 

@@ -18,7 +18,6 @@ from autofit.strategies.base import AS_IS, Forward, Load, Undo, Weights, Wrapper
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker.harness import ddp, shown
-from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
@@ -26,7 +25,7 @@ from autofit.worker.harness.facts import unwrapped
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.probe import find_layout
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.standby import Standby
 
 CHECKPOINTING = Checkpointing()

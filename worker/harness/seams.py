@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,9 @@ class Handler(Protocol):
     def step_begins(self, optimizer: Optimizer) -> None:
         """Notice that ``optimizer`` is about to step."""
 
+    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Notice that one parameter of it is about to step by itself, in backward."""
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """Notice that ``optimizer`` has stepped; may raise to end the script."""
 
@@ -72,6 +76,10 @@ class Seams:
         """
         self.keeps_graph = False
         """The backward pass that runs leaves its graph for another one, or is one of parts only."""
+        self.stepping = 0
+        """Optimizers whose parameters step in backward: gradients come on the usual way only."""
+        self.parts_follow = False
+        """The gradients that come are those of a part of the batch, and not of its last."""
         self.data_seconds = 0.0
         """Spent in the loader's ``next`` since someone set it to zero."""
         self.order: Callable[[Callable[[Any], Any], Any], Any] = lambda plain, iterator: plain(
@@ -186,6 +194,16 @@ class Seams:
                 self.data_seconds += time.perf_counter() - started
 
         return following
+
+
+@contextmanager
+def inside(seams: Seams) -> Iterator[None]:
+    """Count as inside a root: what is called or differentiated now is the root's own."""
+    seams.enter()
+    try:
+        yield
+    finally:
+        seams.leave()
 
 
 def _is_partial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -23,15 +23,14 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.facts import Facts
 from autofit.worker import oom
-from autofit.worker.harness import by_hand
+from autofit.worker.harness import by_hand, reading, release
 from autofit.worker.harness import facts as learn
-from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.optimizers import Optimizers, changes_of
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.meter import Meter
 from autofit.worker.records import OutOfMemory
 
@@ -50,6 +49,7 @@ class Session:
         self.seams = Seams(self)
         self.calls = Calls()
         self.optimizers = Optimizers(self)
+        self.reads = reading.Reads(lambda: self._learn(gradients_read=True))
         self.roots: list[HarnessRoot] = []
         self.facts = Facts()
         self.phase = OUTSIDE
@@ -76,6 +76,7 @@ class Session:
         """Leave torch, and the roots, as they were."""
         for root in self.roots:
             root.take_back()
+        self.reads.stop()
         self.optimizers.detach()
         self.calls.clear()
         self.seams.detach()
@@ -167,6 +168,7 @@ class Session:
         self.phase = "backward"
         with self.away(), inside(self.seams):
             self._watched(run)
+        self.reads.fresh = True
         self.phase = OUTSIDE
 
     def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,6 +176,8 @@ class Session:
         split = self._asked(inputs)
         if not split:
             return plain
+        if self.seams.stepping:
+            raise Refused(BY_ITSELF, release.STRATEGY)
         if any(isinstance(root.outer, nn.parallel.DistributedDataParallel) for root in split):
             raise Refused(BY_ITSELF, "micro_batch")
         parameters = [parameter for root in split for parameter in root.module.parameters()]
@@ -192,8 +196,12 @@ class Session:
             self._learn(autograd_grad=True)
         return [root for root in roots if root.elastic is not None]
 
+    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Notice that one parameter is about to step by itself, in backward."""
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note where the script is."""
+        self.reads.fresh = False
         self.phase = "optimizer step"
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -225,7 +233,7 @@ class Session:
             output = root.call(args, kwargs)
             self.phase = OUTSIDE
             return output
-        self.phase = "forward"
+        self.phase, self.reads.fresh = "forward", False
         if root.facts is None:
             self._meet(root, args, kwargs)
         self.root_called(root)
@@ -257,6 +265,7 @@ class Session:
             return root.own_call(*args, **kwargs)
         if root.plan != plan:
             self.prove(root, plan, args, kwargs)
+        self.optimizers.prepare()
         return root.call(args, kwargs)
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:

@@ -31,11 +31,10 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
-from autofit.worker.harness.bridge import inside
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.random_state import Ambient, RandomState
-from autofit.worker.harness.seams import Seams
+from autofit.worker.harness.seams import Seams, inside
 
 if TYPE_CHECKING:
     from autofit.worker.harness.roots import HarnessRoot

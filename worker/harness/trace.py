@@ -65,6 +65,8 @@ class Tracer:
         """Parameters, by ``id``, to their rows."""
         self._described: list[_Row] = []
         self._before: dict[int, torch.Tensor] = {}
+        self._stepped: set[int] = set()
+        """Rows of parameters that have stepped in backward."""
         self._start: torch.Tensor | None = None
         self._names: dict[int, str] = {}
         self._epsilon = 0.0
@@ -158,12 +160,29 @@ class Tracer:
         if self.full:
             return
         for row, parameter in self._parameters(optimizer):
-            held = plainly(parameter)
-            self._before[row] = self._fold(held, row)
-            described = self._described[row]
-            if not described.rounding:
-                finest = torch.finfo(held.dtype).eps
-                described.rounding = finest * float(self._before[row].norm())
+            if row not in self._stepped:
+                self._note(row, parameter)
+
+    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Sketch one parameter, and its gradient, before it steps by itself in backward."""
+        if self.full:
+            return
+        if id(parameter) not in self._rows:
+            self._parameters(optimizer)
+        row = self._rows.get(id(parameter))
+        if row is None or parameter.grad is None:
+            return
+        self._note(row, parameter)
+        self._stepped.add(row)
+        _add(self._step.gradients, row, self._fold(parameter.grad, row))
+
+    def _note(self, row: int, parameter: torch.Tensor) -> None:
+        held = plainly(parameter)
+        self._before[row] = self._fold(held, row)
+        described = self._described[row]
+        if not described.rounding:
+            finest = torch.finfo(held.dtype).eps
+            described.rounding = finest * float(self._before[row].norm())
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Sketch the gradients it was given, and how the parameters have changed.
@@ -179,6 +198,7 @@ class Tracer:
                 _add(step.changes, row, self._fold(plainly(parameter), row) - self._before.pop(row))
             if parameter.grad is not None:
                 _add(step.gradients, row, self._fold(parameter.grad, row))
+            self._stepped.discard(row)
 
     def _fold(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
         assert self._sketcher is not None

@@ -90,6 +90,7 @@ class Trial(Session):
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
         self.strict = True
+        self.reads.start()
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
         self._calls = 0
@@ -411,6 +412,10 @@ class Trial(Session):
         with self._tracer.aloud():
             super().prove(root, plan, args, kwargs)
 
+    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Trace what steps in backward: its gradient is gone when the script steps."""
+        self._tracer.parameter_steps(optimizer, parameter)
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note where the script is, and the parameters if the step is traced."""
         super().step_begins(optimizer)
@@ -472,6 +477,8 @@ class Trial(Session):
         if self._tracer.steps == 0:
             self._traced = self.index
         self._tracer.close_step(losses)
+        if self._tracer.full:
+            self.reads.stop()
         return True
 
     def _send_trace(self) -> None:
