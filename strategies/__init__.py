@@ -6,6 +6,7 @@ if __name__ == "strategies":
 from autofit.exceptions import UsageError
 from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.allocator import Allocator
+from autofit.strategies.attention import Attention
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
@@ -20,6 +21,7 @@ from autofit.strategies.weights import Weights
 
 REGISTRY: tuple[Strategy, ...] = (
     Precision(),
+    Attention(),
     Checkpointing(),
     ActivationOffload(),
     Loss(),

@@ -246,6 +246,9 @@ class Strategy(ABC):
     sized: ClassVar[bool] = False
     """What it does depends on the size of a batch: it is proven on as many samples as will run."""
 
+    redraws: ClassVar[bool] = False
+    """It draws other random numbers where a model drops: proven with nothing drawn."""
+
     def level(self, name: str) -> Level:
         """Return the level called ``name``; raise ``UsageError`` naming those there are."""
         for level in self.levels:

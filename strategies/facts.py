@@ -47,6 +47,8 @@ class RootFacts:
     """Share of the first batch's tokens after the last that a sample's mask or labels name."""
     transformers: bool = False
     """A Hugging Face model that has its own checkpointing switch."""
+    attention: str | None = None
+    """How a Hugging Face model computes its attention (``"eager"``, ``"sdpa"``); else ``None``."""
     batch_norm: bool = False
     """Holds a BatchNorm in training mode, whose statistics depend on the batch."""
     dropout: bool = False

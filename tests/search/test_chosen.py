@@ -58,6 +58,30 @@ for step in range(40):
     optimizer.step()
 """
 
+PAIRS = """\
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=512,
+)
+model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(40):
+    tokens = torch.randint(32, (4, 512))
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
 PARAMETERS = """\
 import torch
 from torch import nn
@@ -137,6 +161,7 @@ for batch in DataLoader([sample() for _ in range(640)], batch_size=16):
 
 WORKS = [
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
+    Work(picked=("attention", "sdpa"), script=PAIRS, share=0.6, beside=("precision",)),
     Work(picked=("optimizer", "single"), script=of_parameters(FOREACH), share=0.85),
     Work(
         picked=("gradient_release", "released"),

@@ -65,6 +65,7 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         classes=classes(module),
         padding=padded(kwargs),
         transformers=has_own_switch(module),
+        attention=getattr(getattr(module, "config", None), "_attn_implementation", None),
         batch_norm=any(_is_batch_norm(each) for each in module.modules()),
         dropout=any(_drops(each) for each in module.modules()),
         checkpointing=any(

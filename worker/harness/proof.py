@@ -57,7 +57,7 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     root.proofs += 1
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
-    redraws = any(s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
+    redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
     with silenced(root.module) if redraws else nullcontext():
         _prove(root, plan, Batch.of(args, kwargs), facts)
 

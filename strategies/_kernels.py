@@ -1,0 +1,92 @@
+"""Prefers one of torch's attention kernels, and looks whether a model lets it run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+
+PREFIX = "_scaled_dot_product_"
+"""Of the operators that the kernels are."""
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Level to torch's name for the kernel."""
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def preferring(level: str) -> Iterator[None]:
+    """Within it, torch tries the kernel of ``level`` first, then the others that are allowed.
+
+    For the whole process: what checkpointing recomputes in backward has to choose alike. Raises
+    ``Refused`` where the script has switched it off.
+    """
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+    }
+    wanted = BACKENDS[level]
+    if not allowed[wanted]:
+        raise Refused("the script has switched this kernel off")
+    others = [each for each, on in allowed.items() if on and each is not wanted]
+    with sdpa_kernel([wanted, *others], set_priority=True):
+        yield
+
+
+class First:
+    """Looks at the kernels that a root's first forward with gradients runs."""
+
+    def __init__(self, level: str, called: str, module: nn.Module) -> None:
+        self._level = level
+        self._called = called
+        self._parts = list(module.modules())
+        self._looked = False
+
+    def around(self, forward: Forward) -> Forward:
+        """Return ``forward``; the first call raises ``Refused`` where the kernel never can run."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            compiled = any(each._compiled_call_impl is not None for each in self._parts)
+            if self._looked or compiled or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            self._looked = True
+            with _Seen() as seen:
+                output = forward(*args, **kwargs)
+            self._judge(seen.kernels)
+            return output
+
+        return call
+
+    def _judge(self, kernels: dict[str, torch.dtype]) -> None:
+        if not kernels:
+            raise Refused("the model runs none of torch's attention kernels")
+        ran = any(name.startswith(PREFIX + self._level) for name in kernels)
+        if not ran and any(dtype in HALVES for dtype in kernels.values()):
+            found = ", ".join(name.removeprefix(PREFIX) for name in kernels)
+            raise Refused(f"{self._called} cannot do this model's attention: it runs {found}")
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the attention kernels that run, and in which precision."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith(PREFIX):
+            self.kernels[name] = args[0].dtype
+        return func(*args, **(kwargs or {}))
