@@ -64,9 +64,11 @@ class Proposer:
         tried = within_reach(space, finished, ledger.study.budget, options.horizon)
         untried = [plan for plan in tried if plan not in known]
         candidates = [plan for plan in untried if dominated(plan, finished, batch) is None]
-        if (first := self._leading(candidates)) is not None:
+        core = [plan for plan in space.plans() if plan in candidates]
+        if (first := self._leading(core)) is not None:
             here = fixed is None or (fresh and first.fixed == fixed)
-            return first if here else None  # what others are compared with comes first
+            out = first in flying  # in small parts, in a launch that began a moment ago
+            return first if here and not out else None  # what others are compared with comes first
         if fixed is not None and not fresh:
             candidates = [plan for plan in candidates if plan not in ledger.alone]
         return ledger.mirror.ask(

@@ -299,7 +299,8 @@ def run(work: Work, budget: int, pick: Pick, most: int = 100) -> Run:
         left = [plan for plan in within_reach(levels, trials, budget) if plan not in known]
         left = [plan for plan in left if dominated(plan, trials, work.batch) is None]
         measured = any(trial.verdict is Verdict.MEASURED for trial in trials)
-        plan = None if measured else leading(left, trials, work.facts, cuda=True)
+        core = [plan for plan in levels.plans() if plan in left]
+        plan = None if measured else leading(core, trials, work.facts, cuda=True)
         plan = plan or pick(left, trials)
         if plan is None:
             break

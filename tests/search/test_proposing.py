@@ -1,0 +1,76 @@
+"""Which plan is proposed next, on a real store: decisions for GPUs need none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autofit.asked import SearchOptions
+from autofit.ledger import Ledger
+from autofit.plan import Plan
+from autofit.proposing import Proposer
+from autofit.reference import PARTS
+from autofit.storage import Owner, Store, StudyKey
+from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.worker.records import OutOfMemory, Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+
+GIB = 1 << 30
+GPU = Hardware(device="cuda", name="a GPU", total_bytes=80 * GIB, capability=(9, 0))
+ROOT = RootFacts(
+    name="Net",
+    parameters=GIB // 4,
+    parameter_bytes=GIB,
+    trainable=GIB // 4,
+    dtype="float32",
+    batch=32,
+    blocks=24,
+)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """A study on GPUs whose script has run out of memory as it is."""
+    (tmp_path / "train.py").touch()
+    script = Script(target="train.py", cwd=str(tmp_path))
+    with Store(str(tmp_path / "autofit.db")) as store:
+        study = store.open_study(
+            StudyKey.of(script, gpu="a GPU", gpus=2, memory=6 * GIB, allow="rounding"),
+            script=script,
+            hardware=GPU,
+            budget=6 * GIB,
+            versions={},
+        )
+        options = SearchOptions(script=script, storage=store.url, allow=Fidelity.ROUNDING)
+        held = Ledger(store, study, options, lambda _: None, 0.0)
+        held.learn(Facts(roots=(ROOT,), optimizers=("AdamW",)))
+        (trial,) = store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+        short = OutOfMemory(phase="forward", message="no memory", requested=GIB)
+        report = TrialReport(
+            index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY, out_of_memory=short
+        )
+        store.finish(trial, report)
+        yield held
+
+
+def test_what_others_are_compared_with_is_launched_once(ledger: Ledger) -> None:
+    """In small parts, as it cannot win: by the launch that asks first, not by a second card too."""
+    proposer = Proposer(ledger, GPU)
+    first = proposer.next()
+    assert first is not None
+    assert first["micro_batch"] == str(32 // PARTS)
+    ledger.store.add_trials(ledger.study, [first], launch=1, owner=Owner.current())
+    assert proposer.next() is None
+    assert proposer.next(fixed=Plan(), fresh=True) is None
+    assert proposer.next(fixed=Plan()) is None
+
+
+def test_what_drops_is_compared_as_well(ledger: Ledger) -> None:
+    ledger.learn(Facts(roots=(replace(ROOT, dropout=True),), optimizers=("AdamW",)))
+    first = Proposer(ledger, GPU).next(fixed=Plan(), fresh=True)
+    assert first is not None
+    assert first.fidelity(ledger.study.facts) is Fidelity.REDRAW
