@@ -6,6 +6,7 @@ Importing bitsandbytes initialises CUDA, so it is imported when the first optimi
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -96,20 +97,19 @@ def update(
 class on_default_stream:
     """Orders the kernels, which run on CUDA's default stream, with torch's present stream."""
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
         devices = {p.device for p in params if p.is_cuda}
         present = [torch.cuda.current_stream(device) for device in devices]
-        self._streams = [(s, torch.cuda.default_stream(s.device)) for s in present]
+        pairs = [(s, torch.cuda.default_stream(s.device)) for s in present]
+        self._streams = [(s, default) for s, default in pairs if s != default]
 
     def __enter__(self) -> None:
         for present, default in self._streams:
-            if present != default:
-                default.wait_stream(present)
+            default.wait_stream(present)
 
     def __exit__(self, *_: object) -> None:
         for present, default in self._streams:
-            if present != default:
-                present.wait_stream(default)
+            present.wait_stream(default)
 
 
 @cache

@@ -123,11 +123,11 @@ class EightBit:
             self._sort(optimizer)
             again = self._known if roots == self._roots else frozenset()
             self._known, self._roots = again | {id(each) for each in held}, roots
+        ordered = on_default_stream(held)
         for group in optimizer.param_groups:
-            with on_default_stream(group["params"]):
-                for parameter in group["params"]:
-                    if id(parameter) in self._eight and parameter.grad is not None:
-                        self._update(group, parameter, self._codes(optimizer, parameter))
+            for parameter in group["params"]:
+                if id(parameter) in self._eight and parameter.grad is not None:
+                    self._update(group, parameter, self._codes(optimizer, parameter), ordered)
         with without(optimizer, self._eight):
             self._algorithm.rest(optimizer, plain)
 
@@ -171,7 +171,13 @@ class EightBit:
             state = optimizer.state[parameter] = self._quantised(parameter, state)
         return state
 
-    def _update(self, group: dict[str, Any], parameter: torch.Tensor, state: State) -> None:
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        state: State,
+        ordered: on_default_stream,
+    ) -> None:
         """Take one step; with L2 decay in the gradient where that is Adam's, or on the weights."""
         assert parameter.grad is not None
         weights = _flat(parameter, parameter)
@@ -182,7 +188,8 @@ class EightBit:
         state["step"] += 1
         names = zip(self._algorithm.codes, self._algorithm.scales, strict=True)
         moments = [(state[codes], state[scales]) for codes, scales in names]
-        update(self._algorithm.kernel, group, weights, gradient, moments, state["step"])
+        with ordered:
+            update(self._algorithm.kernel, group, weights, gradient, moments, state["step"])
         torch.autograd.graph.increment_version(parameter)
 
     def _quantised(self, parameter: torch.Tensor, state: State) -> State:

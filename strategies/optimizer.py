@@ -24,6 +24,12 @@ LION = ("Lion", "Lion32bit")
 """Names of classes that are Lion, where they compute what it does."""
 EIGHT_BIT = ("Adam", "AdamW", *LION)
 """Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
+PAGED = ("paged", "paged_eight_bit")
+"""Levels that keep state in managed memory."""
+IN_8_BITS = ("eight_bit", "paged_eight_bit")
+"""Levels that keep state in 8 bits."""
+ON_DEMAND = (6, 0)
+"""Compute capability from which managed memory moves on demand."""
 ADAM = ("Adam", "AdamW")
 """Those in whose place another algorithm may train: their rates are understood."""
 OTHERS = ("lion", "sgd", "adafactor")
@@ -32,7 +38,8 @@ OTHERS = ("lion", "sgd", "adafactor")
 HAVE = {
     "fused": ("fused implementation", FUSED),
     "single": ("implementation that takes all parameters at once", FOREACH),
-    "eight_bit": ("8-bit implementation", EIGHT_BIT),
+    "paged": ("fused implementation", FUSED),
+    **dict.fromkeys(IN_8_BITS, ("8-bit implementation", EIGHT_BIT)),
     **dict.fromkeys(OTHERS, ("rates that are known to suit another algorithm", ADAM)),
 }
 """What a level takes of an optimizer's class, and the classes that have it."""
@@ -75,6 +82,21 @@ class Optimizer(Strategy):
             undo=False,
         ),
         Level(
+            name="paged",
+            summary="state in managed memory: what a spike leaves no room for moves to the host",
+            slowdown=1.01,
+            refines=True,
+        ),
+        Level(
+            name="paged_eight_bit",
+            summary="8-bit state in managed memory",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=1.11,
+            keeps=0.27,
+            undo=False,
+            refines=True,
+        ),
+        Level(
             name="lion",
             summary="Lion in place of Adam, at a tenth of its rate: one moment",
             fidelity=Fidelity.RECIPE,
@@ -105,20 +127,26 @@ class Optimizer(Strategy):
 
     def describe(self, level: str) -> str:
         """Return ``"fused optimizer"``, ``"8-bit optimizer"``, ``"Lion for Adam"``."""
-        said = {"eight_bit": "8-bit optimizer", "single": "one-at-a-time optimizer"}
+        said = {
+            "eight_bit": "8-bit optimizer",
+            "paged_eight_bit": "paged 8-bit optimizer",
+            "single": "one-at-a-time optimizer",
+        }
         instead = {"lion": "Lion", "sgd": "SGD", "adafactor": "Adafactor"}
         other = f"{instead[level]} for Adam" if level in OTHERS else f"{level} optimizer"
         return said.get(level, other)
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Fused kernels keep more bits than the plain ones where weights are in half precision."""
-        fused = level == "fused" and facts is not None and _half(facts)
+        fused = level in ("fused", "paged") and facts is not None and _half(facts)
         return Fidelity.ROUNDING if fused else self.level(level).fidelity
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """8-bit state needs bitsandbytes."""
-        if level == "eight_bit" and find_spec("bitsandbytes") is None:
+        """8-bit state needs bitsandbytes, paged state a GPU that moves pages."""
+        if level in IN_8_BITS and find_spec("bitsandbytes") is None:
             return "bitsandbytes is not installed: pip install bitsandbytes"
+        if level in PAGED and (hardware.capability or (0, 0)) < ON_DEMAND:
+            return "pages move on demand on NVIDIA GPUs of compute capability 6.0 and later"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
@@ -129,7 +157,7 @@ class Optimizer(Strategy):
         others = [name for name in facts.optimizers if name not in known]
         if others:
             return f"{others[0]} has no {what}; {', '.join(known)} have"
-        if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
+        if level in IN_8_BITS and any(root.dtype == "float64" for root in facts.roots):
             return "the model's weights are float64"
         fusable = facts.optimizers and all(name in FUSED for name in facts.optimizers)
         if level == "single" and fusable and not _half(facts):
@@ -138,14 +166,15 @@ class Optimizer(Strategy):
 
     def by_hand(self, level: str) -> ByHand | None:
         """Say how the optimizer is made: the script's own line, which is not known here."""
-        if level in OTHERS:
+        if level in OTHERS or level == "paged":
             return None
         if level == "fused":
             return ByHand(prepare="# and make the optimizer with `fused=True`")
         if level == "single":
             return ByHand(prepare="# and make the optimizer with `foreach=False`")
+        made = "PagedAdamW8bit" if level in PAGED else "AdamW8bit"
         return ByHand(
-            prepare="# and make the optimizer with bitsandbytes.optim.AdamW8bit (Lion8bit), the\n"
+            prepare=f"# and make the optimizer with bitsandbytes.optim.{made} (or Lion's), the\n"
             "# weights of embeddings overridden to 32 bits by bitsandbytes.optim.GlobalOptimManager"
         )
 
@@ -165,6 +194,10 @@ class Optimizer(Strategy):
             from autofit.strategies._recipes import replace
 
             return replace(handle, level)
+        if level in PAGED:
+            from autofit.strategies._paged import page, page_eight_bit
+
+            return page(handle) if level == "paged" else page_eight_bit(handle)
         from autofit.strategies._eight_bit import to_eight_bit
 
         return to_eight_bit(handle)

@@ -9,7 +9,7 @@ own peak to the byte; of the rest, what comes and goes between two samples is mi
 NVML counts managed memory for the card, but for no process. So that part is what the card holds
 more than before CUDA was started, less what other processes do. Where NVML knows processes by other
 numbers (a container), others cannot be told from us: a jump of more than ``LIBRARIES`` from one
-look to the next is taken for theirs. Where there is no NVML, nobody knows: ``ASSUMED`` bytes.
+look to the next is taken for theirs, managed memory of our own aside. Where there is no NVML, nobody knows: ``ASSUMED`` bytes.
 """
 
 from __future__ import annotations
@@ -183,8 +183,15 @@ class CudaMeter:
             ours = shares.held - shares.others - self._nobodys_before
             return max(0, ours - reserved, shares.own - reserved)
         outside = shares.held - self._held_before - reserved  # we may be among the others
-        theirs = not at_start and outside > self._context + LIBRARIES
+        theirs = not at_start and outside - _managed() > self._context + LIBRARIES
         return self._context if theirs else max(0, outside)
+
+
+def _managed() -> int:
+    """Return the bytes of managed memory that strategies hold: those are not another's."""
+    from autofit.strategies import _managed
+
+    return _managed.held()
 
 
 def _torch() -> ModuleType:
