@@ -101,7 +101,8 @@ def _reason(
     fidelity = strategy.fidelity(level, facts)
     if fidelity > allow:
         return f"{fidelity}, and only {allow} is allowed"
-    return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
+    reason = strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
+    return reason or strategy.level(level).unsearched or None
 
 
 def clash(plan: Plan) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Momentum(Recipe):
     ) -> None:
         """All weights of a tensor share one divisor."""
         moment = state["momentum_buffer"].lerp_(gradient, 1 - self.BETA)
-        length = torch.linalg.vector_norm(moment, dtype=torch.float32) / moment.numel() ** 0.5
+        length = torch.linalg.vector_norm(moment, dtype=_precise(moment)) / moment.numel() ** 0.5
         scale = (self.LENGTH * rate) / length.clamp_min(1e-30)
         parameter.addcmul_(moment, scale.to(moment.dtype), value=-1)
 
@@ -111,13 +112,13 @@ class Adafactor(Recipe):
 
     def kept(self, parameter: torch.Tensor) -> State:
         """Sums along the last two dimensions; of a vector, or a number, each square."""
-        zeros = parameter.new_zeros
+        zeros = partial(parameter.new_zeros, dtype=_precise(parameter))
         if parameter.dim() < 2:
-            return {"exp_avg_sq": zeros(parameter.shape, dtype=torch.float32)}
+            return {"exp_avg_sq": zeros(parameter.shape)}
         *others, rows, columns = parameter.shape
         return {
-            "exp_avg_sq_row": zeros((*others, rows), dtype=torch.float32),
-            "exp_avg_sq_col": zeros((*others, columns), dtype=torch.float32),
+            "exp_avg_sq_row": zeros((*others, rows)),
+            "exp_avg_sq_col": zeros((*others, columns)),
         }
 
     def step(
@@ -125,7 +126,7 @@ class Adafactor(Recipe):
     ) -> None:
         """Divide by the root of the second moment; a step that is too long is cut."""
         new = float(state["step"]) ** self.DECAY
-        gradient = gradient.float()
+        gradient = gradient.to(_precise(gradient))
         square = gradient.square().add_(self.TINY)
         if "exp_avg_sq" in state:
             update = state["exp_avg_sq"].lerp_(square, new).rsqrt().mul_(gradient)
@@ -137,6 +138,11 @@ class Adafactor(Recipe):
             update.mul_(gradient)
         length = update.square().mean().sqrt_()
         parameter.sub_(update.div_((length / self.THRESHOLD).clamp_min_(1.0)), alpha=rate)
+
+
+def _precise(tensor: torch.Tensor) -> torch.dtype:
+    """Return the precision that sums are made in: at least 32 bits."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 RECIPES: dict[str, Recipe] = {"lion": Lion(), "sgd": Momentum(), "adafactor": Adafactor()}

@@ -104,6 +104,8 @@ class Level:
     refines: bool = False
     """Tried beside plans that a search has measured, one such level at a time, rather than in
     every combination: the catalogue may grow without the searches."""
+    unsearched: str = ""
+    """Why no search could gain by it; it may stand in a plan that is given, or be a last rung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

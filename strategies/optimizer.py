@@ -26,6 +26,7 @@ EIGHT_BIT = ("Adam", "AdamW", *LION)
 """Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
 PAGED = ("paged", "paged_eight_bit")
 """Levels that keep state in managed memory."""
+COUNTED = "managed memory counts as any other: it saves a run from a spike, not within a budget"
 IN_8_BITS = ("eight_bit", "paged_eight_bit")
 """Levels that keep state in 8 bits."""
 ON_DEMAND = (6, 0)
@@ -86,6 +87,7 @@ class Optimizer(Strategy):
             summary="state in managed memory: what a spike leaves no room for moves to the host",
             slowdown=1.01,
             refines=True,
+            unsearched=COUNTED,
         ),
         Level(
             name="paged_eight_bit",
@@ -95,6 +97,7 @@ class Optimizer(Strategy):
             keeps=0.27,
             undo=False,
             refines=True,
+            unsearched=COUNTED,
         ),
         Level(
             name="lion",
@@ -109,7 +112,7 @@ class Optimizer(Strategy):
             name="sgd",
             summary="SGD with momentum in place of Adam, each tensor's step as long as Adam's",
             fidelity=Fidelity.RECIPE,
-            slowdown=1.02,
+            slowdown=1.03,
             keeps=0.5,
             undo=False,
             refines=True,

@@ -19,7 +19,6 @@ import optuna
 import pytest
 
 from autofit.choice import Situation, choose
-from autofit.mirror import CHOICES
 from autofit.plan import Plan
 from autofit.proposing import within_reach
 from autofit.reference import leading
@@ -337,8 +336,7 @@ def by_model(work: Work, budget: int) -> Pick:
 
 def by_tpe(work: Work, seed: int) -> Pick:
     """Pick as Optuna's own sampler does, told of memory by a constraint; among levels in reach."""
-    plans = (Plan(), *space(H200, work.facts, allow=Fidelity.ROUNDING).plans())
-    choices = {name: tuple({plan[name]: 0 for plan in plans}) for name in CHOICES}
+    choices = dict(space(H200, work.facts, allow=Fidelity.ROUNDING).levels)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)
     study = optuna.create_study(sampler=sampler, direction="maximize")

@@ -9,7 +9,8 @@ own peak to the byte; of the rest, what comes and goes between two samples is mi
 NVML counts managed memory for the card, but for no process. So that part is what the card holds
 more than before CUDA was started, less what other processes do. Where NVML knows processes by other
 numbers (a container), others cannot be told from us: a jump of more than ``LIBRARIES`` from one
-look to the next is taken for theirs, managed memory of our own aside. Where there is no NVML, nobody knows: ``ASSUMED`` bytes.
+look to the next is taken for theirs, managed memory of our own aside. Where there is no NVML,
+nobody knows: ``ASSUMED`` bytes.
 """
 
 from __future__ import annotations
