@@ -120,6 +120,47 @@ def of_parameters(optimizer: str) -> str:
     return PARAMETERS.replace("OPTIMIZER", f"{optimizer}(model.parameters(), lr=1e-4)")
 
 
+DEEP = """\
+import time
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = PRODUCT
+        for _ in range(6):
+            h = h * (0.5 - 0.001 * h)
+        return x + h
+
+
+model = nn.Sequential(*(Block() for _ in range(9)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for step in range(60):
+    x = torch.randn(1024, WIDTH)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+"""Its blocks save much that is quickly made."""
+
+
+def of_blocks(width: int, product: str) -> str:
+    """Return a script of such blocks."""
+    return DEEP.replace("WIDTH", str(width)).replace("PRODUCT", product)
+
+
+WAITING = "self.inner(x).relu_() if time.sleep(0.005) is None else x"
+"""In place, which refuses ``selective``, and with a price."""
 FOREACH = "(lambda *a, **k: torch.optim.RMSprop(*a, **k, foreach=True))"
 
 PADDED = """\
@@ -160,6 +201,8 @@ for batch in DataLoader([sample() for _ in range(640)], batch_size=16):
 """
 
 WORKS = [
+    Work(picked=("checkpointing", "third"), script=of_blocks(64, WAITING), share=0.95),
+    Work(picked=("checkpointing", "selective"), script=of_blocks(512, "self.inner(x)"), share=0.5),
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
     Work(picked=("attention", "sdpa"), script=PAIRS, share=0.6, beside=("precision",)),
     Work(picked=("optimizer", "single"), script=of_parameters(FOREACH), share=0.85),
