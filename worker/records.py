@@ -207,6 +207,9 @@ class TrialReport:
     """As Python prints it, our frames left out; for a failed trial."""
     startup_seconds: float = 0.0
     """From the start of the process to the root's first call."""
+    gradient_difference: float | None = None
+    """Of the model's gradients from the plain model's, relative, as its proof found it; ``None``
+    where nothing in them could differ. Not stored."""
 
     @property
     def measurement(self) -> Measurement | None:

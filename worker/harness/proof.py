@@ -49,6 +49,7 @@ gradient is off by far more.
 
 def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -> None:
     """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold."""
+    root.difference = None
     shown = _shown(plan)
     fidelity = shown.fidelity(facts)
     if shown.neutral or fidelity is Fidelity.RECIPE:
@@ -137,7 +138,8 @@ def _compare(
     exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
-    if (error := mean_difference(found, gradients)) > allowed:
+    error = root.difference = mean_difference(found, gradients)
+    if error > allowed:
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
             blamed,

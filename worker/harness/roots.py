@@ -49,6 +49,8 @@ class HarnessRoot:
         """It is measured: a level is to fail where it would go on as something else."""
         self._one_size = False
         self.facts: RootFacts | None = None
+        self.difference: float | None = None
+        """Of the gradients under the plan from the plain ones, when that was proven last."""
         self.proofs = 0
         """How often something was proven of it: that takes time and memory of its own."""
         self.plan = Plan()

@@ -236,6 +236,7 @@ class Trial(Session):
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
         measured = verdict is Verdict.MEASURED
+        differences = [root.difference for root in self.roots if root.difference is not None]
         report = TrialReport(
             index=self.index,
             plan=plan,
@@ -246,6 +247,7 @@ class Trial(Session):
             out_of_memory=self._shortage,
             blamed=blamed,
             startup_seconds=self._startup,
+            gradient_difference=max(differences, default=None),
         )
         self._reporter.send(PlanEnded(report=report))
 
