@@ -53,9 +53,13 @@ class Situation:
 
     @property
     def best(self) -> float | None:
-        """Step seconds of the fastest plan that fits, compiling charged; ``None`` before one."""
+        """Seconds that the fastest plan that fits takes for the samples of a step of the script.
+
+        Compiling charged; ``None`` before one fits.
+        """
         fitting = [trial.measurement for trial in self.finished if fits(trial, self.budget)]
-        speeds = [(each.effective_batch, each.charged(self.horizon)) for each in fitting if each]
+        whole = self.facts.effective_batch if self.facts else None
+        speeds = [(whole or m.effective_batch, m.charged(self.horizon)) for m in fitting if m]
         return min((batch / speed for batch, speed in speeds), default=None)
 
 

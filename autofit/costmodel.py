@@ -113,7 +113,7 @@ class CostModel:
     ) -> None:
         facts = facts or Facts()
         finished = tuple(finished)
-        points = [point for trial in finished for point in _points(trial)]
+        points = [point for trial in finished for point in _points(trial, facts)]
         self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
         bounds = [bound for trial in finished for bound in _bounds(trial, self._batch)]
         self._budget = float(budget)
@@ -331,15 +331,20 @@ def _once(finished: Sequence[TrialRecord]) -> Array:
     return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
 
 
-def _points(trial: TrialRecord) -> list[Point]:
-    """Return what a trial measured; a size measured twice counts as it was last."""
+def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
+    """Return what a trial measured; a size measured twice counts as it was last.
+
+    The seconds are those of as many samples as a step of the script has.
+    """
     report = trial.report
     found = {each.micro_batch: each for each in report.measurements} if report else {}
     return [
         Point(
             plan=trial.plan.searched,
             samples=float(size),
-            seconds=each.seconds,
+            seconds=each.seconds
+            * (facts.effective_batch or each.effective_batch)
+            / each.effective_batch,
             noise=max(NOISE if len(each.step_seconds) > SHORT else 3 * NOISE, each.spread),
             peak=float(each.peak_device),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -61,6 +62,23 @@ class Plan:
         return max(
             (strategy.fidelity(level, facts) for strategy, level in self), default=Fidelity.EXACT
         )
+
+    def samples(self, batch: int) -> int:
+        """Return the samples of a call that train under this plan, of ``batch``."""
+        for strategy, level in self:
+            batch = strategy.samples(level, batch)
+        return batch
+
+    def effective_batch(self, facts: Facts) -> int:
+        """Return the samples in one optimizer step over all ranks, parts of them added up.
+
+        One while the samples of a call are not known.
+        """
+        if facts.batch is None:
+            return 1
+        samples = self.samples(facts.batch) * facts.calls_per_step * facts.world_size
+        share = math.prod(strategy.share(level) for strategy, level in self)
+        return max(1, round(samples * share))
 
     @property
     def environment(self) -> dict[str, str]:

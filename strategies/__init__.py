@@ -8,6 +8,7 @@ from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.attention import Attention
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
+from autofit.strategies.batch_size import BatchSize
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
 from autofit.strategies.facts import Facts, Hardware, RootFacts
@@ -17,6 +18,7 @@ from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
+from autofit.strategies.sequence_length import SequenceLength
 from autofit.strategies.weights import Weights
 
 REGISTRY: tuple[Strategy, ...] = (
@@ -28,6 +30,8 @@ REGISTRY: tuple[Strategy, ...] = (
     Optimizer(),
     Weights(),
     GradientRelease(),
+    BatchSize(),
+    SequenceLength(),
     MicroBatch(),
     Padding(),
     Compile(),

@@ -164,6 +164,9 @@ class Root(Protocol):
         ``lasting``: the model cannot do without; how a batch is split is proven inside it too.
         """
 
+    def around_whole(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of the root, outside any split of the batch."""
+
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Let parameters that are kept in another form be what they were to the script.
 
@@ -258,6 +261,14 @@ class Strategy(ABC):
                 return level
         allowed = ", ".join(level.name for level in self.levels)
         raise UsageError(f"{self.name} has no level {name!r}; it has {allowed}")
+
+    def samples(self, level: str, batch: int) -> int:
+        """Return the samples of a call that train under ``level``, of ``batch``."""
+        return batch
+
+    def share(self, level: str) -> float:
+        """Return the part of each sample that trains under ``level``."""
+        return 1.0
 
     def lowered(self, level: str) -> frozenset[Memory]:
         """Return the kinds of memory that ``level`` lowers."""

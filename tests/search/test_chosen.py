@@ -161,6 +161,8 @@ def of_blocks(width: int, product: str) -> str:
 
 WAITING = "self.inner(x).relu_() if time.sleep(0.005) is None else x"
 """In place, which refuses ``selective``, and with a price."""
+TOKENS = VOCABULARY.replace("8192", "512").replace("(16, 64)", "(16, 256)")
+
 FOREACH = "(lambda *a, **k: torch.optim.RMSprop(*a, **k, foreach=True))"
 
 PADDED = """\
@@ -220,6 +222,15 @@ WORKS = [
         allow="recipe",
     ),
     Work(picked=("padding", "trimmed"), script=PADDED, share=1.2),
+    Work(picked=("weights", "bf16_master"), script=of_parameters("torch.optim.AdamW"), share=0.92),
+    Work(
+        picked=("weights", "bf16"),
+        script=of_parameters("torch.optim.AdamW"),
+        share=0.7,
+        allow="recipe",
+    ),
+    Work(picked=("batch_size", "half"), script=TOKENS, share=0.75, allow="recipe"),
+    Work(picked=("sequence_length", "half"), script=TOKENS, share=0.75, allow="recipe"),
 ]
 
 

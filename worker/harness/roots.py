@@ -42,6 +42,8 @@ class HarnessRoot:
         self._calls = calls
         self._on_shortage = on_shortage
         self._wrappers: list[Wrapper] = []
+        self._outermost: list[Wrapper] = []
+        """Around the whole call, outside any split."""
         self._lasting: list[Wrapper] = []
         """Those of the wrappers without which the model cannot run."""
         self._undos: list[Undo] = []
@@ -90,6 +92,12 @@ class HarnessRoot:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run the root as the plan has it."""
+        run: Forward = self._run
+        for wrapper in self._outermost:
+            run = wrapper(run)
+        return run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.elastic is None:
             if self.evaluation is not None and not torch.is_grad_enabled():
                 return self.evaluation(self._call, args, kwargs)
@@ -152,6 +160,11 @@ class HarnessRoot:
             self._compose()
 
         return undo
+
+    def around_whole(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of the root, outside any split of the batch."""
+        self._outermost.append(wrapper)
+        return lambda: self._outermost.remove(wrapper)
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Show the script parameters that are kept in another form as they were."""

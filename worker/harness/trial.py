@@ -152,7 +152,7 @@ class Trial(Session):
             self._measured = []
         size = self._found.get(unsized)
         while size:
-            first, last = equal_cuts(self.facts.batch or size, size)[-1]
+            first, last = equal_cuts(plan.samples(self.facts.batch or size), size)[-1]
             size = last - first
             sized = plan.replace(micro_batch=str(size))
             if (yield from self._window(sized, self._request.steps)) is not None:
@@ -163,7 +163,7 @@ class Trial(Session):
         """Look for the fastest size that fits."""
         request = self._request
         sizes = ramp(
-            self.facts.batch or 1,
+            plan.samples(self.facts.batch or 1),
             request.budget,
             request.steps,
             whole_fits=self._whole_fits,
@@ -218,8 +218,8 @@ class Trial(Session):
         peak = self.meter.peak().worst(stage.peak)
         size = stage.plan["micro_batch"]
         return Measurement(
-            micro_batch=(self.facts.batch or 1) if size == AS_IS else int(size),
-            effective_batch=self.facts.effective_batch or 1,
+            micro_batch=stage.plan.samples(self.facts.batch or 1) if size == AS_IS else int(size),
+            effective_batch=stage.plan.effective_batch(self.facts),
             step_seconds=tuple(stage.seconds),
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
