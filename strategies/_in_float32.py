@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 TOGETHER = 1 << 26
 """Elements of the parameters that are open at a time, unless one has more."""
+PARTS = 16
+"""The parameters are opened in at least so many parts, as far as they can be told apart."""
 
 State = dict[str, Any]
 
@@ -62,12 +64,13 @@ def change_type(parameter: torch.Tensor, data: torch.Tensor) -> None:
 def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tensor]]:
     """Yield the parameters, by ``id``, that are stepped together; at least once."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    most = min(TOGETHER, sum(parameter.numel() for parameter in held) // PARTS)
     own = type(optimizer).__module__.startswith("torch.optim")
     some: dict[int, torch.Tensor] = {}
     size = 0
     for parameter in held:
         opens = parameter.grad is not None and form.opens(parameter)
-        if own and some and opens and size + parameter.numel() > TOGETHER:
+        if own and some and opens and size + parameter.numel() > most:
             yield some
             some, size = {}, 0
         some[id(parameter)] = parameter

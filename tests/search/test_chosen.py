@@ -229,7 +229,7 @@ WORKS = [
         share=0.7,
         allow="recipe",
     ),
-    Work(picked=("batch_size", "half"), script=TOKENS, share=0.75, allow="recipe"),
+    Work(picked=("batch_size", "quarter"), script=TOKENS, share=0.4, allow="recipe"),
     Work(picked=("sequence_length", "half"), script=TOKENS, share=0.75, allow="recipe"),
 ]
 
