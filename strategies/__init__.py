@@ -20,6 +20,7 @@ from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
 from autofit.strategies.sequence_length import SequenceLength
 from autofit.strategies.weights import Weights
+from autofit.strategies.zero_grad import ZeroGrad
 
 REGISTRY: tuple[Strategy, ...] = (
     Precision(),
@@ -30,6 +31,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Optimizer(),
     Weights(),
     GradientRelease(),
+    ZeroGrad(),
     BatchSize(),
     SequenceLength(),
     MicroBatch(),

@@ -78,6 +78,8 @@ class Facts:
     """The script calls ``torch.autograd.grad`` on parameters of a root."""
     gradients_read: bool = False
     """The script reads gradients between a backward pass and its step: it clips or logs them."""
+    gradients_zeroed: bool = False
+    """The script sets gradients to zero in place: ``zero_grad(set_to_none=False)``."""
     world_size: int = 1
 
     @property

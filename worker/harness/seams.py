@@ -47,6 +47,9 @@ class Handler(Protocol):
     def backward_to(self, inputs: Any) -> None:
         """Notice a backward pass for ``inputs`` alone."""
 
+    def zeroes(self) -> None:
+        """Notice that gradients are set to zero in place, and not dropped."""
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """Notice that ``optimizer`` is about to step."""
 
@@ -100,6 +103,8 @@ class Seams:
             post.remove,
             self._replace(torch.autograd, "backward", self._backward),
             self._replace(torch.autograd, "grad", self._grad),
+            self._replace(Optimizer, "zero_grad", self._zero_grad),
+            self._replace(nn.Module, "zero_grad", self._zero_grad),
         ]
         if self.loader:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
@@ -184,6 +189,14 @@ class Seams:
                 self.leave()
 
         return grad
+
+    def _zero_grad(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                self.handler.zeroes()
+            plain(owner, set_to_none)
+
+        return zero_grad
 
     def _next(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def following(iterator: Any) -> Any:

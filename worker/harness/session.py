@@ -196,6 +196,11 @@ class Session:
             self._learn(autograd_grad=True)
         return [root for root in roots if root.elastic is not None]
 
+    def zeroes(self) -> None:
+        """Learn that the script sets gradients to zero."""
+        if not self.facts.gradients_zeroed:
+            self._learn(gradients_zeroed=True)
+
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Notice that one parameter is about to step by itself, in backward."""
 

@@ -1,0 +1,71 @@
+"""Drops gradients instead of setting them to zero, and gives zeros back where they are missed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autofit.strategies.base import Root, Undo
+
+OWNERS = (Optimizer, nn.Module)
+"""Classes that have a ``zero_grad``."""
+
+
+class Dropped:
+    """The parameters whose zeros were dropped and have not been replaced yet."""
+
+    def __init__(self) -> None:
+        self._parameters = WeakIdKeyDictionary()
+
+    def attach(self, root: Root) -> Undo:
+        """Change ``zero_grad``; the undo gives back what is missing."""
+        undo_step = root.before_step(lambda optimizer: self._give_back(parameters_of(optimizer)))
+        undos = [self._change(owner) for owner in OWNERS]
+
+        def undo() -> None:
+            for take_back in (*undos, undo_step):
+                take_back()
+            self._give_back(list(self._parameters.keys()))
+
+        return undo
+
+    def _change(self, owner: Any) -> Undo:
+        plain: Callable[..., None] = owner.zero_grad
+
+        @functools.wraps(plain)
+        def zero_grad(self_: Any, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                self._drop(parameters_of(self_))
+            plain(self_, set_to_none)
+
+        owner.zero_grad = zero_grad
+
+        def undo() -> None:
+            owner.zero_grad = plain
+
+        return undo
+
+    def _drop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop dense gradients; a sparse one holds nothing once it is zero."""
+        for each in parameters:
+            if each.grad is not None and each.grad.layout is torch.strided:
+                each.grad = None
+                self._parameters[each] = True
+
+    def _give_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        for each in parameters:
+            if self._parameters.pop(each, False) and each.grad is None:
+                each.grad = torch.zeros_like(each)
+
+
+def parameters_of(owner: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, or of a module."""
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [each for group in owner.param_groups for each in group["params"]]
