@@ -16,6 +16,7 @@ from autofit.strategies.gradient_release import GradientRelease
 from autofit.strategies.loss import Loss
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
+from autofit.strategies.optimizer_offload import OptimizerOffload
 from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
 from autofit.strategies.sequence_length import SequenceLength
@@ -30,6 +31,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Loss(),
     Optimizer(),
     Weights(),
+    OptimizerOffload(),
     GradientRelease(),
     ZeroGrad(),
     BatchSize(),

@@ -228,5 +228,8 @@ class Loading:
             if saved and rest_of(parameter) is not None:
                 state = optimizer.state[parameter]
                 for name, value in saved.items():
+                    there = state.get(name)
+                    if isinstance(there, torch.Tensor) and there.dtype == value.dtype:
+                        continue  # another strategy has put it elsewhere
                     if isinstance(value, torch.Tensor) and name != "step":
                         state[name] = value.to(parameter.device, copy=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -33,6 +34,8 @@ class Nobody:
 class Under:
     """Owns the optimizers of a test; refusals end it."""
 
+    optimizers: Optimizers
+
     def __init__(self, *roots: nn.Module) -> None:
         self.seams = Seams(Nobody())
         self.plan = Plan()
@@ -52,7 +55,7 @@ class Under:
 def owned() -> Iterator[Under]:
     """Let every optimizer step under the ``plan`` of what is yielded."""
     owner = Under()
-    optimizers = Optimizers(owner)
+    optimizers = owner.optimizers = Optimizers(owner)
     optimizers.attach()
     try:
         yield owner
@@ -74,6 +77,17 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
         {"params": weights, "weight_decay": 0.1},
         {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
     ]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda net: SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    "sgd_plain": lambda net: SGD(groups(net), lr=0.05),
+    "adam": lambda net: Adam(net.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)),
+    "adamw": lambda net: AdamW(groups(net), lr=1e-2),
+    "amsgrad": lambda net: AdamW(net.parameters(), lr=1e-2, amsgrad=True, maximize=True),
+    "foreach": lambda net: Adam(net.parameters(), lr=1e-2, foreach=True),
+    "adagrad": lambda net: Adagrad(groups(net), lr=0.05, lr_decay=0.01),
+}
 
 
 def batch(step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -138,3 +152,45 @@ def state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of all tensors in the state."""
     tensors = (v for state in optimizer.state.values() for v in state.values())
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def exact(dtype: torch.dtype) -> float:
+    return 1e-9 if dtype is torch.float64 else 1e-3
+
+
+def rich(net: nn.Module, under: Under, plan: Plan) -> tuple[list[float], int]:
+    """Train with all that scripts do around an optimizer; return the rates and closures called."""
+    under.plan = plan
+    first, *rest = net.parameters()
+    parts: list[dict[str, Any]] = [{"params": [first]}, {"params": rest[:-1], "lr": 3e-3}]
+    optimizer = AdamW(parts, lr=1e-2)
+    warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    plateau = ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    rates, closures = [], 0
+
+    def closure() -> torch.Tensor:
+        nonlocal closures
+        closures += 1
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad(set_to_none=False)
+        return backward(net, 100)
+
+    for step in range(STEPS):
+        if step == 10:
+            optimizer.add_param_group({"params": rest[-1:], "weight_decay": 0.2})
+        optimizer.zero_grad()
+        for part in range(2):  # accumulation
+            loss = backward(net, 2 * step + part)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        if step % 5 == 4:
+            loss = optimizer.step(closure)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if step < 10:
+            warm_up.step()
+        else:
+            plateau.step(float(loss.detach()))
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates, closures

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -22,16 +21,17 @@ from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from tests.strategies.optimizers import (
+    OPTIMIZERS,
     STEPS,
     WIDTH,
     Make,
     Under,
     apart,
-    backward,
     batch,
-    groups,
+    exact,
     model,
     owned,
+    rich,
     same,
     saved,
     train,
@@ -51,21 +51,6 @@ def under() -> Iterator[Under]:
     """Every optimizer steps under its ``plan``."""
     with owned() as owner:
         yield owner
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda net: SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True),
-    "sgd_plain": lambda net: SGD(groups(net), lr=0.05),
-    "adam": lambda net: Adam(net.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)),
-    "adamw": lambda net: AdamW(groups(net), lr=1e-2),
-    "amsgrad": lambda net: AdamW(net.parameters(), lr=1e-2, amsgrad=True, maximize=True),
-    "foreach": lambda net: Adam(net.parameters(), lr=1e-2, foreach=True),
-    "adagrad": lambda net: Adagrad(groups(net), lr=0.05, lr_decay=0.01),
-}
-
-
-def exact(dtype: torch.dtype) -> float:
-    return 1e-9 if dtype is torch.float64 else 1e-3
 
 
 # --- fused ----------------------------------------------------------------------------------
@@ -111,44 +96,6 @@ class counted:
             return plain(*args, **kwargs)
 
         return call
-
-
-def rich(net: nn.Module, under: Under, plan: Plan) -> tuple[list[float], int]:
-    """Train with all that scripts do around an optimizer; return the rates and closures called."""
-    under.plan = plan
-    first, *rest = net.parameters()
-    parts: list[dict[str, Any]] = [{"params": [first]}, {"params": rest[:-1], "lr": 3e-3}]
-    optimizer = AdamW(parts, lr=1e-2)
-    warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
-    plateau = ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    rates, closures = [], 0
-
-    def closure() -> torch.Tensor:
-        nonlocal closures
-        closures += 1
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad(set_to_none=False)
-        return backward(net, 100)
-
-    for step in range(STEPS):
-        if step == 10:
-            optimizer.add_param_group({"params": rest[-1:], "weight_decay": 0.2})
-        optimizer.zero_grad()
-        for part in range(2):  # accumulation
-            loss = backward(net, 2 * step + part)
-        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        if step % 5 == 4:
-            loss = optimizer.step(closure)
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        if step < 10:
-            warm_up.step()
-        else:
-            plateau.step(float(loss.detach()))
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates, closures
 
 
 def test_schedules_clipping_accumulation_closures_and_late_groups(under: Under) -> None:
