@@ -145,6 +145,19 @@ def test_it_is_the_same_training_and_the_same_checkpoint(
     assert exact or there != expected, "8 bits show"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("level", ["lion", "sgd", "adafactor"])
+def test_another_algorithm_goes_on_from_its_own_checkpoint(runs: Runs, level: str) -> None:
+    whole = runs.losses(level, "--steps", "24")
+    plain = runs.losses("as_is", "--steps", "24")
+    first = runs.losses(level, "--save", "changed.pt")
+    assert runs.read("changed.pt")["optimizer"]["algorithm"] == level
+    then = runs.losses(level, "--resume", "changed.pt")
+    assert first + then == pytest.approx(whole, rel=1e-6)
+    assert whole != pytest.approx(plain, rel=1e-3), "another training"
+    assert whole[-1] < 0.98 * whole[0], "and one that learns"
+
+
 @pytest.mark.gpu
 def test_eight_bits_lower_the_state_on_a_gpu(tmp_path: Path) -> None:
     """8 bytes a parameter become 2 and a little, and saving takes none on the device."""
