@@ -8,12 +8,28 @@ from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.strategies._blocks import repeated_blocks
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Forward,
+    Level,
+    Memory,
+    Root,
+    Strategy,
+    Undo,
+)
 from autofit.strategies.facts import Facts, Hardware
 
 SETTINGS: dict[str, Any] = {"options": {"fallback_random": True}}
 """For ``torch.compile``. With its own random numbers Inductor would draw other masks than PyTorch:
 dropout could be compared with nothing, and a chunk could not be run again as it was."""
+
+WHOLE = ("full", "budget")
+"""Levels that compile the root itself."""
+
+BUDGET = 0.5
+"""Share of the activations, between the graph's inputs and what runs fastest, that is kept."""
 
 GRAPHS_A_BLOCK = 4
 """Blocks of one class share their code's limit of graphs, and each may need its own: with and
@@ -38,6 +54,10 @@ class Compile(Strategy):
     Every size of a batch is another graph, so chunks are of one size, and a search looks for that
     size without compiling. Random draws are PyTorch's own. Kernels that fuse operations of half
     precision round less often, hence ``rounding`` where the script trains in it.
+
+    Under ``budget`` the compiler chooses what backward makes again rather than keep (He and Yu,
+    2023; the budget is ``torch._functorch.config.activation_memory_budget``). What is made again
+    draws again, so a model that drops would have other gradients.
     """
 
     name = "compile"
@@ -50,6 +70,15 @@ class Compile(Strategy):
             name="regional", summary="the repeated blocks, compiled once", slowdown=0.85, once=10.0
         ),
         Level(name="full", summary="the whole model as one graph", slowdown=0.84, once=30.0),
+        Level(
+            name="budget",
+            summary="the same, and half of what backward needs is made again there",
+            slowdown=0.93,
+            keeps=0.55,
+            once=45.0,
+            refines=True,
+            lowers=frozenset({Memory.ACTIVATIONS}),
+        ),
     )
 
     def describe(self, level: str) -> str:
@@ -83,11 +112,13 @@ class Compile(Strategy):
             return "not under several ranks: their graphs would have to be compiled in step"
         if level == "regional" and facts.roots and not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
+        if level == "budget" and any(root.dropout for root in facts.roots):
+            return "what is made again would drop other values than forward did"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """In one graph no block is called by itself, so none can be checkpointed."""
-        if level == "full" and levels.get("checkpointing", AS_IS) != AS_IS:
+        if level in WHOLE and levels.get("checkpointing", AS_IS) != AS_IS:
             return "checkpointing needs the calls of the blocks, which one graph does not have"
         return None
 
@@ -106,6 +137,15 @@ class Compile(Strategy):
         """Compile the model, or the longest list of blocks, in place."""
         if level == "full":
             return ByHand(prepare="model.compile()")
+        if level == "budget":
+            return ByHand(
+                prepare=f"""
+                import torch._functorch.config
+
+                torch._functorch.config.activation_memory_budget = {BUDGET}
+                model.compile()
+                """
+            )
         return ByHand(
             prepare="""
             lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
@@ -118,19 +158,22 @@ class Compile(Strategy):
         """Compile the root, or each block of it; the code is made in the calls that follow."""
         if level == AS_IS:
             return None
-        modules = [root.module] if level == "full" else repeated_blocks(root.module)
+        modules = [root.module] if level in WHOLE else repeated_blocks(root.module)
         if not modules:
             return None  # another root of this script has the blocks
         if any(each._compiled_call_impl is not None for each in root.module.modules()):
             raise Refused("the script compiles a part of the model already")
         undo_size = root.one_size()
         undo_limits = _limits(len(modules), root.strict)
+        undo_budget = root.around_forward(_within_budget) if level == "budget" else None
         for each in modules:
             each.compile(**SETTINGS)
 
         def undo() -> None:
             for each in modules:
                 vars(each).pop("_compiled_call_impl", None)
+            if undo_budget is not None:
+                undo_budget()
             undo_limits()
             undo_size()
             _forget()
@@ -158,6 +201,17 @@ def _limits(modules: int, strict: bool) -> Undo:
             setattr(config, name, value)
 
     return undo
+
+
+def _within_budget(forward: Forward) -> Forward:
+    """Compile what is compiled in a call within the budget; nothing else in the process is."""
+    from torch._functorch import config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(activation_memory_budget=BUDGET):
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def _forget() -> None:

@@ -75,7 +75,7 @@ class Loss(Strategy):
         """It needs the head's own call, and gradients that do not vanish unscaled."""
         if level == AS_IS:
             return None
-        if levels.get("compile") == "full":
+        if levels.get("compile") in ("full", "budget"):
             return "a chunked loss needs the call of the head, which one graph does not have"
         if levels.get("precision") == "fp16":
             return "in fp16 gradients would vanish before the loss is scaled"

@@ -48,6 +48,9 @@ CHECKPOINTED = {
 OFFLOADED = {"as_is": (1.0, 1.0), "half": (0.6, 1.5), "all": (0.2, 2.1)}
 """The share of the activations that stays on the device, and what that makes of the time."""
 
+COMPILING = {"as_is": 0.0, "regional": 12.0, "full": 45.0, "budget": 60.0}
+"""Seconds."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -107,6 +110,7 @@ class Work:
         activations *= (
             (1 - done * (1 - self.kept)) * OFFLOADED[plan["activation_offload"]][0] * size
         )
+        activations *= 0.6 if plan["compile"] == "budget" else 1.0
         weights = 4 * self.parameters
         state = {"AdamW": 8, "SGD": 0}[self.optimizer] * self.parameters
         if plan["optimizer"] == "eight_bit":
@@ -126,10 +130,10 @@ class Work:
         chunks = math.ceil(self.batch / size)
         compute = self.seconds * self.faster.get(plan["precision"], 1.0)
         compute *= (1 + again) * OFFLOADED[plan["activation_offload"]][1] / self.batch
-        compute *= {"as_is": 1.0, "regional": 0.93, "full": 0.9}[plan["compile"]]
+        compute *= {"as_is": 1.0, "regional": 0.93, "full": 0.9, "budget": 0.97}[plan["compile"]]
         twice = 0 if self.inside else 0.33 * (self.batch - size)
         launch = self.launch * (1 + again)
-        launch *= {"as_is": 1.0, "regional": 0.5, "full": 0.4}[plan["compile"]]
+        launch *= {"as_is": 1.0, "regional": 0.5, "full": 0.4, "budget": 0.45}[plan["compile"]]
         total = chunks * max(compute * self.batch / chunks, launch) + twice * compute
         per = {"as_is": 3e-11, "fused": 1e-11, "eight_bit": 5e-11}[plan["optimizer"]]
         alike = plan.replace(allocator="as_is")
@@ -154,7 +158,7 @@ class Work:
                 peak_allocated=int(peak / self.lost(plan)),
                 peak_reserved=peak,
                 peak_device=peak,
-                compile_seconds={"as_is": 0.0, "regional": 12.0, "full": 45.0}[plan["compile"]],
+                compile_seconds=COMPILING[plan["compile"]],
             )
             found.append((size, result))
             return result

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -141,6 +143,9 @@ def test_why_it_is_left_out() -> None:
         assert "ranks" in (strategy.inapplicable(level, replace(facts, world_size=2)) or "")
     assert "blocks" in (strategy.inapplicable("regional", bare) or "")
     assert strategy.inapplicable("full", bare) is None
+    dropping = Facts(roots=(replace(ROOT, dropout=True),))
+    assert "drop" in (strategy.inapplicable("budget", dropping) or "")
+    assert strategy.inapplicable("full", dropping) is None
 
 
 @quick
@@ -165,7 +170,8 @@ def test_half_precision_of_the_script_is_rounded_less_often() -> None:
 @quick
 def test_one_graph_has_no_blocks_to_checkpoint() -> None:
     for level in ("half", "all"):
-        assert "blocks" in (clash(Plan.of({"compile": "full", "checkpointing": level})) or "")
+        for whole in ("full", "budget"):
+            assert "blocks" in (clash(Plan.of({"compile": whole, "checkpointing": level})) or "")
         assert clash(Plan.of({"compile": "regional", "checkpointing": level})) is None
 
 
@@ -281,6 +287,36 @@ def test_without_its_code_nothing_is_compiled(light: None, calls: Calls) -> None
     with uncompiled():
         gradients(module, held, torch.randn(5, 8))
     assert clock.seconds() == before
+    held.take_back()
+
+
+@quick
+def test_within_its_budget_less_is_kept_for_backward(light: None, calls: Calls) -> None:
+    module, x = Net(), torch.randn(64, 8)
+    kept: dict[str, int] = {}
+    found: dict[str, torch.Tensor] = {}
+    for level in ("as_is", "full", "budget"):
+        held = root_of(module, calls)
+        held.apply(Plan.of({"compile": level}))
+        sizes: list[int] = []
+        with saved_tensors_hooks(lambda t, into=sizes: into.append(t.nbytes) or t, lambda t: t):  # type: ignore[misc]
+            held.call((x,), {})
+        kept[level], found[level] = sum(sizes), gradients(module, held, x)
+        held.take_back()
+    assert kept["budget"] < 0.7 * kept["full"] <= 0.7 * kept["as_is"]
+    for level in ("full", "budget"):
+        torch.testing.assert_close(found[level], found["as_is"])
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+@quick
+def test_what_a_budget_would_draw_again_is_refused(light: None, calls: Calls) -> None:
+    """Where nothing but the proof can see that the model drops."""
+    module = Net(drop=0.3)
+    held = root_of(module, calls)
+    with pytest.raises(Refused, match="differ"):
+        prove(held, Plan.of({"compile": "budget"}), (torch.randn(64, 8),), {}, Facts())
+    prove(held, Plan.of({"compile": "full"}), (torch.randn(64, 8),), {}, Facts())
     held.take_back()
 
 
