@@ -18,6 +18,8 @@ BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
 """Verdicts that rule a level out, where it is known which."""
 FRAGMENTED = 0.05
 """Share of the memory lost to fragmentation from which another allocator setting is worth a try."""
+WAITING = 0.05
+"""Share of a step spent waiting for data from which another way to load it is worth a try."""
 UNALLOCATED = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
 """In the error of torch's CUDA allocator."""
 
@@ -33,7 +35,9 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
             return f"{trial.plan} fits with the whole batch; this would only be slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less and does not fit"
-    return _needless(plan, finished, batch) or _too_early(plan, finished)
+    return (
+        _needless(plan, finished, batch) or _unawaited(plan, finished) or _too_early(plan, finished)
+    )
 
 
 def _only_saves(plan: Plan, than: Plan) -> bool:
@@ -79,6 +83,21 @@ def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) ->
         return f"{plain} fits with the whole batch"
     if _lost(trial) < FRAGMENTED:
         return f"{plain} loses next to nothing to fragmentation"
+    return None
+
+
+def _unawaited(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
+    """Return why another way to load the data would gain nothing, or cannot be known yet."""
+    if plan["data_loading"] == AS_IS:
+        return None
+    plain = plan.replace(data_loading=AS_IS)
+    trial = next((each for each in finished if each.plan == plain), None)
+    if trial is None:
+        return f"{plain} comes first"
+    if trial.measurement is None:
+        return f"{plain} could not be measured"
+    if trial.measurement.data_wait < WAITING:
+        return f"{plain} waits for data less than {WAITING:.0%} of the time"
     return None
 
 

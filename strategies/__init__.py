@@ -11,6 +11,7 @@ from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
 from autofit.strategies.batch_size import BatchSize
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
+from autofit.strategies.data_loading import DataLoading
 from autofit.strategies.facts import Facts, Hardware, RootFacts
 from autofit.strategies.gradient_release import GradientRelease
 from autofit.strategies.loss import Loss
@@ -40,6 +41,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Padding(),
     Compile(),
     Allocator(),
+    DataLoading(),
 )
 """Every strategy, in the order in which a plan names and applies them."""
 

@@ -55,6 +55,10 @@ Load = Callable[[Any, Any], None]
 """Takes the values that the script has loaded into a parameter: ``(parameter, values)``."""
 
 
+Reader = Callable[[Any, Callable[[], Any]], Any]
+"""Gives a loader's next batch: called with its iterator and the iterator's own way to it."""
+
+
 class Fidelity(IntEnum):
     """What a level may change in the training. Ordered: an allowance includes all below it."""
 
@@ -189,6 +193,12 @@ class Root(Protocol):
 
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
+
+    def around_next(self, reader: Reader) -> Undo:
+        """Let ``reader`` give the next batch of every data loader of the script."""
+
+    def set_aside(self) -> None:
+        """Keep the step under way out of what is measured: something is done in it once."""
 
     def inside(self) -> AbstractContextManager[None]:
         """Return a context in which calls are the root's own: no other root is met in it."""

@@ -80,6 +80,8 @@ class Facts:
     """The script reads gradients between a backward pass and its step: it clips or logs them."""
     gradients_zeroed: bool = False
     """The script sets gradients to zero in place: ``zero_grad(set_to_none=False)``."""
+    workers: int | None = None
+    """Worker processes of the loader that gave the first batch; ``None`` where none was seen."""
     world_size: int = 1
 
     @property

@@ -17,22 +17,22 @@ class Under(Session):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(meter.for_device("cpu"))
-        self._plan = plan
+        self.plan = plan
 
     def plan_for(self, root: HarnessRoot) -> Plan:
-        return self._plan
+        return self.plan
 
     def plans(self) -> tuple[Plan, ...]:
-        return (self._plan,)
+        return (self.plan,)
 
     def optimizer_plan(self) -> Plan:
-        return self._plan
+        return self.plan
 
     def optimizer_refused(self, refusal: Refused) -> None:
         raise refusal
 
     def splits(self) -> bool:
-        return self._plan["micro_batch"] != "as_is"
+        return self.plan["micro_batch"] != "as_is"
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         raise refusal

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS, Forward, Load, Undo, Weights, Wrapper
+from autofit.strategies.base import AS_IS, Forward, Load, Reader, Undo, Weights, Wrapper
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker.harness import ddp, shown
@@ -220,6 +220,14 @@ class HarnessRoot:
         """Call ``hook(optimizer)`` before every optimizer step."""
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
         return handle.remove
+
+    def around_next(self, reader: Reader) -> Undo:
+        """Let ``reader`` give the next batch of every data loader of the script."""
+        return self._seams.read_by(reader)
+
+    def set_aside(self) -> None:
+        """Keep the step under way out of what is measured."""
+        self.proofs += 1
 
     def inside(self) -> AbstractContextManager[None]:
         """Return a context in which calls are the root's own."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.strategies.base import Forward, Reader, Undo, Wrapper
 
 plain_backward = torch.autograd.backward
 """The backward pass itself, for work inside a root that the handler must not see again."""
@@ -89,6 +89,9 @@ class Seams:
             iterator
         )
         """Says which batch of a loader comes next (``lookahead.SameBatches`` in a trial)."""
+        self.workers: int | None = None
+        """Of the loader that gave the last batch; ``None`` before one has."""
+        self._readers: list[Reader] = []
         self._undos: list[Undo] = []
         self._stop_looking: Undo = lambda: None
         self._looking = False
@@ -109,6 +112,14 @@ class Seams:
         if self.loader:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
         self.look_for_roots()
+
+    def read_by(self, reader: Reader) -> Undo:
+        """Let ``reader`` give the batches of loaders; the last one does."""
+        self._readers.append(reader)
+        if not self.loader:
+            self.loader = True
+            self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
+        return lambda: self._readers.remove(reader)
 
     def detach(self) -> None:
         """Leave torch as it was."""
@@ -199,10 +210,16 @@ class Seams:
         return zero_grad
 
     def _next(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(iterator: Any) -> Any:
+            if not self._readers:
+                return plain(iterator)
+            return self._readers[-1](iterator, lambda: plain(iterator))
+
         def following(iterator: Any) -> Any:
             started = time.perf_counter()
+            self.workers = iterator._num_workers
             try:
-                return self.order(plain, iterator)
+                return self.order(read, iterator)
             finally:
                 self.data_seconds += time.perf_counter() - started
 

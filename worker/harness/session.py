@@ -286,7 +286,8 @@ class Session:
             with inside(self.seams):
                 root.facts = replace(root.facts, batch=self._samples(root, args, kwargs))
         met = tuple(each.facts for each in self.roots if each.facts is not None)
-        self._learn(roots=met, autocast=self.facts.autocast or learn.autocast_on())
+        autocast = self.facts.autocast or learn.autocast_on()
+        self._learn(roots=met, autocast=autocast, workers=self.seams.workers)
 
     def _samples(self, root: HarnessRoot, args: Any, kwargs: Any) -> int | None:
         """Return the samples in a root's first call, and prove how it is split.

@@ -1,0 +1,166 @@
+"""What a data set draws, holds and keeps: whether another process would read the same from it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import stat
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+CONNECTIONS = ("sqlite3", "socket", "ssl", "h5py", "lmdb", "zipfile", "tarfile")
+"""Libraries whose objects must not be used on both sides of a fork."""
+LOOKED_AT = 256
+"""Objects of a data set that are looked at: its attributes, what they hold, and so on."""
+SCALARS = (bool, int, float, str, type(None))
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The global random generators of the host, as a data set may draw from them."""
+
+    torch: bytes
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Draws:
+        """Return their state."""
+        numpy = sys.modules.get("numpy")
+        state = None
+        if numpy is not None:
+            kind, keys, *rest = numpy.random.get_state()
+            state = (kind, keys.tobytes(), *rest)
+        return cls(torch.get_rng_state().numpy().tobytes(), random.getstate(), state)
+
+    def restore(self) -> None:
+        """Set them back."""
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        random.setstate(self.python)
+        if self.numpy is not None:
+            numpy = sys.modules["numpy"]
+            kind, keys, *rest = self.numpy
+            numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def positions() -> dict[int, int]:
+    """Return how far this process has read in each file it holds open, by descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISREG(os.fstat(int(name)).st_mode):
+                found[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
+        except OSError:  # the descriptor that listed them
+            continue
+    return found
+
+
+def moved(before: Mapping[int, int], after: Mapping[int, int]) -> bool:
+    """Return whether a file that was open before has been read since."""
+    return any(after.get(each, place) != place for each, place in before.items())
+
+
+def connection(dataset: Any) -> str | None:
+    """Return what a data set holds that two processes must not use, or ``None``."""
+    for each in _held(dataset):
+        if isinstance(each, torch.Tensor) and each.device.type != "cpu":
+            return f"tensors on {each.device.type}"
+        library = type(each).__module__.lstrip("_").partition(".")[0]
+        if library in CONNECTIONS:
+            return f"a {library} {type(each).__name__}"
+    return None
+
+
+def marks(dataset: Any) -> list[Any]:
+    """Return what tells, by and large, whether a data set has been changed."""
+    return [
+        (id(each), each if isinstance(each, SCALARS) else _size(each)) for each in _held(dataset)
+    ]
+
+
+def _held(dataset: Any) -> list[Any]:
+    """Return a data set, what its attributes and items hold, and so on; the first of them."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    queue = deque([dataset])
+    while queue and len(found) < LOOKED_AT:
+        each = queue.popleft()
+        if not isinstance(each, SCALARS):
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+        found.append(each)
+        if isinstance(each, (torch.Tensor, nn.Module, ModuleType, type)):
+            continue
+        if isinstance(each, Mapping):
+            queue.extend(list(each.values())[:LOOKED_AT])
+        elif isinstance(each, (list, tuple)):
+            queue.extend(each[:LOOKED_AT])
+        queue.extend(getattr(each, "__dict__", {}).values())
+    return found
+
+
+def _size(each: Any) -> int:
+    if isinstance(each, torch.Tensor):
+        return each._version
+    return len(each) if isinstance(each, (list, tuple, dict, set)) else 0
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two batches are equal to the last bit."""
+    if isinstance(other, torch.Tensor):
+        alike = isinstance(one, torch.Tensor) and one.dtype == other.dtype
+        return alike and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(other, Mapping) or hasattr(other, "keys"):
+        keys = list(other.keys())
+        return list(one.keys()) == keys and all(same(one[key], other[key]) for key in keys)
+    if isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(other, "tobytes"):  # an array
+        return bool(one.dtype == other.dtype and one.shape == other.shape) and (
+            one.tobytes() == other.tobytes()
+        )
+    if hasattr(other, "__dict__"):
+        return same(vars(one), vars(other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in which numbers that are none equal themselves."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def too_much(batch: Any, batches: int) -> str | None:
+    """Return why so many batches cannot wait in shared memory, or ``None``."""
+    tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor)]
+    if any(each.device.type != "cpu" for each in tensors):
+        return "the batches are made on a device, which workers cannot use"
+    if len(tensors) * batches > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        return f"a batch has {len(tensors)} tensors: more than there may be open files"
+    try:
+        room = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return None
+    if sum(each.nbytes for each in tensors) * batches > room.f_bavail * room.f_frsize // 2:
+        return f"{SHARED_MEMORY} has no room for {batches} batches"
+    return None
+
+
+def _leaves(batch: Any) -> Sequence[Any]:
+    leaves: Sequence[Any] = torch.utils._pytree.tree_leaves(
+        dict(batch) if hasattr(batch, "keys") else batch
+    )
+    return leaves
