@@ -216,6 +216,34 @@ for step in range(60):
     optimizer.step()
 """
 
+SLOW_DATA = """\
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.full((16,), index / 4096)
+
+
+model = nn.Sequential(nn.Linear(16, 4096), nn.Tanh(), nn.Linear(4096, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in DataLoader(Slow(), batch_size=16, shuffle=True):
+    optimizer.zero_grad()
+    (model(batch) - batch).square().mean().backward()
+    optimizer.step()
+"""
+
 WORKS = [
     Work(picked=("checkpointing", "third"), script=of_blocks(64, WAITING), share=0.95),
     Work(picked=("checkpointing", "selective"), script=of_blocks(512, "self.inner(x)"), share=0.5),
@@ -237,6 +265,7 @@ WORKS = [
         allow="recipe",
     ),
     Work(picked=("padding", "trimmed"), script=PADDED, share=1.2),
+    Work(picked=("data_loading", "workers"), script=SLOW_DATA, share=3.0),
     Work(picked=("weights", "bf16_master"), script=of_parameters("torch.optim.AdamW"), share=0.92),
     Work(
         picked=("weights", "bf16"),

@@ -247,6 +247,23 @@ def test_another_allocator_is_tried_where_fragmentation_cost_memory(
     assert dominated(plan, [short("DefaultCPUAllocator: can't allocate memory")], 8) is not None
 
 
+def test_workers_load_the_data_where_a_plan_waits_for_it(
+    ended: Ended, measurement: Callable[..., Measurement]
+) -> None:
+    def waiting(share: float) -> TrialRecord:
+        trial = ended(SPLIT, verdict=Verdict.MEASURED)
+        assert trial.report is not None
+        figures = (replace(measurement(8), data_wait=share),)
+        return replace(trial, report=replace(trial.report, measurements=figures))
+
+    plan = SPLIT.replace(data_loading="workers")
+    assert dominated(plan, [], 8) == "micro auto comes first"
+    assert "waits for data less than 5%" in (dominated(plan, [waiting(0.02)], 8) or "")
+    assert dominated(plan, [waiting(0.2)], 8) is None
+    short = ended(SPLIT, verdict=Verdict.OUT_OF_MEMORY)
+    assert "could not be measured" in (dominated(plan, [short], 8) or "")
+
+
 OWN = 'Traceback ...\n  File "/project/train.py", line 3, in <module>\nNameError: los'
 DEEP = OWN.replace("NameError", '  File "/lib/torch/x.py", line 9, in f\nRuntimeError')
 
