@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
+from autofit.strategies._optimizer_offload import ROOM
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.gradient_release import BY_ITSELF
 
@@ -62,6 +63,8 @@ class Hosted:
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
         """By ``id`` of the parameter, pinned where it lies on a GPU."""
+        self._taken: list[int] = []
+        """Of the host's memory."""
         self._full: set[int] = set()
         """Those that hold something."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -99,6 +102,8 @@ class Hosted:
         self._leaving.clear()
         self._sums.clear()
         self._full.clear()
+        while self._taken:
+            ROOM.give_back(self._taken.pop())
 
     def _leave(self, key: int, gradient: torch.Tensor) -> None:
         """Add a gradient on the device, beside what else runs there."""
@@ -115,6 +120,10 @@ class Hosted:
     def _add(self, key: int, gradient: torch.Tensor) -> None:
         sums = self._sums.get(key)
         if sums is None:
+            ROOM.look()
+            if ROOM.known and not (taken := ROOM.take(gradient.nbytes)):
+                raise Refused("the host's memory has no room for the gradients", "gradient_release")
+            self._taken += [taken] if ROOM.known else []
             sums = self._sums[key] = torch.empty_like(
                 gradient, device="cpu", pin_memory=gradient.is_cuda
             )

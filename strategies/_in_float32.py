@@ -95,3 +95,4 @@ def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: Form) 
             parameter.data = data
             parameter.grad = gradient
             form.close(parameter, data, values, optimizer.state.get(parameter, {}))
+            torch.autograd.graph.increment_version(parameter)  # the data's version is another

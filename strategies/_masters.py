@@ -69,10 +69,15 @@ def put_rest(parameter: torch.Tensor, rest: torch.Tensor) -> None:
     _RESTS[parameter] = rest
 
 
-def shown(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's values in float32, as the script has them; ``None`` if it is plain."""
+def shown(parameter: torch.Tensor, here: bool = False) -> torch.Tensor | None:
+    """Return a parameter's values in float32, as the script has them; ``None`` if it is plain.
+
+    Where its rest lies, or ``here``: where it lies itself.
+    """
     rest = rest_of(parameter)
-    return None if rest is None else whole(parameter, rest)
+    if rest is None:
+        return None
+    return whole(parameter, rest.to(parameter.device) if here else rest)
 
 
 def loaded(parameter: torch.Tensor, values: torch.Tensor) -> None:

@@ -91,6 +91,9 @@ class Offload:
             *(hook.remove for hook in hooks),
             handle.around_step(self.step),
         ]
+        for parameter in parameters(optimizer):
+            if _worth(parameter):
+                self._send(optimizer.state.get(parameter, {}), parameter)
 
     def undo(self) -> None:
         """Bring all state back to where it would have been."""
@@ -138,11 +141,7 @@ class Offload:
     ) -> None:
         """Step one parameter, piece after piece."""
         state = optimizer.state[parameter]
-        for name, value in list(state.items()):
-            if _like(value, parameter):
-                state[name] = self._on_host(parameter, value)
-        if (rest := _masters.rest_of(parameter)) is not None:
-            _masters.put_rest(parameter, self._on_host(parameter, rest))
+        self._send(state, parameter)
         weights, gradient = _flat(parameter, parameter), _flat(parameter, parameter.grad)
         before = dict(state)
         count = parameter.numel()
@@ -201,6 +200,14 @@ class Offload:
         if parameter.device not in self._lanes:
             self._lanes[parameter.device] = Lanes(parameter.device)
         return self._lanes[parameter.device].next(gradient)
+
+    def _send(self, state: State, parameter: torch.Tensor) -> None:
+        """See that what is kept for a parameter lies on the host."""
+        for name, value in list(state.items()):
+            if _like(value, parameter):
+                state[name] = self._on_host(parameter, value)
+        if (rest := _masters.rest_of(parameter)) is not None:
+            _masters.put_rest(parameter, self._on_host(parameter, rest))
 
     def _on_host(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return ``value`` on the host, in the parameter's order; itself if it lies there so."""

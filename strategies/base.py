@@ -48,8 +48,11 @@ Stepper = Callable[[Any, Callable[[], None]], None]
 View = Callable[[Any, dict[str, Any]], dict[str, Any]]
 """Returns what a parameter's optimizer state looks like to the script: ``(parameter, state)``."""
 
-Weights = Callable[[Any], Any | None]
-"""Returns a parameter's values as the script has them, a new tensor; ``None`` if it is plain."""
+Weights = Callable[[Any, bool], Any | None]
+"""Returns a parameter's values as the script has them, a new tensor; ``None`` if it is plain.
+
+``(parameter, here)``: on the parameter's device, or wherever that takes the least of its memory.
+"""
 
 Load = Callable[[Any, Any], None]
 """Takes the values that the script has loaded into a parameter: ``(parameter, values)``."""

@@ -77,6 +77,7 @@ class GradientRelease(Strategy):
             "the script has several optimizers": len(facts.optimizers) > 1,
             "the script scales its loss, and unscales all gradients before a step": facts.scaler,
             "the script clips or reads the gradients before its step": facts.gradients_read,
+            "a gradient that the script has set to zero counts as one": facts.gradients_zeroed,
             "the script calls torch.autograd.grad on the model's parameters": facts.autograd_grad,
             "gradients are averaged over ranks after they have come": facts.world_size > 1,
             f"{', '.join(others)} may update parameters together": bool(others),

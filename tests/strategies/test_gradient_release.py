@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space import clash
-from autofit.strategies import Facts, RootFacts, get
+from autofit.strategies import Facts, RootFacts, _optimizer_offload, get
 from autofit.strategies.gradient_release import BY_ITSELF
 from autofit.worker import meter
 from autofit.worker.harness.optimizers import Optimizers
@@ -50,6 +50,8 @@ class Bench:
     def __init__(self) -> None:
         self.seams = Seams(_Handler())
         self.calls = Calls()
+        self.goes_on = False
+        """Where memory runs out in a split call."""
         self.plan = Plan()
         self.roots: list[HarnessRoot] = []
         self.optimizers = Optimizers(self)
@@ -67,7 +69,7 @@ class Bench:
         """Call a root under the plan."""
         root = next((each for each in self.roots if each.outer is net), None)
         if root is None:
-            root = HarnessRoot(net, self.seams, self.calls, lambda *args: False)
+            root = HarnessRoot(net, self.seams, self.calls, lambda *args: self.goes_on)
             self.roots.append(root)
         if root.plan != self.plan:
             root.apply(self.plan)
@@ -283,6 +285,77 @@ def test_an_optimizer_is_freed_with_the_script_s_last_reference(bench: Bench) ->
     assert left(net) == 8  # nobody is there to use them
 
 
+# --- memory that runs out -------------------------------------------------------------------
+
+
+class _Fragile(torch.autograd.Function):
+    """Identity whose backward runs out of memory when ``owner`` has counted down to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: Fragile) -> torch.Tensor:
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.owner.backwards += [1]
+        if len(ctx.owner.backwards) == ctx.owner.fatal[0]:
+            raise MemoryError("stands for the allocator's own error")
+        return gradient, None
+
+
+class Fragile(Net):
+    """Runs out of memory in backward, before the first gradient has come or after most have."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.backwards: list[int] = []
+        self.fatal = [0]
+        """The backward pass that fails; a list, since numbers of modules tell kinds of calls."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        if self.late:
+            x = _Fragile.apply(self.blocks[2](x), self)  # type: ignore[no-untyped-call]
+        found = super().forward(x)
+        return found if self.late else _Fragile.apply(found, self)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before any step", "after some"])
+def test_nothing_is_run_again_once_a_parameter_has_stepped(bench: Bench, late: bool) -> None:
+    plain, changed = Fragile(late=late), Fragile(late=late)
+    bench.train(plain, AdamW(plain.parameters(), lr=1e-2), steps=3)
+    bench.plan = RELEASED.replace(micro_batch="3")
+    bench.goes_on = True
+    optimizer = AdamW(changed.parameters(), lr=1e-2)
+    bench.train(changed, optimizer, steps=2)
+    changed.backwards.clear()
+    changed.fatal = [2]  # of the last part
+    before = changed.head.weight.detach().clone()
+    if late:
+        with pytest.raises(MemoryError):
+            bench.train(changed, optimizer, start=2, steps=1)
+        assert not torch.equal(changed.head.weight, before), "it has stepped"
+        assert len(changed.backwards) == 2
+    else:
+        bench.train(changed, optimizer, start=2, steps=1)
+        assert len(changed.backwards) > 2
+        assert torch.allclose(weights(changed), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_that_the_host_has_no_room_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    bench.plan = HOSTED.replace(micro_batch="2")
+    monkeypatch.setattr(_optimizer_offload.ROOM, "take", lambda size: 0)
+    before = weights(net)
+    with pytest.raises(Refused, match="no room"):
+        bench.train(net, optimizer)
+    assert torch.equal(weights(net), before)
+
+
 # --- refusals -------------------------------------------------------------------------------
 
 
@@ -398,6 +471,7 @@ ROOT = RootFacts(name="M", parameters=1, parameter_bytes=4, trainable=1, dtype="
         Facts(optimizers=("LBFGS",)),
         Facts(scaler=True),
         Facts(gradients_read=True),
+        Facts(gradients_zeroed=True),
         Facts(autograd_grad=True),
         Facts(world_size=2),
     ],

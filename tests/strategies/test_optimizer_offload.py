@@ -145,6 +145,15 @@ def test_a_loaded_state_is_put_on_the_host_at_once(under: Under) -> None:
     assert hosted(other, next(net.parameters())) == ["exp_avg", "exp_avg_sq"]
 
 
+def test_what_there_is_goes_to_the_host_before_the_next_forward(under: Under) -> None:
+    net = model()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    train(net, optimizer, steps=2)
+    under.roots, under.plan = (net,), STREAMED
+    under.optimizers.prepare()
+    assert hosted(optimizer, next(net.parameters())) == ["exp_avg", "exp_avg_sq"]
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adagrad"])
 def test_taken_back_in_mid_run_it_is_plain_to_the_end(under: Under, kind: str) -> None:
     plain, changed = model(), model()

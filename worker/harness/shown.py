@@ -37,15 +37,18 @@ def show(view: Weights, load: Load) -> Undo:
     return undo
 
 
-def seen(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's values as the script has them; ``None`` where it holds them itself."""
-    found = (view(parameter) for view, _ in _views)
+def seen(parameter: torch.Tensor, *, here: bool = False) -> torch.Tensor | None:
+    """Return a parameter's values as the script has them; ``None`` where it holds them itself.
+
+    ``here``: on its device.
+    """
+    found = (view(parameter, here) for view, _ in _views)
     return next((values for values in found if values is not None), None)
 
 
 def plainly(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter, or its values as the script has them."""
-    values = seen(parameter)
+    """Return a parameter, or its values as the script has them, on its device."""
+    values = seen(parameter, here=True)
     return parameter if values is None else values
 
 
