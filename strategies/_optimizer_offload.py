@@ -308,7 +308,12 @@ def _flat(parameter: torch.Tensor, other: Any) -> torch.Tensor:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """Return a copy; on CUDA, of what another lane may have made, and gets the memory of back."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_cuda:
+        value.record_stream(torch.cuda.current_stream(value.device))
+    return value.clone()
 
 
 def _to_device(part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

@@ -114,11 +114,15 @@ def test_it_is_the_same_training(
     changed.end()
 
 
-def test_a_step_taken_beside_the_computation_reads_nothing_too_early(under: Under) -> None:
-    """Many steps on end, the copies under way when the next forward begins: to the last bit."""
-    plain = Trained(under, RELEASED).train(steps=40)
+@pytest.mark.parametrize("fused", ["as_is", "fused"])
+def test_a_step_taken_beside_the_computation_reads_nothing_too_early(
+    under: Under, fused: str
+) -> None:
+    """Many steps on end, one beside the next layer's backward: to the last bit."""
+    beside = RELEASED | {"optimizer": fused}
+    plain = Trained(under, beside).train(steps=40)
     plain.end()
-    changed = Trained(under, RELEASED | STREAMED).train(steps=40)
+    changed = Trained(under, beside | STREAMED).train(steps=40)
     assert torch.equal(changed.weights(), plain.weights())
     plain_state = plain.optimizer.state_dict()["state"]
     found = changed.optimizer.state_dict()["state"]
