@@ -5,6 +5,7 @@ if __name__ == "strategies":
 
 from autofit.exceptions import UsageError
 from autofit.strategies.activation_offload import ActivationOffload
+from autofit.strategies.adapters import Adapters
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.attention import Attention
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
@@ -25,6 +26,7 @@ from autofit.strategies.weights import Weights
 from autofit.strategies.zero_grad import ZeroGrad
 
 REGISTRY: tuple[Strategy, ...] = (
+    Adapters(),
     Precision(),
     Attention(),
     Checkpointing(),

@@ -8,8 +8,10 @@ its neighbour. Rounded up or down with the chances that keep the mean, they are 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.optim import LBFGS
 
 from autofit.exceptions import Refused
@@ -20,11 +22,15 @@ from autofit.strategies.precision import autocast
 
 SEED = 0x5EED
 
+_converted: WeakSet[nn.Module] = WeakSet()
+
 
 def convert(root: Root) -> Undo:
     """Convert the float32 parameters of ``root``; what they were is lost."""
     module = root.module
-    refuse(module)
+    if module not in _converted:  # it is asked for again with every other plan of its process
+        refuse(module)
+        _converted.add(module)
 
     def wrapper(forward: Forward) -> Forward:
         return autocast(forward, torch.bfloat16)

@@ -28,6 +28,8 @@ class Work:
     beside: tuple[str, ...] = ()
     """Other strategies that the search may choose."""
     allow: str = "rounding"
+    needs: str = "torch"
+    """A package without which it is left out."""
 
 
 VOCABULARY = """\
@@ -161,6 +163,33 @@ def of_blocks(width: int, product: str) -> str:
 
 WAITING = "self.inner(x).relu_() if time.sleep(0.005) is None else x"
 """In place, which refuses ``selective``, and with a price."""
+LAYERS = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+model = nn.Sequential(*(Block() for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for step in range(60):
+    x = torch.randn(SAMPLES, 256)
+    loss = (model(x) - x.roll(1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
 TOKENS = VOCABULARY.replace("8192", "512").replace("(16, 64)", "(16, 256)")
 
 FOREACH = "(lambda *a, **k: torch.optim.RMSprop(*a, **k, foreach=True))"
@@ -266,6 +295,20 @@ WORKS = [
     ),
     Work(picked=("padding", "trimmed"), script=PADDED, share=1.2),
     Work(picked=("data_loading", "workers"), script=SLOW_DATA, share=3.0),
+    Work(
+        picked=("adapters", "lora"),
+        script=LAYERS.replace("SAMPLES", "8"),
+        share=0.5,
+        allow="recipe",
+        needs="peft",
+    ),
+    Work(
+        picked=("adapters", "qlora"),
+        script=LAYERS.replace("SAMPLES", "256"),
+        share=0.46,
+        allow="recipe",
+        needs="peft",
+    ),
     Work(picked=("weights", "bf16_master"), script=of_parameters("torch.optim.AdamW"), share=0.92),
     Work(
         picked=("weights", "bf16"),
@@ -281,6 +324,7 @@ WORKS = [
 @pytest.mark.full
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: "-".join(work.picked))
 def test_a_search_picks_it(work: Work, command: Command, tmp_path: Path) -> None:
+    pytest.importorskip(work.needs)
     (tmp_path / "train.py").write_text(work.script)
     memory = int(peak_of(tmp_path) * work.share)
     name, level = work.picked

@@ -128,7 +128,7 @@ def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no strategy 'magic'; there are precision"):
+    with pytest.raises(UsageError, match=r"no strategy 'magic'; there are adapters"):
         Plan.of({"magic": "on"})
 
 

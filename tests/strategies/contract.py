@@ -221,14 +221,15 @@ class StrategyContract:
         held = root(case.module)
         step_under(case, held, plan(setting))
         case.module.zero_grad()
-        assert list(case.module.state_dict()) == names
+        other = setting[0].fidelity(setting[1]) is Fidelity.RECIPE
+        assert other or list(case.module.state_dict()) == names
         saved = io.BytesIO()
         torch.save(case.module.state_dict(), saved)
         copied = copy.deepcopy(case.module)
         pickled = pickle.dumps(case.module)
         assert b"autofit" not in saved.getvalue() + pickled + pickle.dumps(copied)
         loaded = pickle.loads(pickled)
-        if setting[0].fidelity(setting[1]) is not Fidelity.RECIPE:  # whose model is another one
+        if not other:  # the model is another one then
             assert difference(one_step(case, copied), expected) < exact
             assert difference(one_step(case, loaded), expected) < exact
         assert not any(p._backward_hooks for p in copied.parameters())

@@ -65,7 +65,8 @@ def update(case: Case, module: nn.Module, plan: Plan) -> torch.Tensor:
             assert torch.isfinite(loss)
             loss.backward()
             optimizer.step()
-        return flat(trained) - before
+        after = flat(trained)
+        return after - before if after.shape == before.shape else after  # adapters: a larger model
 
 
 def flat(module: nn.Module) -> torch.Tensor:
