@@ -320,6 +320,18 @@ def test_it_is_proven_like_any_other(root: Any) -> None:
         prove(root(module), plan, (), kwargs, facts)
 
 
+def test_it_is_proven_where_the_model_enters_autocast_by_itself(root: Any) -> None:
+    torch.manual_seed(0)
+    module, kwargs = Net(), batch()
+    plain = module.forward
+    module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(plain)  # type: ignore[method-assign]
+    held = root(module)
+    held.facts = learn.describe(module, (), kwargs)
+    facts = Facts(roots=(held.facts,))  # as in a process whose first call it is
+    prove(held, Plan.of({"loss": "chunked"}), (), kwargs, facts)
+    assert held.casts
+
+
 def test_where_it_is_worth_it() -> None:
     loss, made = get("loss"), learn.describe(Net(), (), batch())
     assert made.classes == WORDS

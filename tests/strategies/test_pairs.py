@@ -21,7 +21,7 @@ from autofit.exceptions import Refused
 from autofit.pairs import Pair, pairs
 from autofit.plan import Plan
 from autofit.space import clash
-from autofit.strategies import REGISTRY, Fidelity, _offload, _optimizer_offload, compile, get
+from autofit.strategies import REGISTRY, Fidelity, _offload, _optimizer_offload, compile, get, loss
 from autofit.strategies.micro_batch import AUTO
 from tests.strategies.contract import HARDWARE, Case, is_a_line
 from tests.strategies.models import loss_outside, padded
@@ -82,6 +82,7 @@ def test_two_levels_stand_together_or_are_refused(
         assert is_a_line(pair.reason)
         return
     monkeypatch.setattr(compile, "SETTINGS", {"backend": "aot_eager"})
+    monkeypatch.setattr(loss, "WIDE", 1)
     monkeypatch.setattr(_offload, "SMALL", 1)
     monkeypatch.setattr(_optimizer_offload, "SMALL", 1)
     for name, level in (pair.one, pair.other):

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies._heads import classes
@@ -18,6 +19,9 @@ from autofit.strategies._tokens import padded
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness.compiling import is_compiled
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.roots import HarnessRoot
 
 FRAMEWORKS = {
     "transformers.trainer": "transformers",
@@ -115,6 +119,23 @@ def framework() -> str:
                 found = label
         frame = frame.f_back
     return found
+
+
+@contextmanager
+def casts_noticed(root: HarnessRoot) -> Iterator[None]:
+    """Notice in ``root.casts`` that a part of it runs under autocast, here in the script's own."""
+
+    def look(*_: object) -> None:
+        root.casts = root.casts or autocast_on()
+
+    if root.facts is not None and root.facts.compiled:  # it would be compiled anew for the hook
+        yield
+        return
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def autocast_on() -> bool:

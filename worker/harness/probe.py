@@ -365,10 +365,13 @@ def full_precision() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = cudnn
 
 
-def tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """Return the relative difference that the order of sums may make in the coarsest precision."""
+def tolerance(dtypes: Iterable[torch.dtype], *, casts: bool = False) -> float:
+    """Return the relative difference that the order of sums may make in the coarsest precision.
+
+    ``casts``: the model enters autocast by itself.
+    """
     epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
-    if autocast_on():
+    if casts or autocast_on():
         epsilon = torch.finfo(torch.bfloat16).eps
     elif torch.get_float32_matmul_precision() != "highest":
         epsilon = max(epsilon, 2.0**-11)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -21,7 +22,7 @@ from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
-from autofit.worker.harness.facts import silenced
+from autofit.worker.harness.facts import casts_noticed, silenced
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Moves, moved_otherwise
@@ -115,7 +116,7 @@ def _try_beside_plain(
 ) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
     """Return both, or the error where memory ran out."""
     try:
-        with saved():
+        with saved(), casts_noticed(root):
             expected = _gradients(root, root.plain, samples)
         root.apply(plan)
         with saved():
@@ -135,7 +136,9 @@ def _compare(
     (found, moved), (gradients, once) = under, expected
     if twice := moved_otherwise(moved, once):
         raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
-    exact = tolerance(p.dtype for p in root.module.parameters() if p.is_floating_point())
+    dtypes = (p.dtype for p in root.module.parameters() if p.is_floating_point())
+    exact = tolerance(dtypes, casts=root.casts)
+    facts = replace(facts, autocast=facts.autocast or root.casts)
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)

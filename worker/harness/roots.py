@@ -51,6 +51,8 @@ class HarnessRoot:
         """It is measured: a level is to fail where it would go on as something else."""
         self._one_size = False
         self.facts: RootFacts | None = None
+        self.casts = False
+        """Its own forward enters autocast, as a proof has shown."""
         self.difference: float | None = None
         """Of the gradients under the plan from the plain ones, when that was proven last."""
         self.proofs = 0
