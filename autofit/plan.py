@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from autofit import strategies
-from autofit.strategies import AS_IS, Facts, Fidelity, Strategy
+from autofit.strategies import AS_IS, Facts, Fidelity, Memory, Strategy
 from autofit.strategies.micro_batch import AUTO
 
 
@@ -97,6 +97,12 @@ class Plan:
     def unsized(self) -> Self:
         """This plan without what is made for one size of batch."""
         return type(self)(tuple((s.name, level) for s, level in self if not s.sized))
+
+    @property
+    def sized_keeps(self) -> float:
+        """Share of the activations that what is made for one size is expected to leave."""
+        lowering = (s.level(n) for s, n in self if s.sized and Memory.ACTIVATIONS in s.lowered(n))
+        return math.prod(level.keeps for level in lowering)
 
     @property
     def searched(self) -> Self:

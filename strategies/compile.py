@@ -74,7 +74,7 @@ class Compile(Strategy):
             name="budget",
             summary="the same, and half of what backward needs is made again there",
             slowdown=0.93,
-            keeps=0.55,
+            keeps=0.5,
             once=45.0,
             refines=True,
             lowers=frozenset({Memory.ACTIVATIONS}),

@@ -18,6 +18,7 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.strategies._offload import Offload
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
@@ -76,9 +77,9 @@ def _prove(root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts) -> None:
             _compare(root, _shown(unsized), facts, found, expected)
         if unsized == plan:
             return
-        # Beside the rest of the plan, which has just been proven and is known to fit.
+        # Beside the rest of the plan, which has just been proven.
         some = _samples(batch, _chunk(plan, batch))
-        expected = _gradients(root, root.forward, some)
+        expected = _unsized(root, some)
         root.apply(plan)
         _compare(root, shown, facts, _gradients(root, root.forward, some), expected)
     except RuntimeError as failure:
@@ -86,6 +87,20 @@ def _prove(root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts) -> None:
             raise
         root.take_back()
         raise Refused(REENTRANT) from None
+
+
+def _unsized(root: HarnessRoot, batch: Batch) -> Effects:
+    """Return what the plan that is applied does with as many samples as another one has room for.
+
+    Where they do not fit: with what autograd saves in host memory.
+    """
+    try:
+        return _gradients(root, root.forward, batch)
+    except Exception as error:
+        if classify(error).kind is not Kind.OOM:
+            raise
+        clear_frames(error.__traceback__)
+    return _gradients(root, Offload(root.module, 1.0).around(root.forward), batch)
 
 
 def _beside_plain(root: HarnessRoot, plan: Plan, batch: Batch) -> tuple[Effects, Effects]:

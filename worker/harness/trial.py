@@ -146,11 +146,14 @@ class Trial(Session):
             yield from self._ramp(plan)
 
     def _at_its_size(self, plan: Plan, unsized: Plan) -> Schedule:
-        """Measure one size, the one that is right without what has to be done for each anew."""
+        """Measure one size, the one that is right without what has to be done for each anew.
+
+        Where that leaves fewer activations, first what may have room then.
+        """
         if unsized not in self._found:
             yield from self._ramp(unsized)
             self._measured = []
-        size = self._found.get(unsized)
+        size = round(self._found.get(unsized, 0) / plan.sized_keeps)
         while size:
             first, last = equal_cuts(plan.samples(self.facts.batch or size), size)[-1]
             size = last - first
