@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 import warnings
 import weakref
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterDataPipe, MapDataPipe
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from autofit.exceptions import Refused
@@ -41,6 +43,10 @@ FEWEST = 2
 """Batches that must have been compared: one alone shows nothing of what comes after it."""
 RESTARTS = 3
 """How often the script may change a data set between two of its batches."""
+GLANCE = 1
+"""Seconds between two looks whether the workers are alive."""
+TIMED_OUT = "DataLoader timed out after"
+"""How torch begins to say that no batch has come since."""
 PATIENCE = 120.0
 """Seconds after which a worker's batch is fetched in the script's process."""
 
@@ -175,7 +181,7 @@ class Ahead:
         found = self._start(indices)
         try:
             for expected in batches:
-                batch, drew = found._next_data()
+                batch, drew = _next(found)
                 if drew or not same(batch, expected):
                     return DRAWS if drew else OTHER
         except Exception as error:  # noqa: BLE001 - whatever a script's data set raises there
@@ -198,7 +204,7 @@ class Ahead:
             if self._batches is None:
                 self._batches = self._start(self._hand_out())
             try:
-                batch, drew = self._batches._next_data()
+                batch, drew = _next(self._batches)
             except (StopIteration, Refused):
                 self.stop()
                 raise
@@ -254,14 +260,18 @@ class Ahead:
             num_workers=workers(),
             collate_fn=_as_it_is,
             pin_memory=self._pinned,
-            timeout=PATIENCE,
+            timeout=GLANCE,
             multiprocessing_context="fork",
             generator=torch.Generator(),
             prefetch_factor=AHEAD,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more workers than cores, of threads at a fork
-            return iter(loader)
+            found: Any = iter(loader)
+        # Where a worker dies torch raises in whatever the script does; ``_next`` sees it as well.
+        signal_handling._remove_worker_pids(id(found))  # type: ignore[attr-defined]
+        found._worker_pids_set = False
+        return found
 
     def stop(self) -> None:
         """End the workers; what they have and the script has not is to be fetched again."""
@@ -272,6 +282,19 @@ class Ahead:
             self._batches = None
         self._source = chain(list(self._given), self._source)
         self._given.clear()
+
+
+def _next(batches: Any) -> tuple[Any, bool]:
+    """Return the next batch that workers have fetched, and whether it drew random numbers."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            batch, drew = batches._next_data()
+        except RuntimeError as error:  # the same call may be made again
+            if not str(error).startswith(TIMED_OUT) or time.monotonic() > deadline:
+                raise
+        else:
+            return batch, drew
 
 
 def _watched(indices: Iterator[Any], first: bool) -> Iterator[Any]:
