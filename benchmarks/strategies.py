@@ -7,7 +7,7 @@ Every row is a trial as a search runs it: full optimizer steps, synchronised, th
 dropped, the median. Levels that can be taken back are measured one after another in one process,
 beside the plan they are compared with; the others come first in a process of their own. The
 difference of the gradients is that of the plan's proof, on a few samples of the script's own batch;
-the difference of the loss is that of the first steps, where a plan came first in its process. Writes
+that of the loss is over the first steps, where a plan came first in its process. Writes
 ``strategies.json`` after each row, and keeps what it holds of other rows.
 """
 

@@ -64,7 +64,7 @@ class Checkpointing(Strategy):
         Level(
             name="selective",
             summary="every block, but the results of matrix products and attention are kept",
-            slowdown=1.08,
+            slowdown=1.15,
             keeps=0.5,
             refines=True,
         ),

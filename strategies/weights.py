@@ -45,7 +45,7 @@ class Weights(Strategy):
             name="bf16_master",
             summary="bf16 for forward and backward, the update in float32",
             fidelity=Fidelity.ROUNDING,
-            slowdown=1.12,
+            slowdown=1.3,
             keeps=0.55,
             lowers=frozenset({Memory.GRADIENTS, Memory.ACTIVATIONS}),
             refines=True,

@@ -10,7 +10,9 @@ which neither a cap on torch's CPU allocator counts nor a cache of pinned memory
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -20,6 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.strategies._offload import laid_out
 
+HUGE_PAGES = 14
+"""Linux's ``MADV_HUGEPAGE``."""
 LARGE = 1 << 20
 """Bytes from which memory comes as it is from the system, which a process may ask for so often."""
 
@@ -38,7 +42,7 @@ class _Hosted:
         """Copy ``tensor`` to the host."""
         source, stride = laid_out(tensor)
         size = source.numel() * source.element_size()
-        memory = bytearray(size) if size < LARGE else mmap(-1, size)
+        memory = bytearray(size) if size < LARGE else _pages(size)
         content = torch.frombuffer(memory, dtype=source.dtype).copy_(source)
         return cls(content, tensor.shape, stride, tensor.device)
 
@@ -46,6 +50,15 @@ class _Hosted:
         """Return the tensor, on its device again."""
         there = torch.empty(self.content.shape, dtype=self.content.dtype, device=self.device)
         return there.copy_(self.content).as_strided(self.shape, self.stride)
+
+
+def _pages(size: int) -> mmap:
+    """Return memory in large pages, where the system has them: made a page at a time."""
+    memory = mmap(-1, size)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            memory.madvise(HUGE_PAGES)
+    return memory
 
 
 def saved_on_host(parameters: Iterable[torch.Tensor]) -> saved_tensors_hooks:

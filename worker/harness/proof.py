@@ -54,7 +54,8 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     root.difference = None
     shown = _shown(plan)
     fidelity = shown.fidelity(facts)
-    if shown.neutral or fidelity is Fidelity.RECIPE:
+    known = shown in root.proven and not any(strategy.sized for strategy, _ in shown)
+    if shown.neutral or fidelity is Fidelity.RECIPE or known:
         root.apply(plan)
         return
     root.proofs += 1
@@ -62,10 +63,15 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
     with silenced(root.module) if redraws else nullcontext():
-        _prove(root, plan, Batch.of(args, kwargs), facts)
+        told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
+        _prove(root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
+    root.proven.add(shown)
 
 
-def _prove(root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts) -> None:
+def _prove(
+    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+) -> None:
+    """Apply ``plan`` and compare; ``call``: how it differs from the script's own."""
     shown = _shown(plan)
     unsized = plan.unsized
     root.take_back()
@@ -73,7 +79,7 @@ def _prove(root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts) -> None:
         if _shown(unsized).neutral:
             root.apply(unsized)
         else:
-            expected, found = _beside_plain(root, unsized, batch)
+            expected, found = _beside_plain(root, unsized, batch, call)
             _compare(root, _shown(unsized), facts, found, expected)
         if unsized == plan:
             return
@@ -103,7 +109,9 @@ def _unsized(root: HarnessRoot, batch: Batch) -> Effects:
     return _gradients(root, Offload(root.module, 1.0).around(root.forward), batch)
 
 
-def _beside_plain(root: HarnessRoot, plan: Plan, batch: Batch) -> tuple[Effects, Effects]:
+def _beside_plain(
+    root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
+) -> tuple[Effects, Effects]:
     """Apply ``plan``; return what a few samples do without it and under it.
 
     Where a few do not fit without it: one. Where that does not either, what autograd saves for it
@@ -113,7 +121,8 @@ def _beside_plain(root: HarnessRoot, plan: Plan, batch: Batch) -> tuple[Effects,
     on_host = partial(saved_on_host, [*root.module.parameters()])
     error: Exception | None = None
     for most, saved in ((SAMPLES, nullcontext), (fewest, nullcontext), (fewest, on_host)):
-        found, error = _try_beside_plain(root, plan, _samples(batch, most), saved)
+        key = (most, saved is on_host, *call)
+        found, error = _try_beside_plain(root, plan, _samples(batch, most), saved, key)
         if found is not None:
             return found
         assert error is not None, "it is one or the other"
@@ -128,14 +137,19 @@ def _try_beside_plain(
     plan: Plan,
     samples: Batch,
     saved: Callable[[], AbstractContextManager[object]],
+    key: tuple[object, ...],
 ) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
-    """Return both, or the error where memory ran out."""
+    """Return both, or the error where memory ran out.
+
+    ``key``: of what the samples do without the plan; plan after plan may be proven in one call.
+    """
     try:
-        with saved(), casts_noticed(root):
-            expected = _gradients(root, root.plain, samples)
+        if key not in root.plainly:
+            with saved(), casts_noticed(root):
+                root.plainly[key] = _gradients(root, root.plain, samples)
         root.apply(plan)
         with saved():
-            return (expected, _gradients(root, root.forward, samples)), None
+            return (root.plainly[key], _gradients(root, root.forward, samples)), None
     except Exception as error:
         if classify(error).kind is not Kind.OOM:
             raise

@@ -53,6 +53,10 @@ class HarnessRoot:
         self.facts: RootFacts | None = None
         self.casts = False
         """Its own forward enters autocast, as a proof has shown."""
+        self.proven: set[Plan] = set()
+        """What of plans shows in the gradients, as far as it has been proven in this process."""
+        self.plainly: dict[tuple[object, ...], Any] = {}
+        """What a few samples of the present call do without a plan, once that was computed."""
         self.difference: float | None = None
         """Of the gradients under the plan from the plain ones, when that was proven last."""
         self.proofs = 0

@@ -230,7 +230,10 @@ class Session:
         if self.seams.inside:
             return root.own_call(*args, **kwargs)
         with self.away():
-            return self._guarded(root, args, kwargs)
+            try:
+                return self._guarded(root, args, kwargs)
+            finally:
+                root.plainly.clear()
 
     def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
