@@ -1,4 +1,4 @@
-"""The head and the attention of a language model on a card: bytes, time, and torch's own kernels."""
+"""Head and attention of a language model on a card: bytes, time, and torch's own kernels."""
 
 from __future__ import annotations
 
