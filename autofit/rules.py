@@ -58,8 +58,11 @@ def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     if waits(plan, finished):
         return f"{unsized} comes first"
     twin = next((trial for trial in finished if trial.plan == unsized != plan), None)
-    measured = twin is None or twin.verdict is Verdict.MEASURED
-    return None if measured else f"{unsized} could not be measured"
+    if twin is None or twin.verdict is Verdict.MEASURED:
+        return None
+    if twin.verdict is Verdict.OUT_OF_MEMORY and plan.sized_keeps < 1.0:
+        return None if plan["micro_batch"] == AS_IS else f"{unsized} fits at no size"
+    return f"{unsized} could not be measured"
 
 
 def waits(plan: Plan, finished: Sequence[TrialRecord]) -> bool:

@@ -313,6 +313,7 @@ def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 def release() -> None:
     """Give the pinned memory that torch keeps for later back to the system."""
     if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # it keeps what a copy may still use
         torch._C._host_emptyCache()
 
 

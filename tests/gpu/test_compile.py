@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space import clash
 from autofit.strategies import Facts, Fidelity
@@ -21,7 +22,7 @@ from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.gpu
 
-LEVELS = ("regional", "full")
+LEVELS = ("regional", "full", "budget")
 BESIDE: list[dict[str, str]] = [
     {},
     {"precision": "bf16"},
@@ -146,12 +147,35 @@ def test_the_same_gradients(
     assert (found - plain).norm() / plain.norm() < allowed
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS[:2])
 def test_the_draws_of_dropout_are_pytorchs_own(
     level: str, calls: Calls, tokens: torch.Tensor
 ) -> None:
     plain, found = under(Plan.of({"compile": level}), Decoder(0.2).cuda(), calls, tokens)
     assert (found - plain).norm() / plain.norm() < 1e-5
+
+
+def test_a_budget_that_would_drop_otherwise_is_refused(calls: Calls, tokens: torch.Tensor) -> None:
+    module = Decoder(0.2).cuda()
+    with pytest.raises(Refused, match="differ"):
+        under(Plan.of({"compile": "budget"}), module, calls, tokens)
+
+
+def test_a_budget_lowers_the_peak(calls: Calls) -> None:
+    tokens = torch.randint(96, (128, 512), device="cuda")
+    module, peaks = Decoder().cuda(), {}
+    for level in ("full", "budget"):
+        under(Plan.of({"compile": level}), module, calls, tokens[:8])
+        held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+        held.apply(Plan.of({"compile": level}))
+        gradients(module, held, tokens)
+        module.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        held.call((tokens,), {}).float().mean().backward()
+        peaks[level] = torch.cuda.max_memory_allocated() - before
+        held.take_back()
+    assert peaks["budget"] < 0.85 * peaks["full"], peaks
 
 
 def test_a_shortage_in_compiled_code_is_one_and_the_step_goes_on_smaller(calls: Calls) -> None:

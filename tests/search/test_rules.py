@@ -361,3 +361,12 @@ def test_within_the_noise_the_leaner_plan_is_kept(
 
 def _fields(root: RootFacts) -> dict[str, object]:
     return {name: getattr(root, name) for name in root.__dataclass_fields__}
+
+
+def test_what_makes_room_may_fit_where_its_plan_without_it_does_not(ended: Ended) -> None:
+    """Where the batch cannot be split: else a smaller size would have fitted."""
+    short = [ended(plan, verdict=Verdict.OUT_OF_MEMORY) for plan in (Plan(), SPLIT)]
+    budget, full = (Plan.of({"compile": level}) for level in ("budget", "full"))
+    assert dominated(budget, short, 8) is None
+    assert "no size" in (dominated(budget.replace(micro_batch="auto"), short, 8) or "")
+    assert "measured" in (dominated(full, short, 8) or "")
