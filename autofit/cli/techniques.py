@@ -50,9 +50,13 @@ def as_document(strategy: Strategy) -> dict[str, Any]:
 
 
 def pair_document(pair: Pair) -> dict[str, Any]:
-    """Return a pair for JSON: two ``{"strategy", "level"}``, and the reason or nothing."""
-    two = [dict(zip(("strategy", "level"), each, strict=True)) for each in (pair.one, pair.other)]
-    return {"pair": two, "reason": pair.reason}
+    """Return a pair for JSON: its levels, what they need beside them, and the reason or nothing."""
+
+    def named(*settings: tuple[str, str]) -> list[dict[str, str]]:
+        return [{"strategy": strategy, "level": level} for strategy, level in settings]
+
+    beside = named(*(need for _, need in pair.needs))
+    return {"pair": named(pair.one, pair.other), "beside": beside, "reason": pair.reason}
 
 
 def lines(strategies: Iterable[Strategy]) -> list[str]:
@@ -76,7 +80,7 @@ def lines(strategies: Iterable[Strategy]) -> list[str]:
     return told[:-1]
 
 
-def matrix(names: Sequence[str], found: Iterable[Pair]) -> list[str]:
+def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
     """Return a line a strategy: how its levels stand beside those of each one above it."""
     reasons: dict[tuple[str, str], list[bool]] = {}
     for pair in found:
@@ -86,8 +90,10 @@ def matrix(names: Sequence[str], found: Iterable[Pair]) -> list[str]:
     for row, name in enumerate(names):
         cells = "".join(f"  {_cell(reasons[above, name])}" for above in names[:row])
         told.append(f"{row + 1:>2} {name:<{wide}}{cells}".rstrip())
+    needs = dict.fromkeys(need for pair in found for need in pair.needs)
+    alone = (f"{' '.join(one)} needs another, here {' '.join(other)}" for one, other in needs)
     legend = f"{EVERY} every two levels stand together   {SOME} some do   {NONE} none do"
-    return [*told, "", legend]
+    return [*told, "", legend, *alone]
 
 
 def clashing(found: Iterable[Pair]) -> list[str]:

@@ -89,8 +89,7 @@ def test_two_levels_stand_together_or_are_refused(
         reasons = [get(name).unavailable(level, each) for each in HARDWARE]
         if all(reasons):
             pytest.skip(f"not here: {reasons[0]}")
-    levels = dict((pair.one, pair.other))
-    plan = Plan.of({name: "2" if level == AUTO else level for name, level in levels.items()})
+    plan = pair.plan if pair.plan["micro_batch"] != AUTO else pair.plan.replace(micro_batch="2")
     torch.manual_seed(3)
     case = make(torch.randint(32, (5, 10)))
     case.module.train()
@@ -119,6 +118,10 @@ def test_every_pair_is_in_the_matrix() -> None:
     assert len({(pair.one, pair.other) for pair in found}) == len(found)
     assert len(found) == changed * (changed - 1) // 2 - alike
     for pair in found:
-        assert pair.reason == clash(Plan.of(dict((pair.other, pair.one))))
+        assert pair.reason == clash(pair.plan)
+        assert pair.plan[pair.one[0]] == pair.one[1]
+        assert pair.plan[pair.other[0]] == pair.other[1]
+        for alone, _ in pair.needs:
+            assert clash(Plan.of(dict([alone]))) is not None
         assert pair.reason is None or is_a_line(pair.reason)
     assert any(pair.reason for pair in found)

@@ -78,8 +78,7 @@ def chosen(device: str) -> list[Pair]:
 
 def plan_of(pair: Pair) -> Plan:
     """Return the plan of a pair, with a size for the parts of a batch."""
-    levels = dict((pair.one, pair.other))
-    return Plan.of({name: "4" if level == AUTO else level for name, level in levels.items()})
+    return pair.plan if pair.plan["micro_batch"] != AUTO else pair.plan.replace(micro_batch="4")
 
 
 def left_out(strategy: Strategy, plan: Plan, hardware: meter.Hardware, facts: Facts) -> str | None:
