@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -45,7 +46,30 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_contexts = partial(create_selective_checkpoint_contexts, _policy)
+class _Once:
+    """Around what runs again: before 2.13 torch does not notice each second time by itself."""
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
+        self._used = False
+
+    def __enter__(self) -> None:
+        if self._used:
+            raise RuntimeError(
+                "backward for a second time through a region computed under selective activation"
+                " checkpoint, whose results are no longer kept"
+            )
+        self._used = True
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what forward runs in, and what it runs in again."""
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return first, _Once(again)
 
 
 @contextlib.contextmanager

@@ -66,6 +66,18 @@ class Net(nn.Module):
         return x
 
 
+class Alike(nn.Module):
+    """Two products that could be taken for one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        after: torch.Tensor = self.other(self.one(x).tanh())
+        return after
+
+
 class _Handler:
     def __getattr__(self, name: str) -> object:
         return lambda *args: args[-1]() if name == "backward" else None
@@ -168,6 +180,11 @@ def test_what_it_cannot_keep_is_said(calls: Calls) -> None:
     with pytest.raises(RuntimeError) as again:
         loss.backward()
     assert "twice" in (strategy.fault(again.value) or "")
+    alike = nn.Sequential(Alike(), Alike())
+    loss = under(alike, calls, checkpointing="selective").call((torch.randn(3, 4),), {}).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="selective activation checkpoint"):
+        loss.backward()  # whatever the shapes
     assert strategy.fault(RuntimeError("the script's own")) is None
 
 
