@@ -16,7 +16,7 @@ from torch.optim import LBFGS
 
 from autofit.exceptions import Refused
 from autofit.strategies._in_float32 import change_type, step
-from autofit.strategies._masters import convertible, refuse
+from autofit.strategies._masters import convertible, forget, refuse
 from autofit.strategies.base import Forward, OptimizerHandle, Root, Undo
 from autofit.strategies.precision import autocast
 
@@ -35,6 +35,8 @@ def convert(root: Root) -> Undo:
     def wrapper(forward: Forward) -> Forward:
         return autocast(forward, torch.bfloat16)
 
+    for parameter in module.parameters():
+        forget(parameter)  # of one that was split when it was made
     for parameter in convertible(module):
         change_type(parameter, parameter.data.to(torch.bfloat16))
     return root.around_forward(wrapper, lasting=True)

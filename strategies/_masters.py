@@ -69,6 +69,12 @@ def put_rest(parameter: torch.Tensor, rest: torch.Tensor) -> None:
     _RESTS[parameter] = rest
 
 
+def forget(parameter: torch.Tensor) -> None:
+    """Leave a parameter with its upper half alone."""
+    if parameter in _RESTS:
+        del _RESTS[parameter]
+
+
 def shown(parameter: torch.Tensor, here: bool = False) -> torch.Tensor | None:
     """Return a parameter's values in float32, as the script has them; ``None`` if it is plain.
 
@@ -77,7 +83,8 @@ def shown(parameter: torch.Tensor, here: bool = False) -> torch.Tensor | None:
     rest = rest_of(parameter)
     if rest is None:
         return None
-    return whole(parameter, rest.to(parameter.device) if here else rest)
+    joined = whole(parameter, rest.to(parameter.device))
+    return joined if here else joined.to(rest.device)
 
 
 def loaded(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -120,6 +127,9 @@ def split(root: Root) -> Undo:
 
         return call
 
+    for parameter in module.parameters():
+        if rest_of(parameter) is not None:  # it was split when it was made
+            own[parameter] = True
     look_again()
     undo_wrap = root.around_forward(wrapper, lasting=True)
 
@@ -150,7 +160,8 @@ def convertible(module: nn.Module) -> list[nn.Parameter]:
 def refuse(module: nn.Module) -> None:
     """Raise ``Refused`` where another type of the parameters would not be the same model."""
     places: dict[int, torch.Tensor] = {}
-    trainable = [parameter for parameter in convertible(module) if parameter.requires_grad]
+    early = [parameter for parameter in module.parameters() if rest_of(parameter) is not None]
+    trainable = [each for each in (*early, *convertible(module)) if each.requires_grad]
     if not trainable:
         raise Refused("no trainable weight is float32")
     for parameter in trainable:

@@ -148,6 +148,13 @@ class Deferred(ABC):
         """Return this and those of further samples as one, along ``dim``; ``None`` if it cannot."""
 
 
+class Process(Protocol):
+    """The process as a strategy's hook sees it; implemented by ``worker/harness/shown.py``."""
+
+    def show_weights(self, view: Weights, load: Load) -> Undo:
+        """Let parameters that are kept in another form be what they were to the script."""
+
+
 class Root(Protocol):
     """The root as a strategy's hooks see it: the seams, and nothing else.
 
@@ -327,8 +334,11 @@ class Strategy(ABC):
         """Return what must be in the environment before the process starts."""
         return {}
 
-    def on_process(self, level: str) -> Undo | None:
-        """Change process-wide settings of torch, once it is imported and before any root runs."""
+    def on_process(self, level: str, process: Process) -> Undo | None:
+        """Change what is process-wide in torch, once it is imported and before any root runs.
+
+        Called for the first plan of a process; what other plans need they do at the root.
+        """
         return None
 
     def on_root(self, level: str, root: Root) -> Undo | None:

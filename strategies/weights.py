@@ -11,6 +11,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
+    Process,
     Root,
     Strategy,
     Undo,
@@ -103,6 +104,14 @@ class Weights(Strategy):
             prepare="model.to(torch.bfloat16)  # rounded to nearest: autofit rounds stochastically",
             around="torch.autocast(x.device.type, dtype=torch.bfloat16)",
         )
+
+    def on_process(self, level: str, process: Process) -> Undo | None:
+        """Convert while the model is made, where its weights alone would fill the device."""
+        if level == AS_IS:
+            return None
+        from autofit.strategies._early import Early
+
+        return Early(process).attach()
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Convert the parameters, and run each forward under autocast."""

@@ -44,6 +44,7 @@ from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls
+from autofit.worker.harness.shown import Process
 from autofit.worker.meter import build
 
 Setting = tuple[Strategy, str]
@@ -194,7 +195,7 @@ class StrategyContract:
 
     def test_as_is_changes_nothing(self, strategy: Strategy, root: Any, case: Case) -> None:
         before = traces(case.module)
-        assert strategy.on_process(AS_IS) is None
+        assert strategy.on_process(AS_IS, Process()) is None
         assert strategy.on_root(AS_IS, root(case.module)) is None
         assert traces(case.module) == before
 

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Fidelity, _bf16, _in_float32, _masters
+from autofit.strategies import Fidelity, _bf16, _early, _in_float32, _masters
+from autofit.worker.harness import facts as learn
 from autofit.worker.harness import shown
 from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
@@ -354,6 +355,68 @@ def test_what_is_refused(under: Callable[[Plan], Script], level: str) -> None:
     backward(called(held), 0)
     with pytest.raises(Refused, match="LBFGS calls the model"):
         optimizer.step(lambda: backward(called(held), 0))
+
+
+# --- while the model is made ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], _early.Early]]:
+    """A device that holds so many times the model's own bytes."""
+    watching = _early.Early(shown.Process())
+    whole = sum(parameter.nbytes for parameter in model().parameters())
+
+    def make(times: float) -> _early.Early:
+        monkeypatch.setattr(_early, "room", lambda device: int(times * whole))
+        watching.attach()
+        return watching
+
+    yield make
+    watching.detach()
+
+
+@pytest.mark.parametrize("way", ["made there", "moved there"])
+def test_a_model_that_would_fill_the_device_is_split_as_it_comes(
+    under: Callable[[Plan], Script], short: Callable[[float], _early.Early], way: str
+) -> None:
+    plain = model()
+    if way == "made there":
+        short(1.0)
+        net = model()
+    else:
+        net = model()
+        short(1.0)
+        net.to("cpu")
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    assert {_masters.type_of(p) for p in net.parameters()} == {torch.float32}
+    script = under(MASTERS)
+    held = script.root(net)
+    if way == "moved there":  # with the values that it has: made there, others are drawn
+        assert torch.equal(values(net), values(plain))
+    losses = train(called(held), Adam(net.parameters(), lr=1e-3), steps=30)
+    assert losses[-1] < 0.7 * losses[0]
+    assert learn.describe(net, (torch.zeros(2, WIDTH),), {}).dtype == "float32"
+
+
+def test_what_is_loaded_before_the_first_call_is_whole(
+    under: Callable[[Plan], Script], short: Callable[[float], _early.Early]
+) -> None:
+    saved = {name: value + 1e-3 for name, value in model().state_dict().items()}
+    net = model()
+    short(1.0)
+    net.to("cpu")
+    net.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in net.state_dict().items())
+    under(MASTERS).root(net)
+    assert all(torch.equal(value, saved[name]) for name, value in net.state_dict().items())
+
+
+def test_a_model_with_room_is_not_touched_before_its_first_call(
+    short: Callable[[float], _early.Early],
+) -> None:
+    short(4.0)
+    net = model()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
 
 
 # --- bf16 throughout ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies._heads import classes
+from autofit.strategies._masters import type_of
 from autofit.strategies._tokens import padded
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
@@ -60,9 +61,9 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     return RootFacts(
         name=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in held),
+        parameter_bytes=sum(tensor.numel() * type_of(tensor).itemsize for tensor in held),
         trainable=sum(parameter.numel() for parameter in trainable),
-        dtype=str(trainable[0].dtype).removeprefix("torch."),
+        dtype=str(type_of(trainable[0])).removeprefix("torch."),
         batch=int(batch.leaves[batched[0]].shape[0]) if batched else None,
         block_class=kinds.most_common(1)[0][0] if kinds else None,
         blocks=len(blocks),

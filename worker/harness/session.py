@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from autofit import strategies
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.strategies.base import Undo
 from autofit.strategies.facts import Facts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release
@@ -31,6 +32,7 @@ from autofit.worker.harness.optimizers import Optimizers, changes_of
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams, inside
+from autofit.worker.harness.shown import Process
 from autofit.worker.meter import Meter
 from autofit.worker.records import OutOfMemory
 
@@ -62,6 +64,8 @@ class Session:
         """What cannot go on as its plan has it is to fail: it is measured."""
         self._leader: int | None = None
         self._quiet_steps = 0
+        self._undos: list[Undo] = []
+        """Of what the first plan has changed in the process."""
         self._proofs = 0
         """Made of all roots when that was looked at last."""
 
@@ -69,11 +73,16 @@ class Session:
         """Attach to torch, which the script has just imported."""
         self.meter.arm()
         self.seams.attach()
+        for strategy, level in self.plans()[0]:
+            if (undo := strategy.on_process(level, Process())) is not None:
+                self._undos.append(undo)
         if self.changes_optimizers():
             self.optimizers.attach()
 
     def stop(self) -> None:
         """Leave torch, and the roots, as they were."""
+        while self._undos:
+            self._undos.pop()()
         for root in self.roots:
             root.take_back()
         self.reads.stop()

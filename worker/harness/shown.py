@@ -37,6 +37,14 @@ def show(view: Weights, load: Load) -> Undo:
     return undo
 
 
+class Process:
+    """A process before its first root; implements ``strategies.base.Process``."""
+
+    def show_weights(self, view: Weights, load: Load) -> Undo:
+        """Show the script parameters that are kept in another form as they were."""
+        return show(view, load)
+
+
 def seen(parameter: torch.Tensor, *, here: bool = False) -> torch.Tensor | None:
     """Return a parameter's values as the script has them; ``None`` where it holds them itself.
 
