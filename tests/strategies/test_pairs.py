@@ -58,7 +58,7 @@ def update(case: Case, module: nn.Module, plan: Plan) -> torch.Tensor:
     count = len(next(iter(case.kwargs.values())))
     rows: Any = [{name: value[i] for name, value in case.kwargs.items()} for i in range(count)]
     with under(plan):
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, eps=1e-2)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, eps=1e-2, foreach=True)
         for batch in DataLoader(rows * STEPS, batch_size=count):
             optimizer.zero_grad()
             loss = case.loss(trained(**batch))

@@ -24,7 +24,7 @@ from autofit.worker import meter
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchEnded, LaunchRequest, Learned, Script, TrialReport, Verdict
 
-ONE_IN = {"cpu": 8, "cuda": 3}
+ONE_IN = {"cpu": 40, "cuda": 12}
 """Of so many pairs one is launched: each that starts otherwise takes a process of its own."""
 SCRIPTS = {
     "decoder_lm.py": ("--preset", "tiny", "--steps", "1000"),
@@ -32,6 +32,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(
     "device",
