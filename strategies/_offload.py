@@ -241,6 +241,7 @@ class Journey:
             and min(tensor.nbytes, storage.nbytes()) >= SMALL
             and storage.data_ptr() not in self._stay
             and not (tensor.is_conj() or tensor.is_neg())
+            and not (self._offload.compiled and gapped(tensor))
         )
 
     def _send(self, tensor: torch.Tensor, size: int) -> Away | None:
@@ -268,6 +269,8 @@ class Offload:
         self.room = Room()
         self.kind = "cuda" if any(each.is_cuda for each in module.parameters()) else "cpu"
         """Of the device whose tensors travel."""
+        self.compiled = False
+        """A part of the root is: its backward takes tensors in no other strides."""
         self._module = ref(module)
         self._lanes: dict[torch.device, Lane] = {}
 
@@ -278,6 +281,9 @@ class Offload:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             self.room.look()
+            module = self._module()
+            parts = [] if module is None else module.modules()
+            self.compiled = any(each._compiled_call_impl is not None for each in parts)
             journey = Journey(self, self._residents(args, kwargs))
             with saved_tensors_hooks(journey.pack, journey.unpack):
                 return forward(*args, **kwargs)
@@ -304,10 +310,19 @@ def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     Strides are kept, so that backward runs the same kernels; where much would lie between the
     elements they are put side by side first.
     """
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if span <= tensor.numel():  # dense in some order, or expanded: what lies there
-        return tensor.as_strided((span,), (1,)), tensor.stride()
+    if not gapped(tensor):  # dense in some order, or expanded: what lies there
+        return tensor.as_strided((span(tensor),), (1,)), tensor.stride()
     return tensor.contiguous().view(-1), torch.empty(tensor.shape, device="meta").stride()
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from a tensor's first to its last."""
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def gapped(tensor: torch.Tensor) -> bool:
+    """Return whether others lie between a tensor's elements."""
+    return span(tensor) > tensor.numel()
 
 
 def release() -> None:
