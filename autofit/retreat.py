@@ -30,12 +30,15 @@ class Ground:
     """Of the study the plan comes from; none where the plan was given."""
     budget: int = 0
     """Bytes the study searched within."""
+    refused: frozenset[str] = frozenset()
+    """Strategies that have turned out not to keep their promise here."""
 
     def allows(self, name: str, level: str) -> bool:
         """Return whether a level may stand in a rung: here, on this script, as far as allowed."""
         strategy = strategies.get(name)
         return (
-            strategy.fidelity(level, self.facts) <= self.allow
+            name not in self.refused
+            and strategy.fidelity(level, self.facts) <= self.allow
             and strategy.unavailable(level, self.hardware) is None
             and strategy.inapplicable(level, self.facts) is None
         )
@@ -61,8 +64,9 @@ def next_rung(
     faithful = max(plan.fidelity(ground.facts), Fidelity.REDRAW)
 
     def order(rung: Plan) -> tuple[bool, bool, float]:
-        short = _freed(plan, rung, ground) < missing
-        return short, rung.fidelity(ground.facts) > faithful, expected(rung)
+        freed = _freed(plan, rung, ground)
+        lower = rung.fidelity(ground.facts) > faithful
+        return freed < missing, lower, -freed if freed < missing else expected(rung)
 
     derived = sorted(_derived(plan, ground, activations=activations), key=order)
     if not activations:  # it is arithmetic then: what frees too little does not help

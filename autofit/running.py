@@ -23,12 +23,14 @@ from autofit.worker.records import (
     LaunchRequest,
     Learned,
     OutOfMemory,
+    PlanEnded,
     Pressed,
     Raised,
     Ran,
     Saved,
     Script,
     Shortage,
+    Verdict,
 )
 
 HELD = "held"
@@ -118,7 +120,12 @@ class _Attempts:
         if code and not running.signals:
             shortage = self._why(code, heard.raised, oom.oom_kills() - kills)
         return Ended(
-            code=code, shortage=shortage, facts=heard.facts, checkpoints=tuple(heard.saved)
+            code=code,
+            shortage=shortage,
+            facts=heard.facts,
+            refused=heard.refused if code else "",
+            blamed=heard.blamed,
+            checkpoints=tuple(heard.saved),
         )
 
     def _hear(self, running: Foreground) -> _Heard:
@@ -146,6 +153,8 @@ class _Attempts:
                     heard.saved.append(event.path)
                 case Raised():
                     heard.raised = event
+                case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
+                    heard.refused, heard.blamed = report.reason, report.blamed
         return heard
 
     def _why(self, code: int, raised: Raised | None, kills: int) -> OutOfMemory | None:
@@ -168,6 +177,9 @@ class _Heard:
     """What one process told."""
 
     raised: Raised | None = None
+    refused: str = ""
+    """Why the plan does not hold here."""
+    blamed: str | None = None
     facts: Facts | None = None
     saved: list[str] = field(default_factory=list)
 

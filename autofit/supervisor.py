@@ -1,6 +1,7 @@
 """Keeps a real run alive: what dies for want of memory is started again, one rung leaner.
 
-Nothing else is started again: a bug, a refusal, Ctrl-C and a signal passed on end the run.
+Nothing else is started again: a bug, Ctrl-C, a signal passed on and a refusal of the plan that was
+asked for end the run. A rung that is refused is left out, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Ended:
     """Where it ran out of memory; ``None`` where it died of something else, or lived."""
     facts: Facts | None = None
     """What was learned of the script."""
+    refused: str = ""
+    """Why its plan does not keep its promise here; empty where it does."""
+    blamed: str | None = None
+    """The strategy that does not, where it is known."""
     checkpoints: tuple[str, ...] = ()
     """What it saved, absolute paths, the newest last."""
 
@@ -64,24 +69,33 @@ def supervise(
     ``resume``: arguments that make the script resume, such as ``--resume {checkpoint}``. Where no
     leaner plan is left it is started again under the same plan as long as each attempt saves a
     checkpoint to resume from: what leaks gets on that way. ``budget``: bytes it is held to.
-    Rungs are left out when leaner plans change nothing, so that at most three do.
+    Rungs are left out when leaner plans change nothing, so that at most three do, and each further
+    one is to free twice as much: what is asked last is the least that is missing.
     """
     tried: list[Plan] = []
     before: Ended | None = None
+    """The last that ran out of memory, under the plan ``starved``."""
+    starved = plan
     alike = 0
     saved: list[str] = []
     more: tuple[str, ...] = ()
     attempt = 1
     while True:
         ended = start(attempt, plan, more)
-        if ended.shortage is None:
-            return ended.code, plan, attempt
-        ground = replace(ground, facts=ended.facts or ground.facts)
         tried.append(plan)
-        alike = alike + 1 if before is not None and ended.like(before) else 0
-        before = ended
+        if ended.refused and before is not None:
+            say(f"{plan} does not hold here: {ended.refused}")
+            ground = replace(ground, refused=ground.refused | {*filter(None, [ended.blamed])})
+            plan, ended = starved, before
+        elif ended.shortage is None:
+            return ended.code, plan, attempt
+        else:
+            ground = replace(ground, facts=ended.facts or ground.facts)
+            alike = alike + 1 if before is not None and ended.like(before) else 0
+            starved, before = plan, ended
+        assert ended.shortage is not None, "the one before died of it"
         activations = ended.shortage.of_activations(budget)
-        missing = ended.shortage.requested or 0
+        missing = (ended.shortage.requested or 0) << (len(tried) - 1 if activations else 0)
         rungs = rungs_below(plan, ground, tried, activations=activations, missing=missing)
         rung = _after(alike, rungs)
         lost = where(ended.shortage, budget)

@@ -222,6 +222,18 @@ def test_at_most_three_attempts_change_nothing(runner: Runner) -> None:
 
 
 @pytest.mark.full
+def test_a_rung_that_does_not_hold_is_left_out(runner: Runner) -> None:
+    """The hook would see the gradient of each part: the batch is not split."""
+    runner.write("model.head.weight.register_hook(lambda gradient: None)")
+    done = runner.tuned({}, "--memory", "14MiB")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in ours(done.stderr) if "does not hold here" in line]
+    (hooked,) = [line for line in said if "a hook of the script" in line]
+    assert "micro" in hooked, "and no other rung splits the batch"
+    assert "done" in done.stdout
+
+
+@pytest.mark.full
 def test_a_plan_of_the_scripts_own_is_not_added(runner: Runner) -> None:
     """``@autofit.resilient`` in the script is off: the plan is on the model once."""
     runner.write()

