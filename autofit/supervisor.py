@@ -72,6 +72,7 @@ def supervise(
     Rungs are left out when leaner plans change nothing, so that at most three do, and each further
     one is to free twice as much: what is asked last is the least that is missing.
     """
+    ground = replace(ground, budget=ground.budget or budget or 0)
     tried: list[Plan] = []
     before: Ended | None = None
     """The last that ran out of memory, under the plan ``starved``."""

@@ -22,6 +22,7 @@ from autofit.strategies.optimizer import FOREACH, FUSED
 CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FUSED)
 AT_ONCE: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FOREACH)
 DEVICES = ("cpu", "cuda")
+ADAGRAD_ON_CUDA = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def fuse(handle: OptimizerHandle) -> Undo | None:
@@ -76,6 +77,8 @@ def why_not(optimizer: Optimizer) -> str | None:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
         if parameter.device.type not in DEVICES:
             return f"a parameter is on {parameter.device.type}"
+        if name == "Adagrad" and parameter.is_cuda and not ADAGRAD_ON_CUDA:
+            return "this torch has no fused Adagrad on GPUs; 2.13 has"
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             return "a gradient is sparse"
     return None

@@ -105,7 +105,7 @@ class Attention(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Ask a Hugging Face model to switch, or torch for the kernel."""
         if level == "sdpa":
-            return ByHand(prepare='model.set_attn_implementation("sdpa")')
+            return ByHand(prepare='# a Hugging Face model: model.set_attn_implementation("sdpa")')
         kernels = ", ".join(
             f"torch.nn.attention.SDPBackend.{each}"
             for each in (f"{level.upper()}_ATTENTION", "EFFICIENT_ATTENTION", "MATH")

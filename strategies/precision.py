@@ -35,6 +35,7 @@ class Precision(Strategy):
     summary = "matrix products in lower precision; weights and optimizer stay in fp32"
     source = "https://arxiv.org/abs/1710.03740"
     lowers = frozenset({Memory.ACTIVATIONS})
+    redraws = True  # attention that drops runs other kernels in half precision
     levels = (
         Level(name=AS_IS, summary="the script's own precision"),
         Level(

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import _managed
+from autofit.strategies._fused import ADAGRAD_ON_CUDA
 from autofit.worker.meter.cuda import CudaMeter
 from tests.strategies.optimizers import Under, owned, same
 
@@ -64,8 +65,9 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda net: Adam(net.parameters(), lr=1e-3, weight_decay=0.1),
     "adamw": lambda net: AdamW(net.parameters(), lr=1e-3, amsgrad=True),
     "sgd": lambda net: SGD(net.parameters(), lr=0.05, momentum=0.9),
-    "adagrad": lambda net: Adagrad(net.parameters(), lr=0.05),
 }
+if ADAGRAD_ON_CUDA:
+    OPTIMIZERS["adagrad"] = lambda net: Adagrad(net.parameters(), lr=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

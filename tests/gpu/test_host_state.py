@@ -39,7 +39,10 @@ def under() -> Iterator[Under]:
 
 def model() -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to("cuda")
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)  # so many others would answer every sample alike
+    return nn.Sequential(*layers).to("cuda")
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -79,7 +79,7 @@ def test_it_takes_fewer_bytes(tmp_path: Path, levels: dict[str, str], most: floa
     script = SCRIPT.replace("HERE", MADE)
     plain = report(tmp_path, script, 20 * GIB).measurement
     found = report(tmp_path, script, 20 * GIB, **levels)
-    assert found.verdict is Verdict.MEASURED, found
+    assert found.verdict is Verdict.MEASURED, (found.reason, found.out_of_memory)
     assert plain is not None
     assert found.measurement is not None
     print(levels, found.measurement.peak_allocated / plain.peak_allocated, found.measurement)
@@ -97,7 +97,7 @@ def test_a_model_trains_where_its_float32_weights_would_not_fit(
         "gradient_release": "released",
     }
     found = report(tmp_path, SCRIPT.replace("HERE", script), int(2.6 * GIB), **levels)
-    assert found.verdict is Verdict.MEASURED, found
+    assert found.verdict is Verdict.MEASURED, (found.reason, found.out_of_memory)
     assert found.measurement is not None
     assert found.measurement.peak_device < 2.6 * GIB
 
@@ -108,7 +108,7 @@ def test_adapters_take_fewer_bytes(tmp_path: Path, level: str, most: float) -> N
     script = SCRIPT.replace("HERE", MADE)
     plain = report(tmp_path, script, 20 * GIB).measurement
     found = report(tmp_path, script, 20 * GIB, adapters=level)
-    assert found.verdict is Verdict.MEASURED, found
+    assert found.verdict is Verdict.MEASURED, (found.reason, found.out_of_memory)
     assert plain is not None
     assert found.measurement is not None
     assert found.measurement.peak_allocated < most * plain.peak_allocated

@@ -242,8 +242,10 @@ class Optimizers:
         """Apply the plan of the moment to the optimizers of the roots' parameters that exist.
 
         Before a forward, so that it holds for the first backward; raise ``Refused`` with the
-        reason. Another optimizer is changed at its first step.
+        reason. Another optimizer is changed at its first step; none where nothing was attached.
         """
+        if not self._undos:
+            return
         plan = self._owner.optimizer_plan()
         found = [each for each in self._made if not self._handle(each).under(plan)]
         if not found:
