@@ -28,6 +28,9 @@ from search import CARD
 from autofit.storage import Store
 from autofit.units import format_size
 
+DROPS = """\
+BERT drops: where a plan splits, or computes attention in another precision, it draws otherwise, and
+its losses differ step by step as those of two seeds do. No figure: not compared."""
 REFERENCES = {"decoder": ("--micro-batch", "4")}
 """Flags of the reference run; a hand-written loop in the script's own precision."""
 
@@ -51,9 +54,9 @@ class Soaked:
     peak_device: int
     compared: int
     """Steps whose loss was compared."""
-    mean_difference: float
+    mean_difference: float | None
     """Of the losses, relative to the reference's mean loss."""
-    largest_difference: float
+    largest_difference: float | None
     last_line: str
 
 
@@ -151,10 +154,15 @@ def table(soaked: Sequence[Soaked]) -> str:
     for each in soaked:
         lines.append(
             f"| {each.work} | {each.memory} | {each.fidelity} | {each.steps} | {each.shortages} "
-            f"| {each.retries} | {format_size(each.peak_device)} | {each.mean_difference:.2%} "
-            f"| {each.largest_difference:.2%} | {each.compared} |"
+            f"| {each.retries} | {format_size(each.peak_device)} "
+            f"| {_per_cent(each.mean_difference)} | {_per_cent(each.largest_difference)} "
+            f"| {each.compared} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _per_cent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2%}"
 
 
 def main() -> None:
@@ -193,7 +201,7 @@ def _keep(soaked: Soaked, folder: Path, hardware: str) -> None:
     (folder / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
     written = table([Soaked(**row) for row in rows])
     (folder / "soak.md").write_text(
-        f"# The winners, in the real training\n\n{about(hardware)}{written}"
+        f"# The winners, in the real training\n\n{about(hardware)}{DROPS}\n\n{written}"
     )
 
 

@@ -131,15 +131,15 @@ class Benchmark:
                     self._launch([trial.plan], found)
 
     def _launch(self, plans: Sequence[Plan], found: Sequence[Trial]) -> None:
-        known = {trial.plan: trial for trial in found}
+        known: dict[Plan, list[Trial]] = {}
+        for trial in found:
+            known.setdefault(trial.plan, []).append(trial)
         runnable = []
         for plan in plans:
             reason = self._unavailable(plan)
             if plan in known and reason:
-                self._keep(
-                    known[plan],
-                    TrialReport(index=0, plan=plan, verdict=Verdict.REFUSED, reason=reason),
-                )
+                report = TrialReport(index=0, plan=plan, verdict=Verdict.REFUSED, reason=reason)
+                self._keep(known[plan], report)
             else:
                 runnable.append(plan)
         request = LaunchRequest(
@@ -159,18 +159,17 @@ class Benchmark:
                 self._losses[runnable[event.index]] = _losses(event.trace)
             elif isinstance(event, TrialReport):
                 self._bases[event.plan] = event
-                if event.plan in known:
-                    self._keep(known[event.plan], event)
+                self._keep(known.get(event.plan, []), event)
 
     def _unavailable(self, plan: Plan) -> str | None:
         reasons = (s.unavailable(level, self._hardware) for s, level in plan)
         return next((reason for reason in reasons if reason), None) or clash(plan)
 
-    def _keep(self, trial: Trial, report: TrialReport) -> None:
-        row = self._row(trial, report)
-        sys.stderr.write(line(row) + "\n")
+    def _keep(self, trials: Sequence[Trial], report: TrialReport) -> None:
+        new = [self._row(trial, report) for trial in trials]
+        sys.stderr.write("".join(line(row) + "\n" for row in new))
         before = stored(self._path, "rows")
-        rows = merged(before, [asdict(row)], "work", "strategy", "level", "company")
+        rows = merged(before, map(asdict, new), "work", "strategy", "level", "company")
         document = {"hardware": self._hardware.name, "versions": dict(versions()), "rows": rows}
         self._path.write_text(json.dumps(document, indent=1) + "\n")
 

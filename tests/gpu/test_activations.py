@@ -244,7 +244,7 @@ def test_memory_that_runs_out_in_backward_is_split(calls: Calls) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     gradients(module, held, x)
-    cap = 0.8 * torch.cuda.max_memory_reserved()
+    cap = 0.8 * torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.mem_get_info()[1])
     try:

@@ -90,16 +90,16 @@ def test_it_takes_fewer_bytes(tmp_path: Path, levels: dict[str, str], most: floa
 def test_a_model_trains_where_its_float32_weights_would_not_fit(
     tmp_path: Path, script: str
 ) -> None:
-    """1 GiB in bf16 and what a step needs, under what 2 GiB of float32 leave no room in."""
+    """1 GiB in bf16 and what a step needs, for which 2 GiB of float32 leave no room."""
     levels = {
         "weights": "bf16_master",
         "optimizer_offload": "streamed",
         "gradient_release": "released",
     }
-    found = report(tmp_path, SCRIPT.replace("HERE", script), int(2.6 * GIB), **levels)
+    found = report(tmp_path, SCRIPT.replace("HERE", script), 3 * GIB, **levels)
     assert found.verdict is Verdict.MEASURED, (found.reason, found.out_of_memory)
     assert found.measurement is not None
-    assert found.measurement.peak_device < 2.6 * GIB
+    assert found.measurement.peak_device < 3 * GIB
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")

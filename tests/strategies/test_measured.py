@@ -1,0 +1,56 @@
+"""Each technique has figures of its worth, and the page shows those that there are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from autofit.strategies import NAMES
+
+pytestmark = pytest.mark.quick
+
+NOT_YET = {
+    "adapters",
+    "allocator",
+    "batch_size",
+    "data_loading",
+    "gradient_release",
+    "loss",
+    "padding",
+    "sequence_length",
+    "zero_grad",
+}
+"""Techniques without figures of their own so far: the works measured leave them nothing to do, or
+the device's time was up. Take a name out as its figures come."""
+
+
+@pytest.fixture(scope="module")
+def benchmark(root: Path) -> ModuleType:
+    folder = root / "benchmarks"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("worth", folder / "strategies.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look their names up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+def test_each_technique_has_figures(root: Path) -> None:
+    document = json.loads((root / "benchmarks" / "results" / "strategies.json").read_text())
+    measured = {row["strategy"] for row in document["rows"] if row["samples_per_second"]}
+    assert {*NAMES} - measured == NOT_YET
+
+
+def test_the_page_shows_what_was_measured(root: Path, benchmark: ModuleType) -> None:
+    document = json.loads((root / "benchmarks" / "results" / "strategies.json").read_text())
+    assert (root / "docs" / "strategies.md").read_text() == benchmark.page(document)
