@@ -47,7 +47,7 @@ def root() -> Iterator[Roots]:
         return held
 
     yield make
-    for each in roots:
+    for each in reversed(roots):
         each.take_back()
     calls.clear()
 
@@ -160,8 +160,9 @@ def test_a_kernel_that_the_script_has_switched_off_stays_off(root: Roots) -> Non
     try:
         with pytest.raises(Refused, match="switched this kernel off"):
             root(model("Llama", "sdpa"), attention="flash")
-        root(model("Llama", "sdpa"), attention="cudnn")
+        held = root(model("Llama", "sdpa"), attention="cudnn")
         assert not cuda.flash_sdp_enabled()
+        held.take_back()
     finally:
         cuda.enable_flash_sdp(True)
 
