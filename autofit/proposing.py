@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autofit import strategies
 from autofit.choice import Situation
 from autofit.ledger import Ledger
 from autofit.plan import Plan
@@ -112,11 +113,20 @@ class Proposer:
             refused=study.left_out,
         )
         if study.facts is not None and found.left_out != self._left_out:
-            new = tuple(reason for reason in found.left_out if reason not in self._left_out)
+            new = tuple(
+                reason
+                for reason in found.left_out
+                if reason not in self._left_out and self._is_news(*reason[:2])
+            )
             self._left_out = found.left_out
             if new:
                 self._ledger.tell(LevelsLeftOut(reasons=new))
         return found
+
+    def _is_news(self, strategy: str, level: str) -> bool:
+        """Return whether people expect a level to be tried; ``--dry-run`` tells of all."""
+        asked = strategy in self._ledger.options.only
+        return asked or not strategies.get(strategy).level(level).refines
 
     def _spent(self, trials: int) -> bool:
         most = self._ledger.options.trials

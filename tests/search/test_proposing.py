@@ -11,6 +11,7 @@ import pytest
 from autofit.asked import SearchOptions
 from autofit.ledger import Ledger
 from autofit.plan import Plan
+from autofit.progress import LevelsLeftOut, Notice
 from autofit.proposing import Proposer
 from autofit.reference import PARTS
 from autofit.storage import Owner, Store, StudyKey
@@ -74,3 +75,15 @@ def test_what_drops_is_compared_as_well(ledger: Ledger) -> None:
     first = Proposer(ledger, GPU).next(fixed=Plan(), fresh=True)
     assert first is not None
     assert first.fidelity(ledger.study.facts) is Fidelity.REDRAW
+
+
+def test_of_levels_that_refine_only_those_asked_for_are_news(ledger: Ledger) -> None:
+    def told(only: frozenset[str]) -> set[str]:
+        heard: list[Notice] = []
+        ledger.options = replace(ledger.options, only=only)
+        ledger.tell = heard.append
+        Proposer(ledger, GPU).next()
+        return {r[0] for each in heard if isinstance(each, LevelsLeftOut) for r in each.reasons}
+
+    assert "loss" not in told(frozenset())
+    assert told(frozenset({"loss", "micro_batch"})) == {"loss"}
