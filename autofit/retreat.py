@@ -66,7 +66,7 @@ def next_rung(
     def order(rung: Plan) -> tuple[bool, bool, float]:
         freed = _freed(plan, rung, ground)
         lower = rung.fidelity(ground.facts) > faithful
-        return freed < missing, lower, -freed if freed < missing else expected(rung)
+        return lower, freed < missing, -freed if freed < missing else expected(rung)
 
     derived = sorted(_derived(plan, ground, activations=activations), key=order)
     if not activations:  # it is arithmetic then: what frees too little does not help
@@ -100,8 +100,12 @@ def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
         for trial in ranked(ground.trials, ground.budget)
         if trial.report is not None and trial.measurement is not None
     }
-    if plan in plans:
-        yield from (each for each, peak in plans.items() if peak < LESS * plans[plan])
+    if plan not in plans:
+        return
+    for each, peak in plans.items():
+        holds = ground.refused.isdisjoint(name for name, _ in each.changes)
+        if holds and peak < LESS * plans[plan]:
+            yield each
 
 
 def _derived(plan: Plan, ground: Ground, *, activations: bool) -> Iterator[Plan]:

@@ -72,39 +72,43 @@ def supervise(
     Rungs are left out when leaner plans change nothing, so that at most three do, and each further
     one is to free twice as much: what is asked last is the least that is missing.
     """
-    ground = replace(ground, budget=ground.budget or budget or 0)
+    room = ground.budget or budget or ground.hardware.total_bytes
+    ground = replace(ground, budget=room)
     tried: list[Plan] = []
     before: Ended | None = None
     """The last that ran out of memory, under the plan ``starved``."""
     starved = plan
-    alike = 0
+    alike = deaths = 0
     saved: list[str] = []
     more: tuple[str, ...] = ()
     attempt = 1
     while True:
         ended = start(attempt, plan, more)
+        saved += ended.checkpoints
         tried.append(plan)
-        if ended.refused and before is not None:
+        goes_on = bool(resume and newest(ended.checkpoints))
+        if ended.refused and before is not None and plan != starved:
             say(f"{plan} does not hold here: {ended.refused}")
-            ground = replace(ground, refused=ground.refused | {*filter(None, [ended.blamed])})
-            plan, ended = starved, before
+            differ = {name for name, level in plan.levels.items() if starved[name] != level}
+            blamed = differ & {ended.blamed or ""} or differ
+            ground = replace(ground, refused=ground.refused | blamed)
+            plan, ended, goes_on = starved, before, False
         elif ended.shortage is None:
             return ended.code, plan, attempt
         else:
             ground = replace(ground, facts=ended.facts or ground.facts)
             alike = alike + 1 if before is not None and ended.like(before) else 0
-            starved, before = plan, ended
+            starved, before, deaths = plan, ended, deaths + 1
         assert ended.shortage is not None, "the one before died of it"
         activations = ended.shortage.of_activations(budget)
-        missing = (ended.shortage.requested or 0) << (len(tried) - 1 if activations else 0)
+        missing = (ended.shortage.requested or 0) << (deaths - 1 if activations else 0)
         rungs = rungs_below(plan, ground, tried, activations=activations, missing=missing)
         rung = _after(alike, rungs)
         lost = where(ended.shortage, budget)
-        if rung is None and not (resume and newest(ended.checkpoints)):
+        if rung is None and not goes_on:
             help_ = advice(ended.shortage, plan, ground)
             say(f"{lost}; no plan that reaches it is leaner than {plan}: {help_}")
             return ended.code, plan, attempt
-        saved += ended.checkpoints
         checkpoint = newest(saved) if resume else None
         more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
         plan = rung or plan

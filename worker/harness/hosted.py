@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
@@ -54,10 +54,11 @@ class _Hosted:
 
 def _pages(size: int) -> mmap:
     """Return memory in large pages, where the system has them: made a page at a time."""
-    memory = mmap(-1, size)
-    if sys.platform == "linux":
-        with suppress(OSError):
-            memory.madvise(HUGE_PAGES)
+    if sys.platform != "linux":
+        return mmap(-1, size)
+    memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)  # shared memory has small pages
+    with suppress(OSError):
+        memory.madvise(HUGE_PAGES)
     return memory
 
 

@@ -98,12 +98,13 @@ class HarnessRoot:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run the root as the plan has it."""
-        run: Forward = self._run
+        run: Forward = self.rerun
         for wrapper in self._outermost:
             run = wrapper(run)
         return run(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def rerun(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it with arguments that the plan's outermost wrappers have seen already."""
         if self.elastic is None:
             if self.evaluation is not None and not torch.is_grad_enabled():
                 return self.evaluation(self._call, args, kwargs)

@@ -7,7 +7,7 @@ out. ``trial.Trial`` measures plan after plan at step boundaries; ``real.RealRun
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -81,14 +81,13 @@ class Session:
 
     def stop(self) -> None:
         """Leave torch, and the roots, as they were."""
-        while self._undos:
-            self._undos.pop()()
-        for root in self.roots:
-            root.take_back()
-        self.reads.stop()
-        self.optimizers.detach()
-        self.calls.clear()
-        self.seams.detach()
+        with ExitStack() as stack:  # the last first; the others too where one fails
+            for undo in (self.seams.detach, self.calls.clear, self.reads.stop, *self._undos):
+                stack.callback(undo)
+            stack.callback(self.optimizers.detach)
+            for root in self.roots:
+                stack.callback(root.take_back)
+        self._undos.clear()
 
     # --- what a session decides ------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class Standby:
             self._split(call, failure, "forward")
         failure.__traceback__ = None  # it holds this frame, which holds the batch
         call.start.restore()
-        return root.call(args, kwargs)
+        return root.rerun(*args, **kwargs)
 
     def _note(self, root: HarnessRoot, args: Any, kwargs: Any) -> PlainCall:
         if id(root) not in self._tensors:
