@@ -13,8 +13,7 @@ registered to do it. The ranks send the same buckets in the same order, split or
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
 
 
 class Ranks:
@@ -154,20 +154,26 @@ def _unsupported(wrapper: DistributedDataParallel) -> str | None:
     return None
 
 
-@contextmanager
-def refuse_communication() -> Iterator[None]:
-    """Raise ``Refused`` when ranks communicate within: in another number of chunks they would hang.
+def quiet(forward: Forward) -> Forward:
+    """Return ``forward``, which raises ``Refused`` where ranks communicate in it.
 
-    Every group counts its collectives.
+    In another number of chunks they would hang. After the first such call, which every rank makes:
+    how many more a proof makes depends on a rank's own samples.
     """
-    before = _collectives()
-    yield
-    if _collectives() != before:
-        reason = "the model communicates with other ranks in its forward"
-        raise Refused(reason, "micro_batch")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _collectives()
+        output = forward(*args, **kwargs)
+        if _collectives() != before:
+            reason = "the model communicates with other ranks in its forward"
+            raise Refused(reason, "micro_batch")
+        return output
+
+    return call
 
 
 def _collectives() -> dict[str, int]:
+    """Return how many collectives each group has counted."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {}
     from torch.distributed.distributed_c10d import _world

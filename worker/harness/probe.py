@@ -233,6 +233,8 @@ class _Probe:
         try:
             with torch.no_grad():
                 self.forward(*args, **kwargs)
+        except Refused:
+            raise
         except Exception as error:
             if classify(error).kind is not Kind.NOT_OOM or not self.gradients:
                 raise

@@ -260,11 +260,10 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
-        with ddp.refuse_communication(), uncompiled():
-            leanly = self._leanly if self._recomputes() else None
-            return find_layout(
-                self.module, self._lasts(), batch, gradients=gradients, leanly=leanly
-            )
+        leanly = self._leanly if self._recomputes() else None
+        with uncompiled():
+            forward = ddp.quiet(self._lasts())
+            return find_layout(self.module, forward, batch, gradients=gradients, leanly=leanly)
 
     def _recomputes(self) -> bool:
         """Return whether the blocks can run again in backward, and do not already.
