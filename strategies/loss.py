@@ -68,6 +68,8 @@ class Loss(Strategy):
             return "the script compiles its model: in one graph the head is not called by itself"
         if facts.roots and all(root.classes < WIDE for root in facts.roots):
             widest = max(root.classes for root in facts.roots)
+            if not widest:
+                return "the model has no linear layer at its end that its loss could be joined with"
             return f"the model's head has {widest} outputs: too few to be large"
         return None
 
