@@ -40,18 +40,21 @@ class Space:
     def refinements(self, plan: Plan) -> tuple[Plan, ...]:
         """Return the plans that differ from ``plan``, as it was searched, by a level that refines.
 
-        It stands beside the others, or in the place of its strategy's level. The batch is split,
-        and never worse levels are there, as in ``plans``.
+        It stands beside the others, or in the place of its strategy's level. Never worse levels
+        are there, and the batch is split, as in ``plans``; where ``plan`` does not split it, that
+        is tried as well, since some levels gain by a batch in one piece.
         """
         tried = {name: self._tried(name, levels) for name, levels in self.levels}
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
         base = plan.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
-        found = (
-            base.replace(**{name: level})
+        bases = {base, base.replace(micro_batch=plan["micro_batch"])}
+        found = {
+            each.replace(**{name: level})
+            for each in bases
             for name, levels in self.levels
             for level in levels
-            if level != base[name] and strategies.get(name).level(level).refines
-        )
+            if level != each[name] and strategies.get(name).level(level).refines
+        }
         return tuple(sorted((each for each in found if not clash(each)), key=order_of_retreat))
 
     @staticmethod

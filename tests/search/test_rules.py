@@ -152,7 +152,8 @@ def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) 
     tried_as = BF16.replace(optimizer="fused", micro_batch="auto")
     for plan in found.refinements(BF16):
         assert len({*plan.changes} & refining) == 1
-        assert sum(plan[name] != tried_as[name] for name in strategies.NAMES) == 1
+        assert sum(plan[name] != tried_as[name] for name in strategies.NAMES) <= 2
+        assert plan["micro_batch"] in ("auto", "as_is")
     measured = ended(SPLIT, 4, verdict=Verdict.MEASURED)
     reached = within_reach(found, [measured], budget=100)
     assert {*reached} == {*found.plans(), *found.refinements(SPLIT)}
