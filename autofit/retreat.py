@@ -57,8 +57,8 @@ def next_rung(
     What the search has measured comes first, the fastest that needed less; then what it has not:
     half the samples at a time, or a level that trades speed for memory, the one expected to lose
     least speed of those that free the bytes ``missing``; lower fidelity than the plan's comes last.
-    Fewer ``activations`` only where it is
-    those that do not fit, not the weights or the optimizer's state.
+    Fewer ``activations`` only where it is those that do not fit, not the weights or the optimizer's
+    state.
     """
     seen = {plan, *tried}
     faithful = max(plan.fidelity(ground.facts), Fidelity.REDRAW)

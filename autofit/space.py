@@ -47,14 +47,14 @@ class Space:
         tried = {name: self._tried(name, levels) for name, levels in self.levels}
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
         base = plan.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
-        bases = {base, base.replace(micro_batch=plan["micro_batch"])}
-        found = {
+        bases = dict.fromkeys((base, base.replace(micro_batch=plan["micro_batch"])))
+        found = dict.fromkeys(  # in the same order each time, also where two cost as much
             each.replace(**{name: level})
             for each in bases
             for name, levels in self.levels
             for level in levels
             if level != each[name] and strategies.get(name).level(level).refines
-        }
+        )
         return tuple(sorted((each for each in found if not clash(each)), key=order_of_retreat))
 
     @staticmethod
