@@ -20,6 +20,7 @@ from autofit.worker import oom
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.gpu
 
@@ -78,11 +79,6 @@ class Decoder(nn.Module):
         return x
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> object:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def calls() -> Iterator[Calls]:
     made = Calls()
@@ -97,7 +93,7 @@ def x() -> torch.Tensor:
 
 
 def root_of(module: nn.Module, calls: Calls) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.strict = True
     return held
 
@@ -237,7 +233,7 @@ def test_memory_that_runs_out_in_backward_is_split(calls: Calls) -> None:
         return True
 
     x = torch.randn(48, 512, WIDTH, device="cuda")
-    held = HarnessRoot(module, Seams(_Handler()), calls, short)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, short)
     plain = gradients(module, held, x)
     held.apply(Plan.of({"activation_offload": "all", "micro_batch": "24"}))
     gradients(module, held, x)

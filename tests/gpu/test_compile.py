@@ -19,6 +19,7 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.gpu
 
@@ -95,11 +96,6 @@ class Decoder(nn.Module):
         return logits
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> object:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def calls() -> Iterator[Calls]:
     made = Calls()
@@ -125,7 +121,7 @@ def under(
     plan: Plan, module: nn.Module, calls: Calls, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients without the plan, and under it once it is proven."""
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.strict = True
     plain = gradients(module, held, tokens)
     prove(held, plan, (tokens,), {}, Facts())
@@ -166,7 +162,7 @@ def test_a_budget_lowers_the_peak(calls: Calls) -> None:
     module, peaks = Decoder().cuda(), {}
     for level in ("full", "budget"):
         under(Plan.of({"compile": level}), module, calls, tokens[:8])
-        held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
         held.apply(Plan.of({"compile": level}))
         gradients(module, held, tokens)
         module.zero_grad()
@@ -188,7 +184,7 @@ def test_a_shortage_in_compiled_code_is_one_and_the_step_goes_on_smaller(calls: 
         return True
 
     tokens = torch.randint(96, (256, 512), device="cuda")
-    held = HarnessRoot(module, Seams(_Handler()), calls, short)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, short)
     held.strict = True
     plain = gradients(module, held, tokens)
     prove(held, Plan.of({"compile": "full", "micro_batch": "128"}), (tokens,), {}, Facts())

@@ -16,15 +16,11 @@ from autofit.strategies._kernels import _Seen
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.gpu
 
 WORDS, WIDTH, TOKENS = 50304, 1024, 2048
-
-
-class _Handler:
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: args[-1]() if name == "backward" else None
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def root() -> Iterator[Callable[..., HarnessRoot]]:
     calls, roots = Calls(), []
 
     def make(module: nn.Module, **levels: str) -> HarnessRoot:
-        roots.append(HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False))
+        roots.append(HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False))
         roots[-1].apply(Plan.of(levels))
         return roots[-1]
 

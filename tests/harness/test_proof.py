@@ -17,6 +17,7 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 PLAN = Plan.of({"checkpointing": "all"})
@@ -94,11 +95,6 @@ class Short(nn.Module):
         raise torch.OutOfMemoryError("out of memory")
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> object:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def calls() -> Iterator[Calls]:
     made = Calls()
@@ -107,7 +103,7 @@ def calls() -> Iterator[Calls]:
 
 
 def proven(module: nn.Module, calls: Calls) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     prove(held, PLAN, (torch.randn(6, 8),), {}, Facts())
     return held
 

@@ -22,6 +22,7 @@ from autofit.strategies import Hardware, _offload, get
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build, host
+from tests.strategies.bystander import Bystander
 from tests.strategies.contract import MEASURE, meter_environment
 
 quick, full = pytest.mark.quick, pytest.mark.full
@@ -58,11 +59,6 @@ class Net(nn.Module):
         return x
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> object:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def calls() -> Iterator[Calls]:
     made = Calls()
@@ -91,7 +87,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def under(module: nn.Module, calls: Calls, **levels: str) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.apply(Plan.of(levels))
     return held
 

@@ -19,6 +19,7 @@ from autofit.strategies.facts import Hardware
 from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
 
 CPU = Hardware(device="cpu", name="CPU", total_bytes=1 << 33)
 pytestmark = [
@@ -63,7 +64,7 @@ class Script:
 
     def __init__(self, calls: Calls) -> None:
         self.plan = Plan()
-        self.seams = Seams(_Handler())
+        self.seams = Seams(Bystander())
         self.roots: tuple[nn.Module, ...] = ()
         self.calls = calls
 
@@ -82,11 +83,6 @@ class Script:
         held.apply(self.plan)
         held.apply(self.plan)  # as with every other size of a part of the batch
         return lambda x: held.call((x,), {})
-
-
-class _Handler:
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: args[-1]() if name == "backward" else None
 
 
 @pytest.fixture

@@ -24,15 +24,11 @@ from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 
 Roots = Callable[..., HarnessRoot]
-
-
-class _Handler:
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: args[-1]() if name == "backward" else None
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def root() -> Iterator[Roots]:
     calls, roots = Calls(), []
 
     def make(module: nn.Module, **levels: str) -> HarnessRoot:
-        held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)
+        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
         roots.append(held)
         held.apply(Plan.of(levels))
         return held

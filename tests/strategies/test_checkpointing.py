@@ -22,6 +22,7 @@ from autofit.strategies import Facts, RootFacts, get
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
+from tests.strategies.bystander import Bystander
 from tests.strategies.contract import MEASURE, meter_environment
 
 quick, full = pytest.mark.quick, pytest.mark.full
@@ -78,11 +79,6 @@ class Alike(nn.Module):
         return after
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> object:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def calls() -> Iterator[Calls]:
     made = Calls()
@@ -91,7 +87,7 @@ def calls() -> Iterator[Calls]:
 
 
 def under(module: nn.Module, calls: Calls, **levels: str) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.apply(Plan.of(levels))
     return held
 

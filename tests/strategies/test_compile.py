@@ -28,6 +28,7 @@ from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.meter.toolchain import cannot_compile
 from autofit.worker.records import LaunchRequest, Measurement, Script, TrialReport, Verdict
+from tests.strategies.bystander import Bystander
 
 quick, full = pytest.mark.quick, pytest.mark.full
 
@@ -90,11 +91,6 @@ class Net(nn.Module):
         return logits
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> object:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def calls() -> Iterator[Calls]:
     made = Calls()
@@ -109,7 +105,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def root_of(module: nn.Module, calls: Calls, *, strict: bool = True) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.strict = strict
     return held
 
@@ -416,7 +412,7 @@ class ShortNet(Net):
 def test_a_chunk_that_drew_runs_again_as_it_was(light: None, calls: Calls) -> None:
     """With what autograd saves in host memory, compiled as before."""
     module, x = ShortNet(drop=0.3), torch.randn(8, 8)
-    held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: True)  # type: ignore[arg-type]
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: True)
     held.apply(Plan.of({"compile": "regional", "micro_batch": "4"}))
     expected = gradients(module, held, x)
     held.take_back()

@@ -12,6 +12,7 @@ from torch import nn
 from autofit.strategies import NAMES, REGISTRY, Strategy, _offload, compile
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
 from tests.strategies.contract import SETTINGS, Case, Setting, StrategyContract
 from tests.strategies.models import bert, gpt2, loss_outside
 
@@ -54,7 +55,7 @@ def root(calls: Calls) -> Iterator[Callable[[nn.Module], HarnessRoot]]:
     roots: list[HarnessRoot] = []
 
     def make(module: nn.Module) -> HarnessRoot:
-        roots.append(HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False))
+        roots.append(HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False))
         return roots[-1]
 
     yield make
@@ -75,13 +76,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small tensors travel too: these models have no others."""
     monkeypatch.setattr(_offload, "SMALL", 1)
-
-
-class _Handler:
-    """Accepts what the seams report; the tests drive the roots by hand."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: args[-1]() if name == "backward" else None
 
 
 @pytest.fixture(params=[loss_outside, gpt2, bert], ids=lambda make: make.__name__)

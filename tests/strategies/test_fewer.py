@@ -17,6 +17,7 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +59,7 @@ def rooted() -> Iterator[Make]:
     made: list[HarnessRoot] = []
 
     def make(module: nn.Module, plan: Plan) -> HarnessRoot:
-        made.append(HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False))
+        made.append(HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False))
         made[-1].apply(plan)
         return made[-1]
 
@@ -66,11 +67,6 @@ def rooted() -> Iterator[Make]:
     for each in made:
         each.take_back()
     calls.clear()
-
-
-class _Handler:
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: args[-1]() if name == "backward" else None
 
 
 def tokens(samples: int, length: int) -> torch.Tensor:

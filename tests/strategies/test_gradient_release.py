@@ -28,6 +28,7 @@ from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 
@@ -39,16 +40,11 @@ GRADIENT: Any = torch.Tensor.grad
 """As torch has it: reading it notices nobody."""
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 class Bench:
     """Trains small models under plans, as a session does."""
 
     def __init__(self) -> None:
-        self.seams = Seams(_Handler())
+        self.seams = Seams(Bystander())
         self.calls = Calls()
         self.goes_on = False
         """Where memory runs out in a split call."""

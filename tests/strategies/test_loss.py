@@ -25,6 +25,7 @@ from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 
@@ -75,18 +76,13 @@ def batch(samples: int = 6) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": targets}
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 @pytest.fixture
 def root() -> Iterator[Callable[..., HarnessRoot]]:
     """Return a module's root under a plan; it is left as it was."""
     calls, roots = Calls(), []
 
     def make(module: nn.Module, **levels: str) -> HarnessRoot:
-        held = HarnessRoot(module, Seams(_Handler()), calls, lambda *args: False)
+        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
         roots.append(held)
         held.apply(Plan.of({"loss": "chunked", **levels}))
         return held

@@ -20,6 +20,7 @@ from autofit.strategies import Fidelity, _fused
 from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
 from tests.strategies.optimizers import (
     OPTIMIZERS,
     STEPS,
@@ -234,13 +235,6 @@ def blocks() -> nn.Module:
     return nn.Sequential(nn.Sequential(*(Block() for _ in range(3))), nn.Linear(WIDTH, 1))
 
 
-class _Handler:
-    """Accepts what the seams report."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: args[-1]() if name == "backward" else None
-
-
 ON_ROOT = {
     "precision": ("bf16",),
     "checkpointing": ("half", "all"),
@@ -257,7 +251,7 @@ def test_it_stands_beside_what_changes_the_model(
     plain, changed = blocks(), blocks()
     start = weights(plain)
     calls = Calls()
-    root = HarnessRoot(changed, Seams(_Handler()), calls, lambda *args: False)
+    root = HarnessRoot(changed, Seams(Bystander()), calls, lambda *args: False)
     try:
         for net, call, now in ((plain, plain, Plan()), (changed, root, plan)):
             under.plan, under.roots = now, (net,)

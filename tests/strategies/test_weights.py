@@ -22,6 +22,7 @@ from autofit.worker.harness import shown
 from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +36,7 @@ class Script:
     """A small training, as a script has it, under a plan of the harness."""
 
     def __init__(self, optimizers: Optimizers, plan: Plan) -> None:
-        self.seams = Seams(_Handler())
+        self.seams = Seams(Bystander())
         self.roots: tuple[nn.Module, ...] = ()
         self.plan = plan
         self.calls = Calls()
@@ -57,11 +58,6 @@ class Script:
         self.roots = (*self.roots, module)
         self.held = held
         return held
-
-
-class _Handler:
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: args[-1]() if name == "backward" else None
 
 
 @pytest.fixture
