@@ -395,7 +395,7 @@ STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One process to start, and the plans to measure in it, one after another.
+    """A process to start, or several, and the plans to measure in them, one after another.
 
     Where it ``converses``, it asks for another plan after the last, until it is told that there is
     none: start-up is paid once, and each plan is chosen by what those before it have shown.
@@ -407,7 +407,7 @@ class LaunchRequest:
     device: str
     """``"cpu"`` or ``"cuda"``."""
     budget: int
-    """Bytes the process may occupy on the device."""
+    """Bytes each process may occupy on its device."""
     timeout: float
     """Seconds after which the launch is ended; an answer brings its own."""
     steps: int = STEPS
@@ -417,6 +417,9 @@ class LaunchRequest:
     environment: tuple[tuple[str, str], ...] = ()
     converses: bool = False
     """It asks for more plans."""
+    ranks: int = 1
+    """Processes it consists of, on one machine, each with a device of its own (the CPU: shared);
+    they find one another by what ``worker/ranks.py`` puts into their environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
