@@ -63,6 +63,8 @@ class StudyKey:
     digest: str
     """SHA-256 of the script's file, hexadecimal; empty where there is no file to read."""
     args: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    """What its launcher sets for the script."""
     gpu: str
     """The device's model, as the driver names it."""
     gpus: int
@@ -86,6 +88,7 @@ class StudyKey:
             script=script_path(script),
             digest=digest,
             args=script.args,
+            environment=script.environment,
             gpu=gpu,
             gpus=gpus,
             memory=memory,
@@ -94,8 +97,11 @@ class StudyKey:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON, hexadecimal."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """SHA-256 of this key as canonical JSON, hexadecimal; an empty environment is left out."""
+        plain = asdict(self)
+        if not self.environment:
+            del plain["environment"]
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

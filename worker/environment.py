@@ -49,9 +49,11 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a launch: the ``user``'s own, and what the request needs.
 
+    What a launcher sets for the script stands over the ``user``'s, as it would.
+
     Runs that the script logs to MLflow end in ``scratch``, which goes with the launch.
     """
-    asked = {**user, **dict(request.environment)}
+    asked = {**user, **dict(request.script.environment), **dict(request.environment)}
     for plan in request.plans:
         asked = under(plan, asked)
     metered = meter.environment(request.device, request.budget, asked)

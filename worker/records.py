@@ -36,7 +36,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The program to tune, as the user would start it with ``python``."""
+    """The program to tune, as the user would start it with ``python``, or with a launcher."""
 
     target: str
     """Path as given, or the module's name."""
@@ -45,9 +45,15 @@ class Script:
     args: tuple[str, ...] = ()
     cwd: str
     """Absolute working directory."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """What the launcher would have set for it (``ACCELERATE_MIXED_PRECISION``, ...), sorted; what
+    tells ranks of one another is not in it."""
+    launcher: tuple[str, ...] = ()
+    """The words before it on its launch line, as typed (``torchrun``, ...); for people alone."""
 
     def __str__(self) -> str:
-        return " ".join((*(("-m",) if self.module else ()), self.target, *self.args))
+        module = ("-m",) if self.module and not self.launcher else ()
+        return " ".join((*self.launcher, *module, self.target, *self.args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """What the store takes is what it gives, and a trial makes legal moves only."""
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable
@@ -95,6 +97,7 @@ def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:
         "script": "x.py",
         "digest": "0",
         "args": (),
+        "environment": (("ACCELERATE_MIXED_PRECISION", "bf16"),),
         "gpu": "B200",
         "gpus": 2,
         "memory": None,
@@ -103,6 +106,13 @@ def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:
     assert set(changes) == {field.name for field in dataclasses.fields(key)}
     others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
     assert len({each.fingerprint for each in [key, *others]}) == 1 + len(others)
+
+
+def test_a_key_without_an_environment_is_as_it_was_before_keys_had_one(key: StudyKey) -> None:
+    plain = dataclasses.asdict(key)
+    del plain["environment"]
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    assert key.fingerprint == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_key_follows_links_and_contents(tmp_path: Path, script: Script, key: StudyKey) -> None:
