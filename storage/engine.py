@@ -1,4 +1,4 @@
-"""Opens the database: the URL, SQLite's settings, the migrations, and errors in one clear line.
+"""Opens the database: the URL, each database's settings, the migrations, errors in one clear line.
 
 The file is shared with Optuna, which owns ``alembic_version``: ours is ``VERSION_TABLE``.
 """
@@ -36,6 +36,12 @@ VERSION_TABLE = "autofit_alembic_version"
 BUSY_SECONDS = 30.0
 """How long to wait for another process that writes."""
 
+CONNECT_SECONDS = 10
+"""How long to wait for a database server to answer."""
+
+WRITING = int.from_bytes(b"autofit")
+"""PostgreSQL's advisory lock of a transaction of ours that writes; of one database alone."""
+
 
 def parse(storage: str) -> URL:
     """Return the URL of ``storage``, a path or an SQLAlchemy URL; raise ``StorageError``.
@@ -68,39 +74,66 @@ def show(url: URL) -> str:
 
 def open_engine(url: URL) -> Engine:
     """Return an engine for ``url``, not yet connected; raise ``StorageError`` without a driver."""
-    sqlite = url.get_backend_name() == "sqlite"
+    backend = url.get_backend_name()
     try:
-        arguments: dict[str, Any] = {"timeout": BUSY_SECONDS} if sqlite else {}
-        engine = create_engine(url, connect_args=arguments)
+        if backend == "sqlite":
+            engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+            event.listen(engine, "connect", _on_connect)
+            event.listen(engine, "begin", _begin_in_sqlite)
+        elif backend == "postgresql":
+            # A server may have been restarted since: a connection is tried before it is used.
+            engine = create_engine(url, connect_args=_patience(url), pool_pre_ping=True)
+            event.listen(engine, "begin", _begin_in_postgresql)
+        else:
+            engine = create_engine(url)
     except (NoSuchModuleError, ImportError) as error:
         raise StorageError(
             f"the store cannot be at {show(url)}: no database driver for {url.drivername!r} is"
-            f" installed; install one, or use SQLite, such as {DEFAULT}"
+            f" installed; {_driver(backend)}, or use SQLite, such as {DEFAULT}"
         ) from error
-    if sqlite:
-        event.listen(engine, "connect", _on_connect)
-        event.listen(engine, "begin", _on_begin)
     return engine
 
 
-def writing(engine: Engine) -> Engine:
-    """Return ``engine`` for transactions that write: they take SQLite's write lock at once.
+def _driver(backend: str) -> str:
+    if backend == "postgresql":
+        return "pip install 'autofit-torch[postgresql]' brings that of postgresql+psycopg://..."
+    return "install one"
 
-    One that begins by reading could find its snapshot stale when it comes to write, and that
-    fails without waiting.
+
+def _patience(url: URL) -> dict[str, Any]:
+    """Return how long a connection may take to be made, where the URL does not say it."""
+    if not url.get_driver_name().startswith("psycopg") or "connect_timeout" in url.query:
+        return {}
+    return {"connect_timeout": CONNECT_SECONDS}
+
+
+def writing(engine: Engine) -> Engine:
+    """Return ``engine`` for transactions that write: one at a time, each from its beginning.
+
+    In SQLite one that begins by reading could find its snapshot stale when it comes to write, and
+    that fails without waiting. In PostgreSQL two could each find that there is no such row yet.
     """
     return engine.execution_options(autofit_writes=True)
 
 
 def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # BEGIN is ours to send: _on_begin
+    connection.isolation_level = None  # BEGIN is ours to send: _begin_in_sqlite
     connection.execute("PRAGMA foreign_keys=ON")
     _use_wal(connection)
 
 
-def _on_begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("autofit_writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+def _begin_in_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
+
+
+def _begin_in_postgresql(connection: Connection) -> None:
+    if _writes(connection):
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(1000 * BUSY_SECONDS)}")
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITING})")
+
+
+def _writes(connection: Connection) -> bool:
+    return bool(connection.get_execution_options().get("autofit_writes", False))
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
@@ -160,18 +193,28 @@ def explain(url: URL, error: SQLAlchemyError) -> str:
     return f"the store {show(url)} cannot be used: {cause}; {_advice(url, cause)}"
 
 
+_ADVICE = {
+    "readonly": "it must be writable: make it so, or give another --storage",
+    "not a database": "it is some other file: move it away, or give another --storage",
+    "locked": "another process kept it for {busy:.0f} s: end that one, or try again",
+    "lock timeout": "another process kept it for {busy:.0f} s: end that one, or try again",
+    "full": "free some space and run the same command again",
+    "No space left": "free some space and run the same command again",
+    "does not exist": "make it there (createdb, createuser), or give another --storage",
+    "authentication failed": "give the password in PGPASSWORD, ~/.pgpass or the URL",
+    "no password": "give the password in PGPASSWORD, ~/.pgpass or the URL",
+    "permission denied": "its user must be allowed to make tables: grant it, or give another one",
+    "connection": "check that the server runs and that its host and port are these",
+    "host name": "check that the server runs and that its host and port are these",
+}
+"""What to do, by a part of the driver's words; the first that is found counts."""
+
+
 def _advice(url: URL, cause: str) -> str:
     path = sqlite_file(url)
     if "unable to open" in cause and path is not None:
         if not path.parent.is_dir():
             return f"there is no directory {path.parent}: make it, or give another --storage"
         return "its directory must be writable: make it so, or give another --storage"
-    if "readonly" in cause:
-        return "it must be writable: make it so, or give another --storage"
-    if "not a database" in cause:
-        return "it is some other file: move it away, or give another --storage"
-    if "locked" in cause:
-        return f"another process kept it for {BUSY_SECONDS:.0f} s: end that one, or try again"
-    if "full" in cause:
-        return "free some space and run the same command again"
-    return "give another --storage if it stays so"
+    known = (text for words, text in _ADVICE.items() if words in cause)
+    return next(known, "give another --storage if it stays so").format(busy=BUSY_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from autofit.exceptions import StorageError
@@ -39,3 +40,8 @@ def exists(storage: str | None = None) -> bool:
     url = default_url() if storage is None else to_url(storage)
     path = url.removeprefix("sqlite:///")
     return path == url or Path(path).exists()
+
+
+def shown(storage: str) -> str:
+    """Return ``storage`` as a line for people may have it: without a password."""
+    return re.sub(r"(?<=://)([^:/]*):[^@]*@", r"\1:***@", storage)

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -70,6 +71,15 @@ def _older_objects_are_set_aside() -> None:
 def root() -> Path:
     """The repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Callable[[], str]]:
+    """Return what makes an empty database in a real PostgreSQL, and returns its URL."""
+    from tests.postgresql import server
+
+    with server() as running:
+        yield running
 
 
 @pytest.fixture

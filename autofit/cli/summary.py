@@ -6,6 +6,7 @@ import shlex
 
 from autofit.cli import words
 from autofit.progress import Result
+from autofit.storage.url import shown
 from autofit.units import format_duration
 from autofit.worker.records import Script, Verdict
 
@@ -81,7 +82,7 @@ def _effort(result: Result) -> str:
 
 
 def _next(script: Script, storage: str | None) -> list[str]:
-    stored = () if storage is None else ("--storage", storage)
+    stored = () if storage is None else ("--storage", shown(storage))
     commands = [
         (_command(script, "run", *stored), "train with it"),
         (_command(script, "best", *stored, "--format", "json"), "take it elsewhere"),

@@ -1,4 +1,4 @@
-"""A store in a file, and records to put into it."""
+"""A store in a file or on a server, and records to put into it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,9 +89,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "autofit.db"
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def location(request: pytest.FixtureRequest, path: Path) -> str:
+    """Return the URL of a store that is not there yet: every test that takes it runs on both."""
+    if request.param == "sqlite":
+        return f"sqlite:///{path}"
+    make: Callable[[], str] = request.getfixturevalue("postgresql")
+    return make()
+
+
 @pytest.fixture
-def store(path: Path) -> Iterator[Store]:
-    with Store(str(path)) as store:
+def store(location: str) -> Iterator[Store]:
+    with Store(location) as store:
         yield store
 
 

@@ -1,11 +1,13 @@
 """Opening the store: migrations, Optuna in the same file, many processes, clear errors."""
 
 import logging
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, inspect, text
 
 from autofit.exceptions import StorageError
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyRecord, default_url, engine, models
-from autofit.worker.records import TrialReport
+from autofit.worker.records import Script, TrialReport
 
 pytestmark = pytest.mark.quick
 
@@ -27,44 +30,49 @@ Report = Callable[..., TrialReport]
 OURS = {"study", "trial", "measurement", "event", "fitted", engine.VERSION_TABLE}
 
 
-def tables(path: Path) -> set[str]:
-    with sqlite3.connect(path) as connection:
-        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        return {name for (name,) in rows}
+@contextmanager
+def connected(location: str) -> Iterator[Connection]:
+    """A transaction in the store's database, as anybody may open one."""
+    opened = engine.open_engine(engine.parse(location))
+    with opened.begin() as connection:
+        yield connection
+    opened.dispose()
+
+
+def tables(location: str) -> set[str]:
+    with connected(location) as connection:
+        return set(inspect(connection).get_table_names())
 
 
 # --- migrations -------------------------------------------------------------------------------
 
 
-def test_an_empty_store_is_migrated_to_the_newest_revision(store: Store, path: Path) -> None:
+def test_an_empty_store_is_migrated_to_the_newest_revision(store: Store, location: str) -> None:
     config = Config()
     config.set_main_option("script_location", engine.migrations_folder())
     assert ScriptDirectory.from_config(config).get_current_head() == engine.HEAD
-    assert tables(path) == OURS
+    assert tables(location) == OURS
 
 
 def test_a_store_of_an_older_version_keeps_what_it_holds(
-    store: Store, path: Path, study: StudyRecord, plan: Plan, report: Report
+    store: Store, location: str, study: StudyRecord, plan: Plan, report: Report
 ) -> None:
     (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
     kept = store.finish(trial, report(plan))
     store.close()
     config = Config()
     config.set_main_option("script_location", engine.migrations_folder())
-    opened = engine.open_engine(engine.parse(str(path)))
-    with opened.begin() as connection:
+    with connected(location) as connection:
         config.attributes["connection"] = connection
         command.downgrade(config, "0001")
         assert engine.revision(connection) == "0001"
-    opened.dispose()
-    with Store(str(path)) as again:
+    with Store(location) as again:
         assert again.trials(study) == (kept,)
         assert again.reference(study) is None
 
 
 def test_the_migrations_make_what_the_models_say(store: Store) -> None:
-    opened = engine.open_engine(engine.parse(store.url))
-    with opened.connect() as connection:
+    with connected(store.url) as connection:
         options = {
             "version_table": engine.VERSION_TABLE,
             "compare_server_default": True,
@@ -72,37 +80,34 @@ def test_the_migrations_make_what_the_models_say(store: Store) -> None:
         }
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, models.Base.metadata) == []
-    opened.dispose()
 
 
-def test_a_store_of_a_newer_version_is_refused_untouched(store: Store, path: Path) -> None:
+def test_a_store_of_a_newer_version_is_refused_untouched(store: Store, location: str) -> None:
     store.close()
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"UPDATE {engine.VERSION_TABLE} SET version_num = '9999'")
+    with connected(location) as connection:
+        connection.execute(text(f"UPDATE {engine.VERSION_TABLE} SET version_num = '9999'"))
     with pytest.raises(StorageError, match="newer version of autofit; upgrade autofit"):
-        Store(str(path))
+        Store(location)
 
 
-def test_a_migration_that_fails_leaves_nothing(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE measurement (theirs INTEGER)")
-    with pytest.raises(StorageError, match="table measurement already exists"):
-        Store(str(path))
-    assert tables(path) == {"measurement"}
+def test_a_migration_that_fails_leaves_nothing(location: str) -> None:
+    with connected(location) as connection:
+        connection.execute(text("CREATE TABLE measurement (theirs INTEGER)"))
+    with pytest.raises(StorageError, match=r'measurement"? already exists'):
+        Store(location)
+    assert tables(location) == {"measurement"}
 
 
-def test_sqlite_is_set_up(store: Store) -> None:
-    opened = engine.open_engine(engine.parse(store.url))
-    with opened.connect() as connection:
+def test_sqlite_is_set_up(path: Path) -> None:
+    with Store(str(path)) as store, connected(store.url) as connection:
         pragma = {
             name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
             for name in ("journal_mode", "foreign_keys", "busy_timeout")
         }
-    opened.dispose()
     assert pragma == {"journal_mode": "wal", "foreign_keys": 1, "busy_timeout": 30_000}
 
 
-# --- Optuna in the same file ------------------------------------------------------------------
+# --- Optuna in the same database --------------------------------------------------------------
 
 
 def use_optuna(url: str, study: str) -> None:
@@ -116,21 +121,20 @@ def use_optuna(url: str, study: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_optuna_lives_in_the_same_file(
-    path: Path, first: str, opening: Open, plan: Plan, report: Report
+def test_optuna_lives_in_the_same_database(
+    location: str, first: str, opening: Open, plan: Plan, report: Report
 ) -> None:
-    url = f"sqlite:///{path}"
     if first == "theirs":
-        use_optuna(url, "before")
-    with Store(url) as store:
+        use_optuna(location, "before")
+    with Store(location) as store:
         study = opening(store)
         use_optuna(store.url, "between")
         (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
         store.finish(trial, report(plan), optuna_number=0)
-    use_optuna(url, "after")
-    with Store(url) as again:
+    use_optuna(location, "after")
+    with Store(location) as again:
         assert again.trials(study)[0].report == report(plan)
-    assert {"alembic_version", "trials", *OURS} <= tables(path)
+    assert {"alembic_version", "trials", *OURS} <= tables(location)
 
 
 # --- many at once -----------------------------------------------------------------------------
@@ -145,15 +149,15 @@ with Store(sys.argv[1]) as store:
 """
 
 
-def test_processes_that_open_a_new_store_at_once_all_get_it(path: Path) -> None:
-    command = [sys.executable, "-c", OPEN_AND_COUNT, str(path)]
+def test_processes_that_open_a_new_store_at_once_all_get_it(location: str) -> None:
+    command = [sys.executable, "-c", OPEN_AND_COUNT, location]
     ran = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(4)]
     for process in ran:
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.close()
     assert [process.wait(timeout=60) for process in ran] == [0] * 4
-    with Store(str(path)) as store:
+    with Store(location) as store:
         assert len(store.events("tick")) == 80
 
 
@@ -198,6 +202,40 @@ def test_readers_see_whole_trials_while_one_writes(
     assert not torn
     assert seen
     assert len(store.trials(study)) == 30
+
+
+OPEN_A_STUDY = """
+import sys
+from autofit.storage import Store, StudyKey
+from autofit.strategies import Hardware
+from autofit.worker.records import Script
+script = Script(target="train.py", cwd=sys.argv[2])
+with Store(sys.argv[1]) as store:
+    sys.stdin.readline()
+    for number in range(10):
+        key = StudyKey.of(script, gpu="CPU", gpus=number, memory=None, allow="exact")
+        study = store.open_study(
+            key, script=script, budget=1, versions={},
+            hardware=Hardware(device="cpu", name="CPU", total_bytes=1),
+        )
+        print(study.id, store.next_launch(study))
+"""
+
+
+def test_two_that_open_the_same_new_study_get_the_same(location: str, script: Script) -> None:
+    """Neither finds a row to wait for: only one at a time may look, and write what is missing."""
+    command = [sys.executable, "-c", OPEN_A_STUDY, location, script.cwd]
+    ran = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [each.communicate("\n", timeout=60)[0].splitlines() for each in ran]
+    assert [each.returncode for each in ran] == [0, 0]
+    first, second = ([line.split()[0] for line in each] for each in said)
+    assert first == second
+    assert len(set(first)) == 10
+    launches = sorted(line.split()[1] for each in said for line in each)
+    assert launches == ["0"] * 10 + ["1"] * 10
 
 
 def test_threads_may_share_a_store(store: Store, study: StudyRecord) -> None:
@@ -307,6 +345,47 @@ def test_a_store_kept_locked_says_so(path: Path, monkeypatch: pytest.MonkeyPatch
             store.record_event("tick", {})
         other.execute("ROLLBACK")
         store.record_event("tick", {})
+
+
+def test_a_writer_waits_for_another_and_says_so_in_the_end(
+    postgresql: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "BUSY_SECONDS", 0.1)
+    with Store(postgresql()) as store, connected(store.url) as other:
+        other.execute(text(f"SELECT pg_advisory_xact_lock({engine.WRITING})"))
+        assert store.events() == ()
+        with pytest.raises(StorageError, match=r"lock timeout; another process kept it"):
+            store.record_event("tick", {})
+        other.rollback()
+        store.record_event("tick", {})
+
+
+def test_a_server_that_lets_nobody_in_and_one_that_is_not_there(
+    postgresql: Callable[[], str],
+) -> None:
+    there = postgresql()
+    text = message(there.replace("secret", "wrong%40secret"))
+    assert "password authentication failed" in text
+    assert "give the password in PGPASSWORD" in text
+    assert "wrong" not in text
+    assert "does not exist; make it there (createdb" in message(f"{there}9")
+    with socket.socket() as taken:  # bound and not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        text = message(f"postgresql+psycopg://me@127.0.0.1:{taken.getsockname()[1]}/db")
+    assert "refused" in text
+    assert "check that the server runs" in text
+
+
+def test_a_store_outlives_its_connections(postgresql: Callable[[], str]) -> None:
+    """A server that was restarted has closed them all."""
+    with Store(postgresql()) as store:
+        store.record_event("tick", {})
+        with connected(store.url) as other:
+            ours = "datname = current_database() AND pid <> pg_backend_pid()"
+            ended = f"SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE {ours}"
+            assert other.scalar(text(ended))
+        store.record_event("tick", {})
+        assert len(store.events()) == 2
 
 
 def test_importing_the_package_is_cheap() -> None:

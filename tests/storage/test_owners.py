@@ -30,9 +30,9 @@ from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Hardware
 from autofit.worker.records import Measurement, Script, TrialReport, Verdict
 
-path, cwd, wait = sys.argv[1:]
+storage, cwd, wait = sys.argv[1:]
 script = Script(target="train.py", args=("--epochs", "3"), cwd=cwd)
-store = Store(path)
+store = Store(storage)
 study = store.open_study(
     StudyKey.of(script, gpu="NVIDIA H200", gpus=1, memory=24 << 30, allow="rounding"),
     script=script, hardware=Hardware(device="cuda", name="NVIDIA H200", total_bytes=1),
@@ -59,12 +59,12 @@ for pair in zip(left[::2], left[1::2]):
 
 
 @pytest.fixture
-def search(path: Path, key: StudyKey) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+def search(location: str, key: StudyKey) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Start a process that searches the study of ``key``, without end or stuck in a trial."""
     started = []
 
     def start(*, wait: bool = False) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", SEARCH, str(path), str(Path(key.script).parent)]
+        command = [sys.executable, "-c", SEARCH, location, str(Path(key.script).parent)]
         command.append("wait" if wait else "go")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
@@ -82,7 +82,7 @@ def line(process: "subprocess.Popen[str]") -> str:
 
 
 def test_no_finished_trial_is_lost_when_the_search_is_killed(
-    path: Path, opening: Open, search: Callable[..., "subprocess.Popen[str]"]
+    location: str, opening: Open, search: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     """Five searches of one study, each killed at a random moment once it runs."""
     moment = random.Random(0)
@@ -96,7 +96,7 @@ def test_no_finished_trial_is_lost_when_the_search_is_killed(
         said += process.stdout.read().split("\n")
         process.wait()
         claimed |= {int(each.split()[1]) for each in said if each.startswith("finished ")}
-        with Store(str(path)) as store:
+        with Store(location) as store:
             study = opening(store)
             assert store.holder(study) is None
             running = store.trials(study, state=State.RUNNING)
@@ -127,9 +127,9 @@ def test_a_live_search_is_the_holder_and_keeps_its_trials(
 
 
 def test_one_process_is_no_holder_to_itself_and_lets_go_at_the_end(
-    path: Path, opening: Open, monkeypatch: pytest.MonkeyPatch
+    location: str, opening: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Store(str(path)) as first, Store(str(path)) as second:
+    with Store(location) as first, Store(location) as second:
         study = opening(first)
         assert first.holder(study) is second.holder(study) is None
         me = Owner.current()

