@@ -21,6 +21,9 @@ from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.oom import Kind, classify
 
+PIECE = 1 << 24
+"""Numbers compared at a time."""
+
 Candidates = list[list[Join]]
 """The rules that may still hold, for each output."""
 
@@ -307,10 +310,23 @@ def close(found: Any, expected: Any, tolerance: float) -> bool:
         return same(found, expected)
     if not is_number(found) or found.shape != expected.shape or found.dtype != expected.dtype:
         return False
+    distance, scale = _distance(found.detach(), expected.detach())
+    return distance <= tolerance * scale or same(found, expected)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Return the norm of the difference and that of ``expected``, both in double precision.
+
+    A piece at a time: logits in double precision may need more memory than the whole model.
+    """
     exact = torch.complex128 if expected.is_complex() else torch.float64
-    one, other = found.detach().to(exact), expected.detach().to(exact)
-    distance, scale = (one - other).norm(), other.norm()
-    return bool(distance <= tolerance * scale) or same(found, expected)
+    norms = []
+    pieces = zip(found.reshape(-1).split(PIECE), expected.reshape(-1).split(PIECE), strict=True)
+    for one, other in pieces:
+        other = other.to(exact)
+        norms.append(torch.stack([(one.to(exact) - other).norm(), other.norm()]))
+    distance, scale = torch.stack(norms).norm(dim=0).tolist()
+    return distance, scale
 
 
 def uneven(samples: int) -> list[Cut]:
@@ -332,15 +348,20 @@ def _detached(leaf: Any) -> Any:
 
 
 def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:
-    """Return a fixed incoming gradient for rows ``first`` and on: smooth, none alike."""
-    rows = torch.arange(first, first + like.shape[dim], device=like.device, dtype=torch.float64)
-    shape = [1] * like.ndim
-    shape[dim] = -1
-    rest = torch.arange(like.numel() // max(like.shape[dim], 1), device=like.device)
-    other = [size for axis, size in enumerate(like.shape) if axis != dim]
-    columns = torch.cos(rest.double()).view(other).unsqueeze(dim)
-    real = torch.sin(1.0 + rows).view(shape) * columns
-    return (torch.complex(real, 1.0 - real) if like.is_complex() else real).to(like.dtype)
+    """Return a fixed incoming gradient for rows ``first`` and on: smooth, none alike.
+
+    A product of waves, one for each dimension: no more memory than ``like`` has.
+    """
+    real = torch.ones(like.shape, dtype=like.dtype.to_real(), device=like.device)
+    for axis, size in enumerate(like.shape):
+        places = torch.arange(size, device=like.device, dtype=torch.float64)
+        wave = (
+            torch.sin(1.0 + first + places) if axis == dim else torch.cos((1 + axis / 8) * places)
+        )
+        shape = [1] * like.ndim
+        shape[axis] = size
+        real *= wave.to(real.dtype).view(shape)
+    return torch.complex(real, 1.0 - real) if like.is_complex() else real
 
 
 def _mismatch(expected: Any) -> str:

@@ -219,7 +219,7 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
             value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
         ]
         cotangents = [
-            torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0) / leaf.numel()
+            torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0).div_(leaf.numel())
             for leaf in outputs
         ]
         found = digest(outputs, cotangents, parameters) if outputs else []
