@@ -20,7 +20,9 @@ LOGITS = torch.linspace(-1.0, 1.0, 4 * 16 * 100).view(4, 16, 100)
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that an operation makes, in bytes; views cost nothing."""
 
-    bytes = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
@@ -50,11 +52,11 @@ def test_no_two_rows_of_a_pattern_are_alike(dim: int) -> None:
 
 
 def test_outputs_are_compared_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "PIECE", 100)
+    monkeypatch.setattr(comparison, "PIECE", 1000)
     other = LOGITS.clone()
     other[3, 15, 99] += 1e-3
     same = LOGITS.clone()
     with Largest() as seen:
         assert close(LOGITS, same, 0.0)
         assert not close(LOGITS, other, 1e-6)
-    assert seen.bytes <= 800
+    assert seen.bytes <= 8000
