@@ -228,6 +228,7 @@ class Search:
             budget=self._ledger.study.budget,
             timeout=self._deadline(purpose),
             whole_fits=self._ledger.baseline() is Verdict.MEASURED,
+            ranks=self._crew.ranks,
         )
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:

@@ -41,7 +41,9 @@ class Crew:
         self.device = meter.default_device()
         self.hardware: Hardware
         self.free: int
-        """Bytes nobody holds on each device, at least."""
+        """Bytes nobody holds for each rank, at least."""
+        self.ranks = options.gpus_per_trial or 1
+        """Processes of each launch, which share the machine's memory where there is no GPU."""
         if self.device == "cuda":
             self._choose()
         else:
@@ -49,10 +51,10 @@ class Crew:
             if options.gpus is not None:
                 self.lines = (f"--gpus {options.gpus}: no GPU is visible here, the CPU is used",)
             self.hardware = meter.hardware(self.device)
-            self.free = meter.free_bytes(self.device)
+            self.free = meter.free_bytes(self.device) // self.ranks
 
     def _choose(self) -> None:
-        each = self._options.gpus_per_trial or 1
+        each = self.ranks
         asked = self._options.gpus or each
         here = self._options.address is None  # else Ray knows which cards the cluster has
         found = choose(meter.cards(), asked if here else 1, self._options.memory)
@@ -81,7 +83,7 @@ class Crew:
                 self.slots,
                 self.device,
                 self._options.address,
-                gpus=self._options.gpus_per_trial or 1,
+                gpus=self.ranks,
                 cards=[card.entry for card in self._cards],
             )
             self._pool = stack.enter_context(pool)

@@ -18,14 +18,16 @@ from typing import Self
 
 from autofit.exceptions import WorkerError
 from autofit.worker.reaper import Process, kill_until_gone, processes, with_descendants
-from autofit.worker.records import Answer, ChildSpec, Event
+from autofit.worker.records import Agreed, Answer, ChildSpec, Event
 
 EVENTS_FD = "AUTOFIT_EVENTS_FD"
 """Names the child's end of the event pipe: pickled events, child to parent."""
 CONTROL_FD = "AUTOFIT_CONTROL_FD"
 """Names the child's end of the control pipe: one ``ChildSpec``, then an ``Answer`` whenever the
-child asks; it breaks when the child is to end."""
+child asks, ``Agreed`` when it agrees with others; it breaks when the child is to end."""
 
+LAST_WORDS = 3.0
+"""Seconds a child is given, once it has said its last, to end and flush what it wrote."""
 _PATIENCE = 10.0
 """Seconds given to killed processes to be gone; only a driver call can hold one longer."""
 
@@ -104,8 +106,22 @@ class Child:
             for fd in (child_events, child_control, child_output):
                 os.close(fd)
         self.pid = self._process.pid
+        self.rank = spec.rank
         self._pidfd = os.pidfd_open(self.pid)
         self._spec = spec
+
+    label = waiting = ""
+    """What there is to say where it is one of several: ``group.Group``."""
+
+    @property
+    def speaker(self) -> Child:
+        """Who said what ``events`` has yielded last."""
+        return self
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes started from here."""
+        return (self.pid,)
 
     def __enter__(self) -> Self:
         return self
@@ -131,8 +147,8 @@ class Child:
         """Give the child ``seconds`` to end by itself, then kill its group."""
         self._after(seconds, self.kill)
 
-    def answer(self, answer: Answer) -> None:
-        """Answer the child, which is asking."""
+    def answer(self, answer: Answer | Agreed) -> None:
+        """Answer the child, which waits for it."""
         with contextlib.suppress(OSError):  # it has ended meanwhile; its exit says more
             self._control.send(answer)
 
@@ -194,7 +210,7 @@ class Child:
         self.kill()
         kill_until_gone(lambda table: self._mine(table) | self._seen, _PATIENCE)
         if self._lone:
-            _bury_orphans(self.pid)
+            bury_orphans(self.pid)
 
     def _mine(self, table: dict[int, Process]) -> set[Process]:
         """Pick the child, its descendants, its session and group, and what it left to us."""
@@ -263,7 +279,7 @@ def _running(pidfd: int) -> bool:
     return pidfd >= 0 and not wait([pidfd], timeout=0)
 
 
-def _bury_orphans(child: int) -> None:
+def bury_orphans(child: int = 0) -> None:
     """Collect the exit codes of adopted processes; the child's own is left for its handle."""
     while True:
         try:

@@ -39,13 +39,13 @@ class Guard:
         """Return the guard of the cards that a process with ``environment`` sees."""
         return cls((lambda: nvml.cards(environment)) if device == "cuda" else tuple)
 
-    def taken(self, room: int, budget: int, beside: Collection[int] = ()) -> bool:
-        """Return whether a process with ``room`` on the first card had less than it was promised.
+    def taken(self, room: int, budget: int, beside: Collection[int] = (), index: int = 0) -> bool:
+        """Return whether a process with ``room`` on card ``index`` had less than it was promised.
 
         ``room``: the bytes it held and those nobody did, when an allocation failed. ``beside``: the
         ids of other processes of the same launch, whose memory is the launch's own.
         """
-        for card in self._cards()[:1]:
+        for card in self._cards()[index : index + 1]:
             promised = min(budget, self._free.get(card.uuid, card.free))
             room += sum(holder.size or 0 for holder in card.holders if holder.pid in beside)
             return room < promised - SLACK

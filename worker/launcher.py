@@ -4,7 +4,7 @@ The child is a fresh interpreter that runs the harness by its path. It finds the
 two pipe ends in ``AUTOFIT_EVENTS_FD`` and ``AUTOFIT_CONTROL_FD``, receives one ``ChildSpec`` with
 ``multiprocessing.connection.Connection.recv``, keeps the control pipe under
 ``autofit.worker.lifeline.watch``, and sends events with ``Connection.send``. To ``Asking`` it is
-sent an ``Answer``.
+sent an ``Answer``. A request may ask for several such processes (``group.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.worker import oom
-from autofit.worker.child import Child, python
+from autofit.worker import oom, ranks
+from autofit.worker.child import LAST_WORDS, Child, python
 from autofit.worker.environment import child_environment
+from autofit.worker.group import Group
 from autofit.worker.guard import BRIEFLY, Guard
 from autofit.worker.reaper import SESSION, processes, with_descendants
 from autofit.worker.records import (
@@ -51,8 +52,6 @@ HARNESS = Path(__file__).resolve().parent / "harness" / "__main__.py"
 
 _LAST_LINES = 20
 """Lines of output in which a dying process may have named the cause."""
-_LAST_WORDS = 3.0
-"""Seconds a child is given, once it has said its last, to end and flush what it wrote."""
 
 
 def launch(
@@ -65,7 +64,7 @@ def launch(
     control: Control | None = None,
     guard: Guard | None = None,
 ) -> Iterator[LaunchEvent]:
-    """Start a process for ``request`` and yield what becomes of it, ``LaunchEnded`` last.
+    """Start what ``request`` asks for and yield what becomes of it, ``LaunchEnded`` last.
 
     ``environment`` is the user's own (``os.environ`` when not given); ``scratch`` a folder for
     what must not land in the user's (the system's temporary folder when not given); ``lone`` as
@@ -90,19 +89,19 @@ def launch(
         overlay = Path(folder) / "overlay"
         overlay.mkdir()
         spec = ChildSpec(request=request, scratch=str(overlay))
-        with Child(python(harness), spec, variables, lone=lone) as child:
+        with _start(python(harness), spec, variables, lone) as child:
             child.limit(request.timeout)
-            account = _Account(request, guard, child.pid)
+            account = _Account(request, guard)
             control = control or Control()
             control.attach(child, account)
             for event in child.events():
                 if isinstance(event, Asking):
                     child.limit(None)  # whoever has to answer may take time
-                yield from account.hear(event)
+                yield from account.hear(event, child)
                 if account.taken:
                     child.kill()
                 if account.final is not None:
-                    child.linger(0.0 if account.stopped else _LAST_WORDS)
+                    child.linger(0.0 if account.stopped else LAST_WORDS)
             control.detach()
             end = _End.of(child, kills, control.stopped)
             yield from account.close(end)
@@ -117,12 +116,24 @@ def launch(
     )
 
 
+def _start(
+    command: list[str], spec: ChildSpec, environment: Mapping[str, str], lone: bool
+) -> Child | Group:
+    """Start the process that is asked for, or the ranks."""
+    count = spec.request.ranks
+    if count == 1:
+        return Child(command, spec, environment, lone=lone)
+    port = ranks.free_port()
+    each = [ranks.environment(rank, count, port, environment) for rank in range(count)]
+    return Group(command, spec, each, lone=lone)
+
+
 class Control:
     """What another thread has to say to a running launch."""
 
     def __init__(self) -> None:
         self.stopped = False
-        self._child: Child | None = None
+        self._child: Child | Group | None = None
         self._account: _Account | None = None
         self._lock = threading.Lock()
 
@@ -141,7 +152,7 @@ class Control:
                 self._child.limit(answer.timeout)
                 self._child.answer(answer)
 
-    def attach(self, child: Child, account: _Account) -> None:
+    def attach(self, child: Child | Group, account: _Account) -> None:
         """Say which child this is about."""
         with self._lock:
             self._child, self._account = child, account
@@ -165,9 +176,13 @@ class _End:
     oom_kills: int
     """Processes the kernel killed for want of memory meanwhile: this child or others."""
     output: str
+    label: str = ""
+    """Which rank this is about, where there are several."""
+    waiting: str = ""
+    """Which ranks waited for which; empty where none did."""
 
     @classmethod
-    def of(cls, child: Child, kills_before: int, interrupted: bool) -> _End:
+    def of(cls, child: Child | Group, kills_before: int, interrupted: bool) -> _End:
         """Look at ``child``, which has ended."""
         return cls(
             returncode=child.returncode or 0,
@@ -175,6 +190,8 @@ class _End:
             interrupted=interrupted,
             oom_kills=oom.oom_kills() - kills_before,
             output=str(child.tail),
+            label=child.label,
+            waiting=child.waiting,
         )
 
     @property
@@ -191,16 +208,18 @@ class _End:
 
     def __str__(self) -> str:
         if self.returncode >= 0:
-            return f"exited with code {self.returncode}"
+            return f"{self.label}exited with code {self.returncode}"
         number = -self.returncode
         known = number in {*signal.Signals}
-        return f"killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
+        return f"{self.label}killed by signal {number}" + (
+            f" ({signal.Signals(number).name})" if known else ""
+        )
 
 
 class _Account:
     """Keeps track of which plan is running, and turns events into what the controller hears."""
 
-    def __init__(self, request: LaunchRequest, guard: Guard, pid: int) -> None:
+    def __init__(self, request: LaunchRequest, guard: Guard) -> None:
         self.final: Raised | Finished | None = None
         self.taken = ""
         """Who took the card, once memory ran out because of that: nothing after it counts."""
@@ -208,7 +227,6 @@ class _Account:
         self._timeout = request.timeout
         self._budget = request.budget
         self._guard = guard
-        self._pid = pid
         self._index = 0  # until the first plan starts, what happens counts for it
         self._reported: set[int] = set()
         self._startup = 0.0
@@ -231,15 +249,17 @@ class _Account:
         if answer.plan is not None:
             self._plans.append(answer.plan)
 
-    def hear(self, event: Event) -> Iterator[LaunchEvent]:
-        """Take an event in; yield what it means to the controller, if anything, at once."""
+    def hear(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
+        """Take in what ``child`` said last; yield what it means to the controller, if anything."""
         if self.taken:
             return
         match event:
-            case Shortage() if self._was_taken(event.out_of_memory):
+            case Shortage() if self._was_taken(event.out_of_memory, child):
                 pass
-            case Raised() if event.starved() and self._was_taken(event.out_of_memory):
+            case Raised() if event.starved() and self._was_taken(event.out_of_memory, child):
                 pass
+            case PlanEnded() if event.report.index in self._reported:
+                pass  # of another rank that leaves
             case PlanStarted():
                 self._index, self._startup = event.index, event.startup_seconds
                 self._measurements, self._shortage = [], None
@@ -275,18 +295,20 @@ class _Account:
                 yield self._report(Verdict.INTERRUPTED, "interrupted")
             case None if end.timed_out:
                 reason = f"not done within {self._timeout:g} s"
+                reason += f": {end.waiting}" if end.waiting else ""
                 yield self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
             case _ if end.out_of_memory:
                 yield self._starved(OutOfMemory(phase="outside the model", message=str(end)))
             case _ if end.returncode:
                 yield self._failed(str(end), end.output)
 
-    def _was_taken(self, short: OutOfMemory) -> bool:
-        """Note who took the card, where that is why memory ran out."""
+    def _was_taken(self, short: OutOfMemory, child: Child | Group) -> bool:
+        """Note who took the card of the rank that speaks, where that is why memory ran out."""
         if short.room is None:
             return False
-        own = {process.pid for process in with_descendants([self._pid], processes())}
-        if self._guard.taken(short.room, self._budget, own - {self._pid}):
+        own = {process.pid for process in with_descendants(child.pids, processes())}
+        speaker = child.speaker
+        if self._guard.taken(short.room, self._budget, own - {speaker.pid}, speaker.rank):
             self.taken = self._guard.takers(own)
         return bool(self.taken)
 

@@ -52,7 +52,11 @@ FOLLOWERS = (
         Kind.NOT_OOM,
         "another rank failed",
         r"Watchdog caught collective operation timeout|\bChildFailedError\b"
-        r"|Connection closed by (?:remote )?peer|ncclRemoteError",
+        r"|Connection (?:closed|reset) by (?:remote )?peer|ncclRemoteError|\bBroken pipe\b"
+        r"|remote process exited or there was a network error|timeout caused pair closure"
+        r"|failed to recv, got 0 bytes|NCCL communicator was aborted"
+        r"|[Ss]ocket (?:Timeout|is not connected)|Connection refused|gloo/transport/|\bNCCL error\b"
+        r"|connectFullMesh failed|\bDist(?:Backend|Network|Store)Error\b",
     ),
 )
 """What the ranks say that did not fail first."""

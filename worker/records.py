@@ -128,6 +128,8 @@ class Measurement:
     """Loss of every optimizer step in the window."""
     compile_seconds: float = 0.0
     """Spent compiling before the window and in it."""
+    rank_peaks: tuple[int, ...] = ()
+    """``peak_device`` of each rank, where there are several: the largest counts. Not stored."""
 
     @property
     def seconds(self) -> float:
@@ -304,6 +306,8 @@ class Raised:
     """The model had been called."""
     room: int | None = None
     """As in ``OutOfMemory``, when it left the script."""
+    follows: bool = False
+    """It only says that another rank is gone."""
 
     @property
     def out_of_memory(self) -> OutOfMemory:
@@ -333,6 +337,15 @@ class Finished:
     """Optimizer steps taken."""
     stopped: bool
     """By us, after the last plan, and not by the script itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreeing:
+    """A rank waits until every rank has said as much; then all hear ``Agreed``."""
+
+    what: str
+    """Where it stands: ``"an optimizer step"``."""
+    value: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +388,8 @@ class Saved:
 
 
 Event = (
-    Saved
+    Agreeing
+    | Saved
     | Pressed
     | Ran
     | Uncontained
@@ -449,6 +463,15 @@ class ChildSpec:
     """Say which checkpoints the script writes."""
     scratch: str | None = None
     """An empty folder for what the script writes to disk; ``None`` to let it write."""
+    rank: int = 0
+    """Which of the request's ranks it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What every rank has said, by rank: the answer to ``Agreeing``."""
+
+    said: tuple[Agreeing, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,17 @@ def main() -> None:
     """Run the script as Python would, with the session attached."""
     from autofit.exceptions import Refused
     from autofit.worker import lifeline, meter
-    from autofit.worker.harness import overlay, program
+    from autofit.worker.harness import peers, program
     from autofit.worker.harness.conduct import Conduct
     from autofit.worker.harness.reporter import connect
     from autofit.worker.records import Uncontained
 
     spec, reporter, lifeline_fd = connect()
-    if spec.scratch is not None and not overlay.isolate(Path(spec.scratch)):
-        reporter.send(Uncontained())
+    rank, ranks = spec.rank, spec.request.ranks
+    if spec.scratch is not None:
+        contained = peers.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
+        if not contained and rank == 0:
+            reporter.send(Uncontained())
     if spec.mode == "run":
         lifeline.die_with_parent()
     else:

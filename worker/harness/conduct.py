@@ -95,7 +95,7 @@ class Conduct:
             Raised(
                 index=index,
                 kind=found.kind.value,
-                message=found.message or summary,
+                message=summary if found.follows else found.message or summary,
                 traceback=text,
                 phase=self._session.phase if self._session is not None else "outside the model",
                 requested=found.requested,
@@ -106,6 +106,7 @@ class Conduct:
                 held=held,
                 started=self._session is None or bool(self._session.roots),
                 room=self._meter.room() if "torch" in sys.modules else None,
+                follows=found.follows,
             )
         )
 

@@ -53,6 +53,7 @@ OnShortage = Callable[[BaseException, str, int], bool]
 
 Re-raises an error that is no shortage.
 """
+NO_SAMPLES = "it holds no samples"
 
 
 class Elastic:
@@ -145,11 +146,19 @@ class Elastic:
             late = str(refusal)
         return self._whole(late, forward, args, kwargs)
 
+    def refuse_what_a_call_would(self, args: Any, kwargs: Any) -> None:
+        """Raise ``Refused`` where a call with gradients would be, before it has run."""
+        self._look_again()
+        self.refuse_listeners()
+        batch = Batch.of(args, without_cache(self._module(), kwargs))
+        if not self._layout(batch).size(batch):
+            raise Refused(NO_SAMPLES)
+
     def _split(self, forward: Forward, batch: Batch) -> Any:
         for last in (False, True):
             layout = self._layout(batch)
             if not layout.size(batch):
-                raise Refused("it holds no samples")
+                raise Refused(NO_SAMPLES)
             start = RandomState.now() if layout.draws else None
             moving = {id(place.tensor()) for place in layout.moved}
             self._buffers = [each for each in self._buffers if id(each) not in moving]

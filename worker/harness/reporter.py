@@ -10,17 +10,22 @@ from multiprocessing.connection import Connection
 from autofit.plan import Plan
 from autofit.worker.child import CONTROL_FD, EVENTS_FD
 from autofit.worker.reaper import SESSION
-from autofit.worker.records import Answer, Asking, ChildSpec, Event
+from autofit.worker.records import Agreed, Agreeing, Answer, Asking, ChildSpec, Event
 
 
 class Reporter:
-    """Sends events; a broken pipe means the parent is gone, which the lifeline answers."""
+    """Sends events; a broken pipe means the parent is gone, which the lifeline answers.
 
-    def __init__(self, connection: Connection) -> None:
+    ``rank``: which of several processes this is; the first one asks for all.
+    """
+
+    def __init__(self, connection: Connection, rank: int = 0) -> None:
+        self.rank = rank
         self._connection = connection
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._agreed: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
 
     def send(self, event: Event) -> None:
         """Send one event; nothing from a forked child of the script."""
@@ -33,12 +38,23 @@ class Reporter:
         """Ask for another plan, and wait for the answer; ``None`` when there is none."""
         if os.getpid() != self._pid:  # nobody would answer a forked child
             return None
-        self.send(Asking(fresh=fresh))
+        if self.rank == 0:
+            self.send(Asking(fresh=fresh))
         return self._answers.get().plan
 
-    def answered(self, answer: Answer) -> None:
+    def agree(self, said: Agreeing) -> tuple[Agreeing, ...]:
+        """Wait until every rank has said something, and return it, by rank."""
+        if os.getpid() != self._pid:
+            return (said,)
+        self.send(said)
+        return self._agreed.get().said
+
+    def answered(self, answer: Answer | Agreed) -> None:
         """Take the parent's answer, which another thread has received."""
-        self._answers.put(answer)
+        if isinstance(answer, Agreed):
+            self._agreed.put(answer)
+        else:
+            self._answers.put(answer)
 
 
 def connect() -> tuple[ChildSpec, Reporter, int]:
@@ -53,4 +69,5 @@ def connect() -> tuple[ChildSpec, Reporter, int]:
     assert isinstance(spec, ChildSpec)
     lifeline_fd = os.dup(control.fileno())
     control.close()
-    return spec, Reporter(Connection(events_fd, readable=False)), lifeline_fd
+    reporter = Reporter(Connection(events_fd, readable=False), spec.rank)
+    return spec, reporter, lifeline_fd

@@ -115,6 +115,14 @@ class HarnessRoot:
             args, kwargs = ddp.moved(wrapper, args, kwargs)
         return self.elastic(self.forward, args, kwargs)
 
+    def refuse_what_a_call_would(self, args: Any, kwargs: Any) -> None:
+        """Raise ``Refused`` where a call with these arguments would be; before anything has run."""
+        if self.elastic is None:
+            return
+        if isinstance(wrapper := self.outer, DistributedDataParallel):
+            args, kwargs = ddp.moved(wrapper, args, kwargs)
+        self.elastic.refuse_what_a_call_would(args, kwargs)
+
     def run_whole(self, args: Any, kwargs: Any) -> Any:
         """Run the root's own call inside what the plan puts around it."""
         return self._call(*args, **kwargs)

@@ -22,7 +22,7 @@ from autofit import strategies
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import Undo
-from autofit.strategies.facts import Facts
+from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release
 from autofit.worker.harness import facts as learn
@@ -280,9 +280,17 @@ class Session:
                 raise Refused(TRANSFORMED, plan.changes[0][0])
             return root.own_call(*args, **kwargs)
         if root.plan != plan:
-            self.prove(root, plan, args, kwargs)
+            self.turn_to(root, plan, args, kwargs)
         self.optimizers.prepare()
         return root.call(args, kwargs)
+
+    def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Apply ``plan``, which is new, to ``root``; raise ``Refused`` with the reason if not."""
+        self.prove(root, plan, args, kwargs)
+
+    def common(self, facts: RootFacts) -> RootFacts:
+        """Return what all ranks take a root for that this one has met."""
+        return facts
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply ``plan`` to ``root``; raise ``Refused`` unless it keeps its promise here."""
@@ -296,6 +304,7 @@ class Session:
         if self.splits() and not root.facts.batch_norm and not by_hand.transformed():
             with inside(self.seams):
                 root.facts = replace(root.facts, batch=self._samples(root, args, kwargs))
+        root.facts = self.common(root.facts)
         met = tuple(each.facts for each in self.roots if each.facts is not None)
         autocast = self.facts.autocast or learn.autocast_on()
         self._learn(roots=met, autocast=autocast, workers=self.seams.workers)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.strategies.base import AS_IS
+from autofit.strategies.facts import Facts
 from autofit.worker.meter import Peak
-from autofit.worker.records import OutOfMemory
+from autofit.worker.records import Measurement, OutOfMemory
 
 
 @dataclass
@@ -34,6 +38,30 @@ class Stage:
     """Of traced steps that count."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
+
+    def measurement(
+        self, ranks: Sequence[Peak], facts: Facts, retries: int, compiled: float, share: float
+    ) -> Measurement:
+        """Return what was measured.
+
+        ``ranks``: the peak of each. ``retries``, ``compiled``: as they are now. ``share``: mean
+        part of the largest rank's batch that a rank has.
+        """
+        peak = reduce(Peak.worst, ranks)
+        size = self.plan["micro_batch"]
+        return Measurement(
+            micro_batch=self.plan.samples(facts.batch or 1) if size == AS_IS else int(size),
+            effective_batch=max(1, round(self.plan.effective_batch(facts) * share)),
+            step_seconds=tuple(self.seconds),
+            peak_allocated=peak.allocated,
+            peak_reserved=peak.reserved,
+            peak_device=peak.device,
+            allocation_retries=retries - self.retries,
+            data_wait=sum(self.waits) / sum(self.seconds),
+            losses=tuple(self.losses),
+            compile_seconds=compiled - self.compiled,
+            rank_peaks=tuple(rank.device for rank in ranks) if len(ranks) > 1 else (),
+        )
 
     def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:
         """Keep a traced step, but for the first."""

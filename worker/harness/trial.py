@@ -20,10 +20,11 @@ from autofit.worker import oom
 from autofit.worker.harness.compiling import CompileClock
 from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.lookahead import SameBatches
+from autofit.worker.harness.peers import Peers, Seen
 from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
+from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.session import Session
 from autofit.worker.harness.stage import Stage
 from autofit.worker.harness.trace import Tracer
 from autofit.worker.meter import Meter
@@ -57,13 +58,13 @@ class TrialOver(BaseException):
 Schedule = Generator[Stage, None, None]
 
 
-class Trial(Session):
+class Trial(RankedSession):
     """Measures the plans of a launch, one after another."""
 
     def __init__(
         self, request: LaunchRequest, reporter: Reporter, meter: Meter, started: float
     ) -> None:
-        super().__init__(meter)
+        super().__init__(meter, Peers(reporter, request.ranks), reporter)
         self._batches = SameBatches()
         self.seams.order = self._batches.next
         self.index = 0
@@ -71,7 +72,6 @@ class Trial(Session):
         self._request = request
         self._given = list(request.plans)
         """The plans of the launch so far."""
-        self._reporter = reporter
         self._started = started
         self._whole_fits = request.whole_fits
         self._schedule: Schedule | None = None
@@ -109,7 +109,7 @@ class Trial(Session):
         self._startup = time.monotonic() - self._started
         for index, plan in enumerate(self._each()):
             self.index = index
-            self._reporter.send(PlanStarted(index=self.index, startup_seconds=self._startup))
+            self.tell(PlanStarted(index=self.index, startup_seconds=self._startup))
             self._measured, self._shortage = [], None
             try:
                 yield from self._sizes(plan)
@@ -125,7 +125,7 @@ class Trial(Session):
         """Yield the plans the launch began with, then those it is given when it asks."""
         yield from self._request.plans
         while self._request.converses:
-            plan = self._reporter.ask(fresh=self._is_fresh())
+            plan = self.reporter.ask(fresh=self._is_fresh())
             if plan is None:
                 return
             self._given.append(plan)
@@ -170,13 +170,8 @@ class Trial(Session):
             request.budget,
             request.steps,
             whole_fits=self._whole_fits,
-            even=lambda: all(root.elastic is None or root.elastic.even for root in self.roots),
-            gradients=sum(
-                parameter.nbytes
-                for module in self.modules()
-                for parameter in module.parameters()
-                if parameter.requires_grad
-            ),
+            even=self.even,
+            gradients=self.gradients(),
         )
         measurement = None
         while True:
@@ -214,26 +209,19 @@ class Trial(Session):
             )
             return None
         self._measured.append((plan, measurement))
-        self._reporter.send(Measured(index=self.index, measurement=measurement))
+        self.tell(Measured(index=self.index, measurement=measurement))
         return measurement
 
     def _measurement(self, stage: Stage) -> Measurement:
-        peak = self.meter.peak().worst(stage.peak)
-        size = stage.plan["micro_batch"]
-        return Measurement(
-            micro_batch=stage.plan.samples(self.facts.batch or 1) if size == AS_IS else int(size),
-            effective_batch=stage.plan.effective_batch(self.facts),
-            step_seconds=tuple(stage.seconds),
-            peak_allocated=peak.allocated,
-            peak_reserved=peak.reserved,
-            peak_device=peak.device,
-            allocation_retries=self.meter.retries() - stage.retries,
-            data_wait=sum(stage.waits) / sum(stage.seconds),
-            losses=tuple(stage.losses),
-            compile_seconds=self._compiling.seconds() - stage.compiled,
-        )
+        """Return what all ranks have measured, as the worst of them has it."""
+        own = self.meter.peak().worst(stage.peak), self.meter.retries(), self._compiling.seconds()
+        peaks, retries, compiled = zip(*self.peers.agree("a measurement", own), strict=True)
+        return stage.measurement(peaks, self.facts, max(retries), max(compiled), self.share)
 
-    def _end_plan(self, verdict: Verdict, reason: str, blamed: str | None = None) -> None:
+    def _end_plan(
+        self, verdict: Verdict, reason: str, blamed: str | None = None, *, leaves: bool = False
+    ) -> None:
+        """Report the plan; a rank that ``leaves`` does so for all."""
         self._send_trace()
         plan = self._given[self.index]
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
@@ -252,7 +240,8 @@ class Trial(Session):
             startup_seconds=self._startup,
             gradient_difference=max(differences, default=None),
         )
-        self._reporter.send(PlanEnded(report=report))
+        if leaves or self.peers.leads:
+            self.reporter.send(PlanEnded(report=report))
 
     def _advance(self) -> None:
         """Go to the next stage; end the script after the last."""
@@ -265,7 +254,7 @@ class Trial(Session):
 
     def _end(self) -> NoReturn:
         self.over = True
-        self._reporter.send(Finished(steps=self.steps, stopped=True))
+        self.reporter.send(Finished(steps=self.steps, stopped=True))
         timer = threading.Timer(GRACE, os._exit, (0,))
         timer.daemon = True
         timer.start()
@@ -276,6 +265,8 @@ class Trial(Session):
         if self.over:
             return
         stage = self._stage
+        if not self.all_end():
+            stage = None
         if self._caught:
             self._end_caught()
         elif stage is not None and self.index == 0:  # a later plan gets a launch of its own
@@ -286,7 +277,7 @@ class Trial(Session):
             if self._measured:
                 self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
                 self._end_plan(Verdict.MEASURED, "the script ended first")
-        self._reporter.send(Finished(steps=self.steps, stopped=False))
+        self.reporter.send(Finished(steps=self.steps, stopped=False))
 
     # --- what the session asks -------------------------------------------------------------
 
@@ -314,6 +305,7 @@ class Trial(Session):
     def optimizer_refused(self, refusal: Refused) -> None:
         """End this plan and go to the next within the same step."""
         assert self._stage is not None, "it has a plan once the model has been called"
+        self.leave_unless_agreed(refusal)
         self._stage.refusal = refusal
         self._advance()
 
@@ -324,6 +316,7 @@ class Trial(Session):
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """End this plan and go to the next within the same call."""
         assert self._stage is not None
+        self.leave_unless_agreed(refusal)
         self._stage.refusal = refusal
         self._advance()
 
@@ -334,6 +327,7 @@ class Trial(Session):
         """
         roots = [root.outer for root in self.roots if root.alive]
         alone = not any(isinstance(each, nn.parallel.DistributedDataParallel) for each in roots)
+        alone = alone and self.peers.alone
         return self._stage is not None and alone and self._open <= 1
 
     def starved(self, error: Exception) -> bool:
@@ -356,11 +350,11 @@ class Trial(Session):
         """End this stage at the next boundary, if the process gets there."""
         if self._stage is not None and self._stage.shortage is None:
             self._stage.shortage = found
-            self._reporter.send(Shortage(index=self.index, out_of_memory=found))
+            self.reporter.send(Shortage(index=self.index, out_of_memory=found))
 
     def learned(self) -> None:
         """Tell the parent."""
-        self._reporter.send(Learned(facts=self.facts))
+        self.tell(Learned(facts=self.facts))
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run it: of the calls before it no graph is left."""
@@ -392,7 +386,7 @@ class Trial(Session):
         """End the plan whose shortage the script has caught."""
         assert self._stage is not None
         self._shortage = self._stage.shortage
-        self._end_plan(Verdict.OUT_OF_MEMORY, "")
+        self._end_plan(Verdict.OUT_OF_MEMORY, "", leaves=True)
 
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first of all starts the schedule."""
@@ -448,30 +442,40 @@ class Trial(Session):
         self._clock = time.perf_counter()
 
     def _close_step(self, stage: Stage, seconds: float) -> None:
-        if self.steps == 1:
-            self._learn(calls_per_step=max(1, self._calls))
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
         compiled, self._compiled = self._compiled, self._compiling.seconds()
-        proven = self.proven()
-        settling = (proven or self._compiled > compiled) and stage.dropped < SETTLING
+        own = Seen(
+            seconds=seconds,
+            wait=self.seams.data_seconds,
+            losses=tuple(losses),
+            calls=self._calls,
+            proven=self.proven(),
+            compiled=self._compiled > compiled,
+            shortage=stage.shortage,
+        )
+        seen = Seen.by_all(self.peers.agree("an optimizer step", own))
+        if self.steps == 1:
+            self._learn(calls_per_step=max(1, seen.calls))
+        settling = (seen.proven or seen.compiled) and stage.dropped < SETTLING
+        stage.shortage = seen.shortage
         if stage.shortage is not None:
             self._advance()
             return
         if traced or settling or stage.warm < WARM_UP:
             stage.dropped += 1
-            stage.warm = 0 if proven and settling else stage.warm + 1
+            stage.warm = 0 if seen.proven and settling else stage.warm + 1
             if traced and not settling:
-                stage.keep_traced(seconds, self.seams.data_seconds, sum(losses), self.meter.peak())
+                stage.keep_traced(seen.seconds, seen.wait, sum(seen.losses), self.meter.peak())
                 if self._tracer.full and self._tracer.true_to_life and stage.traced_for(LONG):
                     stage.count_traced()
-            if proven:
+            if seen.proven:
                 self.meter.release()  # what the proof has left in the allocator's cache
             self.meter.reset()  # the proof's own peak, and the first step's, do not count
         else:
-            stage.seconds.append(seconds)
-            stage.waits.append(self.seams.data_seconds)
-            stage.losses.append(sum(losses))
+            stage.seconds.append(seen.seconds)
+            stage.waits.append(seen.wait)
+            stage.losses.append(sum(seen.losses))
         if enough(stage.seconds, stage.steps):
             self._advance()
 
@@ -493,4 +497,4 @@ class Trial(Session):
         self._tracer.stop()
         trace = self._tracer.result()
         if trace is not None and self._traced == self.index:
-            self._reporter.send(Traced(index=self.index, trace=trace))
+            self.tell(Traced(index=self.index, trace=trace))
