@@ -28,7 +28,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from autofit.exceptions import StorageError
 from autofit.storage.url import DEFAULT, to_url
 
-HEAD = "0004"
+HEAD = "0005"
 """The newest revision in ``migrations/versions``."""
 
 VERSION_TABLE = "autofit_alembic_version"

@@ -158,6 +158,7 @@ class Measurement(Base):
     data_wait: Mapped[float]
     losses: Mapped[list[Any]]
     compile_seconds: Mapped[float] = mapped_column(server_default="0")
+    rank_peaks: Mapped[list[Any]] = mapped_column(server_default="[]")
 
 
 class Event(Base):

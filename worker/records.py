@@ -129,7 +129,7 @@ class Measurement:
     compile_seconds: float = 0.0
     """Spent compiling before the window and in it."""
     rank_peaks: tuple[int, ...] = ()
-    """``peak_device`` of each rank, where there are several: the largest counts. Not stored."""
+    """``peak_device`` of each rank, where there are several: the largest counts."""
 
     @property
     def seconds(self) -> float:

@@ -41,6 +41,7 @@ def _figures(measurement: Measurement) -> dict[str, Any]:
         "peak_bytes": measurement.peak_device,
         "peak_reserved_bytes": measurement.peak_reserved,
         "peak_allocated_bytes": measurement.peak_allocated,
+        "rank_peak_bytes": list(measurement.rank_peaks),
         "effective_batch": measurement.effective_batch,
         "micro_batch": measurement.micro_batch,
     }

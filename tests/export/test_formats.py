@@ -28,6 +28,7 @@ KEYS = {
     "peak_bytes",
     "peak_reserved_bytes",
     "peak_allocated_bytes",
+    "rank_peak_bytes",
     "budget_bytes",
     "effective_batch",
     "micro_batch",
