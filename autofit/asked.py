@@ -38,6 +38,8 @@ class SearchOptions:
     address: str | None = None
     """Of a running Ray cluster."""
     fresh: bool = False
+    lines: tuple[str, ...] = ()
+    """What people are told first: how the launch line was understood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

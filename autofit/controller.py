@@ -148,7 +148,7 @@ class Search:
         if not options.fresh and endings.failed(before):  # there is nothing to carry on
             study, before = self._open_study(key, hardware, budget, fresh=True), ()
         self._tell(studies.opened(study, options, slots=self._crew.slots, resumed=len(before)))
-        for line in self._crew.lines:
+        for line in (*options.lines, *self._crew.lines):
             self._tell(Line(text=line))
         if study.facts is not None:
             self._tell(FactsKnown(facts=study.facts))

@@ -126,3 +126,5 @@ class Result:
     search_seconds: float
     versions: dict[str, str]
     """Of autofit, torch, Python and the packages that matter to the figures."""
+    ranks: int = 1
+    """Processes of each training, one a device."""

@@ -16,10 +16,13 @@ LEANER = 0.05
 """What a plan must save in memory to be preferred to one that is as fast."""
 
 
-def best(storage: str, script: Script | None = None) -> tuple[Result, str]:
+def best(
+    storage: str, script: Script | None = None, *, ranks: int | None = None
+) -> tuple[Result, str]:
     """Return the best of the study that matches ``script``, and a line that says which.
 
-    Without a script: of the study opened last. Raises ``UsageError`` when nothing matches.
+    Without a script: of the study opened last. ``ranks``: of each training, where that is known.
+    Raises ``UsageError`` when nothing matches.
     """
     with Store(storage, create=False) as store:
         studies = store.studies(script_path(script) if script else None)
@@ -30,8 +33,8 @@ def best(storage: str, script: Script | None = None) -> tuple[Result, str]:
     if script is None:
         study, result = max(found, key=lambda pair: pair[0].opened)
         return result, f"study {study.id}: {study.script}"
-    study, result = min(found, key=lambda pair: len(_differences(pair[0].key, script)))
-    differs = ", ".join(_differences(study.key, script))
+    study, result = min(found, key=lambda pair: len(_differences(pair[0].key, script, ranks)))
+    differs = ", ".join(_differences(study.key, script, ranks))
     return result, f"study {study.id}: {study.script}" + (f" ({differs})" if differs else "")
 
 
@@ -62,6 +65,7 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
         launches_out_of_memory=len(short),
         search_seconds=study.seconds,
         versions=dict(study.versions),
+        ranks=study.key.gpus,
     )
 
 
@@ -119,12 +123,24 @@ def _peak(trial: TrialRecord) -> int:
     return trial.measurement.peak_device if trial.measurement else 0
 
 
-def _differences(key: StudyKey, script: Script) -> list[str]:
-    """Return what differs between a study and what is asked now, in words."""
+def _differences(key: StudyKey, script: Script, ranks: int | None) -> list[str]:
+    """Return what differs between a study and what is asked now, in words.
+
+    A script given without a launch line is taken as it was launched when it was searched.
+    """
     asked = StudyKey.of(script, gpu=key.gpu, gpus=key.gpus, memory=key.memory, allow=key.allow)
     found = []
     if key.digest != asked.digest:
         found.append("the file was edited since")
     if key.args != asked.args:
         found.append(f"searched with arguments {' '.join(key.args) or '(none)'}")
+    if ranks is not None and key.gpus != ranks:
+        found.append(f"searched with {key.gpus} ranks a training")
+    if script.launcher and key.environment != asked.environment:
+        found.append(f"searched with {_set(key, asked) or 'nothing set by a launcher'}")
     return found
+
+
+def _set(key: StudyKey, asked: StudyKey) -> str:
+    """Return the variables that a launcher set for a study, and sets otherwise now."""
+    return " ".join(f"{k}={v}" for k, v in key.environment if (k, v) not in asked.environment)

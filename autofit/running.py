@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autofit.advice import PROCESS, where
-from autofit.exceptions import StorageError
+from autofit.exceptions import StorageError, UsageError
 from autofit.foreground import Foreground, started
 from autofit.plan import Plan
 from autofit.results import best
@@ -17,6 +17,7 @@ from autofit.storage import State, Store, StudyRecord
 from autofit.strategies import Facts, Fidelity
 from autofit.supervisor import ATTEMPT, Ended, supervise
 from autofit.worker import meter, oom
+from autofit.worker import ranks as rank
 from autofit.worker.environment import under
 from autofit.worker.records import (
     ChildSpec,
@@ -46,6 +47,7 @@ def run(
     storage: str,
     memory: int | None = None,
     resume: str | None = None,
+    ranks: int | None = None,
     say: Say = lambda line: None,
 ) -> int:
     """Run ``script`` to its end; return its exit code, 128 + N where signal N ended it.
@@ -53,16 +55,23 @@ def run(
     ``plan``: the stored best when not given, or the leaner one that held when it was last run.
     ``memory``: bytes the run is held to on the device; the search's own when that was asked for.
     ``resume``: what to add to the arguments when it is started again after it died for want of
-    memory, see ``supervisor``. Raises ``UsageError`` when no plan is stored.
+    memory, see ``supervisor``. ``ranks``: processes it consists of; as many as when it was searched
+    where a stored plan is taken, else one. Raises ``UsageError`` when no plan is stored, or there
+    are fewer devices than ranks.
     """
     device = meter.default_device()
     ground = Ground(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
     diary = _Diary(storage)
     if plan is None:
-        result, which = best(storage, script)
+        result, which = best(storage, script, ranks=ranks)
         diary = _Diary(storage, result.study)
         study, trials = diary.study()
         plan, memory = result.plan, memory or study.key.memory
+        ranks = ranks or study.key.gpus
+        if not script.launcher:
+            script = replace(
+                script, environment=study.script.environment, launcher=study.script.launcher
+            )
         say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
         if (held := diary.held(study)) is not None and held != plan:
             say(f"{held} in its place: it held when the script was last run")
@@ -74,16 +83,30 @@ def run(
             trials=trials,
             budget=study.budget,
         )
-    environment = dict(os.environ)
+    ranks = ranks or 1
+    _enough(device, ranks)
+    environment = {**os.environ, **dict(script.environment)}
     if memory is not None:
         environment |= meter.environment(device, memory, environment)
-    attempts = _Attempts(script, device, memory or 0, environment, resume is not None, diary, say)
+    attempts = _Attempts(
+        script, device, memory or 0, environment, ranks, resume is not None, diary, say
+    )
+    if ranks == 1 and (others := int(os.environ.get("WORLD_SIZE") or 1) - 1):
+        say(f"one rank beside {others} that another launcher has started: what fails is its affair")
+        code = attempts.start(1, plan, ()).code
+        return code if code >= 0 else 128 - code
     code, last, attempt = supervise(
         attempts.start, plan, ground, resume=resume, say=say, budget=memory
     )
     if attempt > 1 and code == 0:
         diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
     return code if code >= 0 else 128 - code
+
+
+def _enough(device: str, ranks: int) -> None:
+    """Raise ``UsageError`` where there are fewer devices than ranks; on the CPU there is room."""
+    if device == "cuda" and (found := len(meter.cards())) < ranks:
+        raise UsageError(f"{ranks} ranks need as many GPUs, and {found} are visible here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +117,7 @@ class _Attempts:
     device: str
     budget: int
     environment: Mapping[str, str]
+    ranks: int
     resumes: bool
     diary: _Diary
     say: Say
@@ -107,18 +131,20 @@ class _Attempts:
             device=self.device,
             budget=self.budget,
             timeout=float("inf"),
+            ranks=self.ranks,
         )
         spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
         environment = under(plan, self.environment)
         if attempt > 1:  # at first the script finds what Python alone would show it
             environment[ATTEMPT] = str(attempt)
         kills = oom.oom_kills()
-        with started(spec, environment) as running:
+        with started(spec, self._each(environment)) as running:
             heard = self._hear(running)
-            code = running.process.wait()
+            code = running.code
         shortage = None
         if code and not running.signals:
-            shortage = self._why(code, heard.raised, oom.oom_kills() - kills)
+            raised = heard.telling(running.first, oom.oom_kills() - kills)
+            shortage = self._why(code, raised, oom.oom_kills() - kills)
         return Ended(
             code=code,
             shortage=shortage,
@@ -128,33 +154,42 @@ class _Attempts:
             checkpoints=tuple(heard.saved),
         )
 
+    def _each(self, environment: Mapping[str, str]) -> list[Mapping[str, str]]:
+        """Return the environment of each rank."""
+        if self.ranks == 1:
+            return [environment]
+        port = rank.free_port()
+        return [rank.environment(each, self.ranks, port, environment) for each in range(self.ranks)]
+
     def _hear(self, running: Foreground) -> _Heard:
         """Tell and keep what happens meanwhile."""
         heard = _Heard()
-        told: set[str] = set()
-        for event in running.events():
+        told: set[tuple[int, str]] = set()
+        for number, event in running.events():
+            who, of = (f"rank {number}: ", {"rank": number}) if self.ranks > 1 else ("", {})
             match event:
                 case Shortage(out_of_memory=found) if found.cleared:
-                    if found.phase not in told:  # it may happen in every step from here on
-                        told.add(found.phase)
-                        self.say(f"{where(found)}; caches were cleared, and it went through")
+                    if (number, found.phase) not in told:  # it may happen in every step from now on
+                        told.add((number, found.phase))
+                        self.say(f"{who}{where(found)}; caches were cleared, and it went through")
                         self.diary.short_of_memory(found, fatal=False)
-                case Pressed():
-                    self.say(f"the allocator keeps retrying: {event.micro_batch} samples at a time")
-                    self.diary.keep("pressed", asdict(event))
+                case Pressed(micro_batch=size):
+                    self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
+                    self.diary.keep("pressed", asdict(event) | of)
                 case Ran():
-                    self.diary.keep("ran", asdict(event))
+                    self.diary.keep("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
-                    self.say(f"{where(found)}; smaller from here on")
+                    self.say(f"{who}{where(found)}; smaller from here on")
                     self.diary.short_of_memory(found, fatal=False)
                 case Learned():
-                    heard.facts = event.facts
+                    if number == 0 or heard.facts is None:
+                        heard.facts = event.facts
                 case Saved():
                     heard.saved.append(event.path)
                 case Raised():
-                    heard.raised = event
+                    heard.raised[number] = event
                 case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
-                    heard.refused, heard.blamed = report.reason, report.blamed
+                    heard.refused, heard.blamed = f"{who}{report.reason}", report.blamed
         return heard
 
     def _why(self, code: int, raised: Raised | None, kills: int) -> OutOfMemory | None:
@@ -174,14 +209,23 @@ class _Attempts:
 
 @dataclass(slots=True)
 class _Heard:
-    """What one process told."""
+    """What the processes told."""
 
-    raised: Raised | None = None
+    raised: dict[int, Raised] = field(default_factory=dict)
+    """By rank, in the order in which it was told."""
     refused: str = ""
     """Why the plan does not hold here."""
     blamed: str | None = None
     facts: Facts | None = None
     saved: list[str] = field(default_factory=list)
+
+    def telling(self, first: int | None, kills: int) -> Raised | None:
+        """Return what ended the run: a rank's want of memory, else what ended the ``first``.
+
+        A rank that another one left waiting fails too, and may be heard of before it.
+        """
+        starved = (each for each in self.raised.values() if each.starved(kills))
+        return next(starved, None if first is None else self.raised.get(first))
 
 
 @dataclass(frozen=True, slots=True)

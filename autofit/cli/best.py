@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from autofit.cli import types
-from autofit.cli.script import ScriptCommand, script_argument, some_script
+from autofit.cli.script import ScriptCommand, script_argument, some_launch
 from autofit.exceptions import UsageError
 from autofit.export import FORMATS, SUFFIXES
 
@@ -33,12 +33,13 @@ def command(
 ) -> None:
     """Show or export the best plan found for SCRIPT (default: the newest study's)."""
     form = form or _form_of(output)
-    asked = some_script(script, module)
+    launch = some_launch(script, module)
 
     from autofit.cli.summary import lines
     from autofit.results import best
 
-    result, said = best(types.url_of(storage), asked)
+    asked, ranks = (launch.script, launch.ranks) if launch else (None, None)
+    result, said = best(types.url_of(storage), asked, ranks=ranks)
     click.echo(said, err=True)
     text = FORMATS[form](result) if form else "\n".join([*lines(result, storage=storage), ""])
     if output is None:

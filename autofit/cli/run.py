@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from autofit.cli import types
-from autofit.cli.script import ScriptCommand, script_argument, the_script
+from autofit.cli.script import ScriptCommand, script_argument, the_launch
 from autofit.export.load import load_plan
 
 
@@ -29,6 +29,13 @@ from autofit.export.load import load_plan
     help="Arguments that let SCRIPT resume when it is started again after it ran out of memory,"
     ' such as "--resume {checkpoint}"; {folder} is the checkpoint\'s folder.',
 )
+@click.option(
+    "--gpus-per-trial",
+    "ranks",
+    metavar="K",
+    type=click.IntRange(min=1),
+    help="Ranks to start (default: as the launch line says, or as it was searched).",
+)
 @click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
 def command(
     script: str | None,
@@ -36,20 +43,28 @@ def command(
     plan: str | None,
     memory: int | None,
     resume: str | None,
+    ranks: int | None,
     storage: str | None,
 ) -> int:
-    """Run SCRIPT to its end under the best plan; exits with the script's own code."""
-    asked = the_script(script, module)
+    """Run SCRIPT to its end under the best plan; exits with the script's own code.
+
+    In place of SCRIPT its launch line may follow: -- torchrun --nproc-per-node 2 train.py.
+    """
+    launch = the_launch(script, module)
     given = None if plan is None else load_plan(Path(plan))
 
+    from autofit.launching.spans import differing
     from autofit.running import run
 
+    for line in (*launch.lines, *(differing(launch, ranks) if ranks else ())):
+        _say(line)
     return run(
-        asked,
+        launch.script,
         plan=given,
         storage=types.url_of(storage),
         memory=memory,
         resume=resume,
+        ranks=ranks or launch.ranks,
         say=_say,
     )
 

@@ -1,4 +1,7 @@
-"""How commands take a script: ``SCRIPT [-- ARGS]`` or ``-m MODULE [-- ARGS]``."""
+"""How commands take a script: ``SCRIPT [-- ARGS]``, ``-m MODULE [-- ARGS]``, or a launch line.
+
+A launch line follows ``--`` where neither SCRIPT nor MODULE is given: ``-- torchrun ... train.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import click
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
-    from autofit.worker.records import Script
+    from autofit.launching import Launch
 
 _ARGS = "autofit.script_args"
 _F = TypeVar("_F", bound=click.Command)
@@ -20,7 +23,7 @@ class ScriptCommand(click.Command):
     """A command whose line is cut at the first ``--``: what follows belongs to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse what stands before ``--``; keep the rest for :func:`the_script`."""
+        """Parse what stands before ``--``; keep the rest for :func:`the_launch`."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[_ARGS] = tuple(args[cut + 1 :])
         try:
@@ -42,7 +45,7 @@ def _follows_a_script(args: list[str], option: str) -> bool:
 
 
 def script_argument(command: _F) -> _F:
-    """Give ``command`` the parameters ``script`` and ``module`` of :func:`the_script`."""
+    """Give ``command`` the parameters ``script`` and ``module`` of :func:`the_launch`."""
     metavar = "[SCRIPT]" if command.name == "best" else "SCRIPT"
     command.params.insert(0, click.Argument(["script"], required=False, metavar=metavar))
     command.params.insert(
@@ -56,28 +59,35 @@ def script_argument(command: _F) -> _F:
     return command
 
 
-def some_script(script: str | None, module: str | None) -> Script | None:
-    """Return the script asked for, if any; raise ``UsageError`` when it cannot be started."""
+def some_launch(script: str | None, module: str | None) -> Launch | None:
+    """Return what is asked to be started, if anything; raise ``UsageError`` if it cannot be."""
+    from autofit.launching import Launch, understand
     from autofit.worker.records import Script
 
-    ctx = click.get_current_context()
+    args = click.get_current_context().meta[_ARGS]
+    cwd = str(Path.cwd())
     if script is not None and module is not None:
         raise UsageError(f"give SCRIPT or -m MODULE, not both: {script!r} and {module!r}")
     target = script if module is None else module
-    if target is None:
+    if target is not None:
+        found = Script(target=target, module=module is not None, args=args, cwd=cwd)
+        launch = Launch(script=found)
+    elif args and not args[0].startswith("-"):
+        launch = understand(args, cwd)
+    else:
         return None
-    if module is None:
-        _check(target)
-    return Script(
-        target=target, module=module is not None, args=ctx.meta[_ARGS], cwd=str(Path.cwd())
-    )
+    if not launch.script.module:
+        _check(launch.script.target)
+    return launch
 
 
-def the_script(script: str | None, module: str | None) -> Script:
-    """Return the script asked for; raise ``UsageError`` when there is none."""
-    asked = some_script(script, module)
+def the_launch(script: str | None, module: str | None) -> Launch:
+    """Return what is asked to be started; raise ``UsageError`` when there is nothing."""
+    asked = some_launch(script, module)
     if asked is None:
-        raise UsageError("no script given: write its path, or -m MODULE")
+        raise UsageError(
+            "no script given: write its path, or -m MODULE, or its launch line after --"
+        )
     return asked
 
 

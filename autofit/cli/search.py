@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autofit.cli import types
-from autofit.cli.script import ScriptCommand, script_argument, the_script
+from autofit.cli.script import ScriptCommand, script_argument, the_launch
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
     from autofit.asked import SearchOptions
-    from autofit.worker.records import Script
+    from autofit.launching import Launch
 
 Names = frozenset[str]
 
@@ -80,9 +80,10 @@ def command(
 ) -> None:
     """Find the fastest way to run SCRIPT, the same training, inside a memory budget.
 
-    The script stays as it is; its own arguments follow after --.
+    The script stays as it is; its own arguments follow after --. In place of SCRIPT its launch
+    line may follow there: -- torchrun --nproc-per-node 2 train.py.
     """
-    options = _options(the_script(script, module), **asked)
+    options = _options(the_launch(script, module), **asked)
     if dry_run:
         _preview(options, as_json)
     else:
@@ -90,16 +91,29 @@ def command(
 
 
 def _options(
-    script: Script, *, allow: str, storage: str | None, only: Names, without: Names, **asked: Any
+    launch: Launch,
+    *,
+    allow: str,
+    storage: str | None,
+    only: Names,
+    without: Names,
+    gpus: int | None,
+    gpus_per_trial: int | None,
+    **asked: Any,
 ) -> SearchOptions:
     if both := only & without:
         raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
 
     from autofit.asked import SearchOptions
+    from autofit.launching.spans import span
     from autofit.strategies import Fidelity
 
+    ranks, why = span(launch, gpus, gpus_per_trial)
     return SearchOptions(
-        script=script,
+        script=launch.script,
+        gpus=gpus,
+        gpus_per_trial=ranks,
+        lines=(*launch.lines, *why),
         allow=Fidelity[allow.upper()],
         storage=types.url_of(storage),
         only=only,
@@ -116,7 +130,7 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_document(preview), indent=2))
     else:
-        click.echo("\n".join(lines(preview)))
+        click.echo("\n".join([*options.lines, *lines(preview)]))
 
 
 def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:

@@ -93,6 +93,9 @@ def _next(script: Script, storage: str | None) -> list[str]:
 
 
 def _command(script: Script, name: str, *options: str) -> str:
+    if script.launcher:
+        line = (*script.launcher, script.target, *script.args)
+        return shlex.join(("autofit", name, *options, "--", *line))
     target = ("-m", script.target) if script.module else (script.target,)
     args = ("--", *script.args) if script.args else ()
     return shlex.join(("autofit", name, *target, *options, *args))

@@ -8,7 +8,7 @@ from typing import Any
 from autofit.export.load import PLAN
 from autofit.progress import Result
 from autofit.strategies import AS_IS
-from autofit.worker.records import Measurement
+from autofit.worker.records import Measurement, Script
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -28,9 +28,19 @@ def document(result: Result) -> dict[str, Any]:
         "launches_out_of_memory": result.launches_out_of_memory,
         "search_seconds": result.search_seconds,
         "study": result.study,
-        "script": {**asdict(result.script), "args": list(result.script.args)},
+        "script": _script(result.script),
+        "ranks": result.ranks,
         "hardware": _hardware(result),
         "versions": dict(result.versions),
+    }
+
+
+def _script(script: Script) -> dict[str, Any]:
+    return {
+        **asdict(script),
+        "args": list(script.args),
+        "environment": dict(script.environment),
+        "launcher": list(script.launcher),
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from autofit import __version__
 from autofit.cli import cli, main
-from autofit.cli.script import ScriptCommand, script_argument, the_script
+from autofit.cli.script import ScriptCommand, script_argument, the_launch
 from autofit.exceptions import (
     AutofitError,
     NothingFits,
@@ -71,7 +71,7 @@ def test_an_error_is_one_line_and_a_code(
     assert captured.err == f"autofit: {said}\n"
 
 
-def test_a_script_error_shows_the_scripts_own_traceback(
+def test_a_script_error_shows_the_launchs_own_traceback(
     raising: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert raising(ScriptError("the script failed by itself", TRACEBACK)) == 1
@@ -95,8 +95,11 @@ def test_any_other_error_is_a_bug_and_stays_one(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (["search"], "no script given: write its path, or -m MODULE"),
-        (["run"], "no script given: write its path, or -m MODULE"),
+        (["search"], "no script given: write its path, or -m MODULE, or its launch line after --"),
+        (["run"], "no script given: write its path, or -m MODULE, or its launch line after --"),
+        (["run", "--", "--lr", "1"], "no script given: write its path, or -m MODULE, or "),
+        (["search", "--", "banana", "a.py"], "'banana' starts no launch line: python, torchrun "),
+        (["search", "--", "python", "none.py"], "there is no script 'none.py'"),
         (["search", "none.py"], "there is no script 'none.py'"),
         (["run", "none.py"], "there is no script 'none.py'"),
         (["best", "none.py"], "there is no script 'none.py'"),
@@ -159,7 +162,7 @@ def test_how_a_script_is_given(
     @click.command(cls=ScriptCommand)
     @click.option("--flag", is_flag=True)
     def command(script: str | None, module: str | None, flag: bool) -> None:
-        found.append((the_script(script, module), flag))
+        found.append((the_launch(script, module).script, flag))
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").touch()

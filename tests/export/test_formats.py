@@ -40,6 +40,7 @@ KEYS = {
     "search_seconds",
     "study",
     "script",
+    "ranks",
     "hardware",
     "versions",
 }
@@ -64,6 +65,7 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
     found = json.loads(FORMATS["json"](result))["baseline"]
     only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
+    only |= {"ranks"}
     same = KEYS - only - {"baseline", "hardware", "versions"}
     assert set(found) == same | {"verdict"}
     assert set(found["plan"].values()) == {"as_is"}
