@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -16,6 +17,9 @@ from autofit.plan import Plan
 from autofit.storage.owner import Owner
 from autofit.strategies.facts import Facts, Hardware
 from autofit.worker.records import Measurement, Script, TrialReport, Verdict
+
+ORIGIN = "AUTOFIT_ORIGIN"
+"""Environment variable of a submitted job: the folder that its working directory is a copy of."""
 
 
 class State(StrEnum):
@@ -49,9 +53,14 @@ def _script_file(script: Script) -> Path | None:
 def script_path(script: Script) -> str:
     """Return what the store calls ``script``: its absolute path, links followed.
 
-    A module that is not found below the working directory keeps its name.
+    A module that is not found below the working directory keeps its name. What was shipped to a
+    cluster is called as where it came from (``ORIGIN``): the folder it lies in there is of one job.
     """
-    return str(_script_file(script) or script.target)
+    file = _script_file(script)
+    origin, here = os.environ.get(ORIGIN), Path(script.cwd).resolve()
+    if file is not None and origin and file.is_relative_to(here):
+        return str(Path(origin, file.relative_to(here)))
+    return str(file or script.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

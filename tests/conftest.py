@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,15 @@ def postgresql() -> Iterator[Callable[[], str]]:
     from tests.postgresql import server
 
     with server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[Any]:
+    """Return a real Ray head with its job server: ``tests.ray_head.Head``."""
+    from tests.ray_head import head
+
+    with head() as running:
         yield running
 
 

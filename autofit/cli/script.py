@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autofit.launching import Launch
 
 _ARGS = "autofit.script_args"
+_LINE = "autofit.line"
 _F = TypeVar("_F", bound=click.Command)
 
 
@@ -26,6 +27,7 @@ class ScriptCommand(click.Command):
         """Parse what stands before ``--``; keep the rest for :func:`the_launch`."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[_ARGS] = tuple(args[cut + 1 :])
+        ctx.meta[_LINE] = tuple(args)
         try:
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
@@ -37,6 +39,20 @@ class ScriptCommand(click.Command):
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         """Return the pieces of the usage line, the script's own arguments last."""
         return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
+
+
+def line_without(*options: str) -> list[str]:
+    """Return this command's arguments as given, but for these options and their values."""
+    given = list(click.get_current_context().meta[_LINE])
+    cut = given.index("--") if "--" in given else len(given)
+    kept: list[str] = []
+    own = iter(given[:cut])
+    for word in own:
+        if word in options:
+            next(own, None)
+        elif word.partition("=")[0] not in options:
+            kept.append(word)
+    return [*kept, *given[cut:]]
 
 
 def _follows_a_script(args: list[str], option: str) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autofit.cli import types
-from autofit.cli.script import ScriptCommand, script_argument, the_launch
+from autofit.cli.script import ScriptCommand, line_without, script_argument, the_launch
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
@@ -72,22 +72,33 @@ FIDELITIES = ("exact", "redraw", "rounding", "recipe")
 )
 @click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
 @click.option("--address", metavar="RAY", help="A running Ray cluster.")
+@click.option(
+    "--submit", metavar="URL", help="Search as a job of the Ray cluster whose dashboard is there."
+)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
 @click.option("--fresh", is_flag=True, help="Open a new study; the old one is kept.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
 def command(
-    script: str | None, module: str | None, as_json: bool, dry_run: bool, **asked: Any
-) -> None:
+    script: str | None,
+    module: str | None,
+    submit: str | None,
+    as_json: bool,
+    dry_run: bool,
+    **asked: Any,
+) -> int | None:
     """Find the fastest way to run SCRIPT, the same training, inside a memory budget.
 
     The script stays as it is; its own arguments follow after --. In place of SCRIPT its launch
     line may follow there: -- torchrun --nproc-per-node 2 train.py.
     """
     options = _options(the_launch(script, module), **asked)
+    if submit is not None:
+        return _submit(submit, options, as_json, asked["storage"])
     if dry_run:
         _preview(options, as_json)
     else:
         _search(options, as_json, asked["storage"])
+    return None
 
 
 def _options(
@@ -122,6 +133,35 @@ def _options(
     )
 
 
+def _submit(url: str, options: SearchOptions, as_json: bool, storage: str | None) -> int:
+    if as_json:
+        raise UsageError(
+            "--submit and --json: what a job prints comes back mixed; give a --storage that both"
+            " reach, and take the result by `autofit best --format json`"
+        )
+    if options.address is not None:
+        raise UsageError("--submit and --address: a job finds its own cluster; drop --address")
+    from autofit import submission
+
+    _end_as_by_ctrl_c()
+    store = submission.on_the_head(storage)
+    line = ["search", "--address", "auto", "--storage", store]
+    line += line_without("--submit", "--storage")
+    code = submission.submit(url, line, options.script, write=_write_at_once)
+    if code == 0 and store != storage:
+        click.echo(f"autofit: {submission.where(store)}", err=True)
+    return code
+
+
+def _write_at_once(text: str) -> None:
+    click.echo(text, nl=False)  # it flushes
+
+
+def _end_as_by_ctrl_c() -> None:
+    """Let SIGTERM do what Ctrl-C does: a batch system ends a search so."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def _preview(options: SearchOptions, as_json: bool) -> None:
     from autofit.asked import dry_run
     from autofit.cli.preview import as_document, lines
@@ -139,7 +179,7 @@ def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
     from autofit.controller import search
     from autofit.export import FORMATS
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: a batch system ends it
+    _end_as_by_ctrl_c()
     with renderer(stderr=as_json) as listener:
         result = search(options, listener)
     if as_json:
