@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 DEVICES = ("cpu", "cuda")
+LOCAL_RANK = "LOCAL_RANK"
+"""Which of the cards it sees is a process's own, as ``torchrun`` says it (``worker/ranks.py``)."""
 _SHIM_CAP = "AUTOFIT_SHIM_CAP"
 _BEFORE = "AUTOFIT_METER_BEFORE"
 """JSON of what our variables were before: the way back for ``forget``."""
@@ -109,7 +111,8 @@ def for_device(device: str) -> Meter:
     if _known(device) == "cuda":
         from autofit.worker.meter.cuda import CudaMeter
 
-        return CudaMeter(cap)
+        local = os.environ.get(LOCAL_RANK)
+        return CudaMeter(cap, None if local is None else int(local))
     from autofit.worker.meter.cpu import RlimitMeter, ShimMeter
 
     return ShimMeter.loaded() or RlimitMeter(cap)

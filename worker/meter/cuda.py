@@ -37,13 +37,16 @@ LIBRARIES = 1 << 30
 class CudaMeter:
     """Reads ``torch.cuda.memory_stats`` and caps torch's allocator.
 
-    CUDA is never started by the meter: a script may have to fork before.
+    CUDA is never started by the meter: a script may have to fork before. ``index``: of the card it
+    is about, among those that CUDA shows; of one rank of several, whichever the script has made
+    the current one. Without it: the current one.
     """
 
     device = "cuda"
 
-    def __init__(self, cap: int | None = None) -> None:
+    def __init__(self, cap: int | None = None, index: int | None = None) -> None:
         self._cap = cap
+        self._index = index
         self._armed = False
         self._capped = cap is not None
         """The allocator has been, or will be, told of a cap; an uncapped one is left alone."""
@@ -76,8 +79,11 @@ class CudaMeter:
     def _started(self) -> None:
         """Measure the context and cap what is left; runs while torch starts CUDA."""
         cuda = _torch().cuda
-        _torch().empty(1, device="cuda")  # the context is complete after a first allocation
-        uuid = str(cuda.get_device_properties(cuda.current_device()).uuid)
+        if self._index is not None and self._index >= cuda.device_count():
+            self._index = None  # the script has chosen what it sees by itself
+        # The context is complete after a first allocation.
+        _torch().empty(1, device="cuda" if self._index is None else f"cuda:{self._index}")
+        uuid = str(cuda.get_device_properties(self._index).uuid)
         self._card = nvml.handle_of(uuid)
         known = (f"{kind}-{uuid}" for kind in ("GPU", "MIG"))
         for before in (self._before[name] for name in known if name in self._before):
@@ -97,13 +103,13 @@ class CudaMeter:
         if not self._capped:
             return
         cuda = _torch().cuda
-        total = int(cuda.get_device_properties(cuda.current_device()).total_memory)
+        total = int(cuda.get_device_properties(self._index).total_memory)
         room = total if self._cap is None else max(0, self._cap - self._context)
-        cuda.set_per_process_memory_fraction(min(1.0, room / total))
+        cuda.set_per_process_memory_fraction(min(1.0, room / total), self._index)
 
     def current(self) -> int:
         """Return the bytes held by tensors now."""
-        return int(_torch().cuda.memory_allocated())
+        return int(_torch().cuda.memory_allocated(self._index))
 
     def peak(self) -> Peak:
         """Return the worst moment since the last ``reset``.
@@ -115,8 +121,9 @@ class CudaMeter:
         if not cuda.is_initialized():
             return Peak(0, 0, 0)
         self.sample()
-        reserved = int(cuda.max_memory_reserved())
-        return Peak(int(cuda.max_memory_allocated()), reserved, reserved + self._worst_context)
+        reserved = int(cuda.max_memory_reserved(self._index))
+        allocated = int(cuda.max_memory_allocated(self._index))
+        return Peak(allocated, reserved, reserved + self._worst_context)
 
     def sample(self) -> None:
         """Look at what is outside torch's allocator now; the cap makes room for what has come."""
@@ -132,7 +139,7 @@ class CudaMeter:
         if _torch().cuda.is_initialized():
             self._context = self._worst_context = self._outside()
             self._apply()
-            _torch().cuda.reset_peak_memory_stats()
+            _torch().cuda.reset_peak_memory_stats(self._index)
         self._refused_before = self.refused()
 
     def room(self) -> int | None:
@@ -143,8 +150,9 @@ class CudaMeter:
         cuda = _torch().cuda
         if not cuda.is_initialized():
             return None
-        free = _asked(lambda: int(cuda.mem_get_info()[0]))
-        return None if free is None else self._context + int(cuda.memory_reserved()) + free
+        free = _asked(lambda: int(cuda.mem_get_info(self._index)[0]))
+        reserved = int(cuda.memory_reserved(self._index))
+        return None if free is None else self._context + reserved + free
 
     def release(self) -> None:
         """Empty the cache of torch's allocator."""
@@ -155,12 +163,13 @@ class CudaMeter:
         """Return how often the allocator emptied its cache to go on."""
         if not _torch().cuda.is_initialized():
             return 0
-        stats = _torch().cuda.memory_stats_as_nested_dict()  # unflattened: asked after each step
+        # Unflattened: it is asked for after each step.
+        stats = _torch().cuda.memory_stats_as_nested_dict(self._index)
         return int(stats.get("num_alloc_retries", 0))
 
     def refused(self) -> int:
         """Return how many allocations failed."""
-        return int(_torch().cuda.memory_stats().get("num_ooms", 0))
+        return int(_torch().cuda.memory_stats(self._index).get("num_ooms", 0))
 
     def short(self) -> bool:
         """Return whether an allocation failed, or the peak came near the cap."""
@@ -170,7 +179,7 @@ class CudaMeter:
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
         if _torch().cuda.is_initialized():
-            _torch().cuda.synchronize()
+            _torch().cuda.synchronize(self._index)
 
     def _outside(self, *, at_start: bool = False) -> int:
         """Return the bytes the process occupies outside torch's allocator, as far as is known."""
@@ -179,7 +188,7 @@ class CudaMeter:
         shares = _asked(lambda: nvml.shares(self._card, os.getpid()))
         if shares is None:  # a GPU that shares the machine's memory
             return ASSUMED
-        reserved = int(_torch().cuda.memory_reserved())
+        reserved = int(_torch().cuda.memory_reserved(self._index))
         if shares.own is not None:
             ours = shares.held - shares.others - self._nobodys_before
             return max(0, ours - reserved, shares.own - reserved)
