@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Run:
 def gone(pid: int) -> bool:
     """Whether a process is no more; a zombie that nobody has collected holds nothing."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

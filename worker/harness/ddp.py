@@ -12,7 +12,6 @@ registered to do it. The ranks send the same buckets in the same order, split or
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
+from autofit.worker.harness.sharded import is_sharded
 
 
 class Ranks:
@@ -121,14 +121,11 @@ def refuse_what_cannot_be_split(root: nn.Module) -> None:
 
 
 def _sharded(root: nn.Module) -> str | None:
-    if "torch.distributed.fsdp" in sys.modules:
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        if any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in root.modules()):
-            return (
-                "the batch is not split under FSDP: every chunk would gather the weights and "
-                "reduce the gradients, with ranks that may run another number of chunks"
-            )
+    if is_sharded(root):
+        return (
+            "the batch is not split under FSDP: every chunk would gather the weights and "
+            "reduce the gradients, with ranks that may run another number of chunks"
+        )
     return None
 
 

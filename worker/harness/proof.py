@@ -36,6 +36,7 @@ from autofit.worker.harness.probe import (
     tolerance,
 )
 from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.sharded import gathered, is_sharded
 from autofit.worker.oom import Kind, classify
 
 Effects = tuple[Digest, dict[str, Any]]
@@ -103,7 +104,7 @@ def _unsized(root: HarnessRoot, batch: Batch) -> Effects:
     try:
         return _gradients(root, root.forward, batch)
     except Exception as error:
-        if classify(error).kind is not Kind.OOM:
+        if classify(error).kind is not Kind.OOM or is_sharded(root.module):
             raise
         clear_frames(error.__traceback__)
     return _gradients(root, Offload(root.module, 1.0).around(root.forward), batch)
@@ -151,7 +152,8 @@ def _try_beside_plain(
         with saved():
             return (root.plainly[key], _gradients(root, root.forward, samples)), None
     except Exception as error:
-        if classify(error).kind is not Kind.OOM:
+        # Of a sharded model every rank would have to do it again.
+        if classify(error).kind is not Kind.OOM or is_sharded(root.module):
             raise
         return None, error
 
@@ -208,7 +210,6 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
 
     Under ``DistributedDataParallel`` inside ``no_sync``: nothing is reduced, no hook is armed.
     """
-    parameters = [p for p in root.module.parameters() if p.requires_grad]
     args, kwargs = batch.call(batch.leaves)
     quiet = getattr(root.outer, "no_sync", nullcontext)
     with preserved(root.module), torch.enable_grad(), quiet():
@@ -222,5 +223,9 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
             torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0).div_(leaf.numel())
             for leaf in outputs
         ]
+        parameters = [p for p in root.module.parameters() if p.requires_grad]
+        parameters += gathered(root.module)
         found = digest(outputs, cotangents, parameters) if outputs else []
+        if outputs and not any(bool(each.any()) for each in found):
+            raise Refused("no gradient of its weights is there to be compared")
         return found, moves.since()
