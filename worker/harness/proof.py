@@ -223,8 +223,8 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
             torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0).div_(leaf.numel())
             for leaf in outputs
         ]
-        parameters = [p for p in root.module.parameters() if p.requires_grad]
-        parameters += gathered(root.module)
+        own = [p for p in root.module.parameters() if p.requires_grad]
+        parameters = [*own, *gathered(root.module)]
         found = digest(outputs, cotangents, parameters) if outputs else []
         if outputs and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
