@@ -12,6 +12,7 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
+from autofit.worker.harness.facts import describe
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
@@ -84,6 +85,34 @@ class Net(nn.Module):
         return x
 
 
+class Greedy(nn.Module):
+    """Does not fit while autograd keeps on the device what its block saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        if torch.is_grad_enabled() and kept:
+            raise torch.OutOfMemoryError("out of memory")
+        found: torch.Tensor = self.inner(x).tanh()
+        return found
+
+
+class Row(nn.Module):
+    """Blocks that do not fit as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Greedy() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Short(nn.Module):
     """Nothing fits."""
 
@@ -121,6 +150,17 @@ def test_and_one_shows_what_is_not_the_same(calls: Calls) -> None:
     with pytest.raises(Refused):
         proven(module, calls)
     assert module.sizes == [4, 1, 1]
+
+
+def test_blocks_that_run_again_stand_for_the_plain_model_once_that_is_proven(calls: Calls) -> None:
+    module, batch = Row(), (torch.randn(6, 8),)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, batch, {})
+    prove(held, PLAN, batch, {}, Facts())
+    assert {key[0] for key in held.plainly} == {"on the host"}
+    prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())
+    assert {key[0] for key in held.plainly} == {"on the host", "leanly"}
+    held.take_back()
 
 
 def test_what_one_does_not_fit_either_is_a_shortage(calls: Calls) -> None:

@@ -18,7 +18,6 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies._offload import Offload
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
@@ -48,6 +47,10 @@ ROUNDING = 0.25
 bf16 keeps 8 bits; through tens of layers a few per cent are usual, a strategy that loses a
 gradient is off by far more.
 """
+
+
+CHECKPOINTED = Plan.of({"checkpointing": "all"})
+"""Proven, it stands for the plain model where that does not fit."""
 
 
 def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -> None:
@@ -86,7 +89,7 @@ def _prove(
             return
         # Beside the rest of the plan, which has just been proven.
         some = _samples(batch, _chunk(plan, batch))
-        expected = _unsized(root, some)
+        expected = _applied(root, some)
         root.apply(plan)
         _compare(root, shown, facts, _gradients(root, root.forward, some), expected)
     except RuntimeError as failure:
@@ -96,8 +99,8 @@ def _prove(
         raise Refused(REENTRANT) from None
 
 
-def _unsized(root: HarnessRoot, batch: Batch) -> Effects:
-    """Return what the plan that is applied does with as many samples as another one has room for.
+def _applied(root: HarnessRoot, batch: Batch) -> Effects:
+    """Return what the samples do under the plan that is applied.
 
     Where they do not fit: with what autograd saves in host memory.
     """
@@ -107,7 +110,8 @@ def _unsized(root: HarnessRoot, batch: Batch) -> Effects:
         if classify(error).kind is not Kind.OOM or is_sharded(root.module):
             raise
         clear_frames(error.__traceback__)
-    return _gradients(root, Offload(root.module, 1.0).around(root.forward), batch)
+    with saved_on_host(root.module.parameters()):
+        return _gradients(root, root.forward, batch)
 
 
 def _beside_plain(
@@ -115,15 +119,22 @@ def _beside_plain(
 ) -> tuple[Effects, Effects]:
     """Apply ``plan``; return what a few samples do without it and under it.
 
-    Where a few do not fit without it: one. Where that does not either, what autograd saves for it
-    waits in host memory.
+    Where a few do not fit without it: one. Where that does not either: one whose blocks run again
+    in backward, once that is proven of them; else what autograd saves for it waits in host memory.
     """
     fewest = 2 if root.facts is not None and root.facts.batch_norm else 1
-    on_host = partial(saved_on_host, [*root.module.parameters()])
+    ways: list[tuple[str, int, Callable[[], AbstractContextManager[object]]]] = [
+        ("plain", SAMPLES, nullcontext),
+        ("plain", fewest, nullcontext),
+        ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()])),
+    ]
+    if root.leanly is not None and _shown(CHECKPOINTED) in root.proven:
+        ways.insert(2, ("leanly", fewest, root.leanly))
     error: Exception | None = None
-    for most, saved in ((SAMPLES, nullcontext), (fewest, nullcontext), (fewest, on_host)):
-        key = (most, saved is on_host, *call)
-        found, error = _try_beside_plain(root, plan, _samples(batch, most), saved, key)
+    for name, most, saved in ways:
+        found, error = _try_beside_plain(
+            root, plan, _samples(batch, most), saved, (name, most, *call)
+        )
         if found is not None:
             return found
         assert error is not None, "it is one or the other"
@@ -149,8 +160,9 @@ def _try_beside_plain(
             with saved(), casts_noticed(root):
                 root.plainly[key] = _gradients(root, root.plain, samples)
         root.apply(plan)
-        with saved():
+        if saved is nullcontext:
             return (root.plainly[key], _gradients(root, root.forward, samples)), None
+        return (root.plainly[key], _applied(root, samples)), None
     except Exception as error:
         # Of a sharded model every rank would have to do it again.
         if classify(error).kind is not Kind.OOM or is_sharded(root.module):

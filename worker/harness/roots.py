@@ -268,20 +268,21 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
-        leanly = self._leanly if self._recomputes() else None
         with uncompiled():
             forward = ddp.quiet(self._lasts())
-            return find_layout(self.module, forward, batch, gradients=gradients, leanly=leanly)
+            return find_layout(self.module, forward, batch, gradients=gradients, leanly=self.leanly)
 
-    def _recomputes(self) -> bool:
-        """Return whether the blocks can run again in backward, and do not already.
+    @property
+    def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Makes a context in which the model's blocks run again in backward; ``None`` if they do.
 
-        Not where they drop: the draws that a proof has fixed would be others there.
+        Nor where they cannot, or drop: the draws that a proof has fixed would be others there.
         """
         here = Facts(roots=(self.facts,)) if self.facts is not None else Facts()
         reason = CHECKPOINTING.inapplicable("all", here)
         drops = any(root.dropout for root in here.roots)
-        return reason is None and not drops and self.plan[CHECKPOINTING.name] == AS_IS
+        can = reason is None and not drops and self.plan[CHECKPOINTING.name] == AS_IS
+        return self._leanly if can else None
 
     @contextmanager
     def _leanly(self) -> Iterator[None]:
