@@ -1,0 +1,188 @@
+"""The files in deploy/ are what their readers take, and agree with one another and with autofit."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from jsonschema import Draft7Validator, ValidationError
+
+from autofit.cli import cli
+from tests.ray_head import TOOLS
+
+pytestmark = pytest.mark.quick
+
+INSTRUCTIONS = {"FROM", "RUN", "COPY", "USER", "WORKDIR"}
+
+
+@pytest.fixture(scope="module")
+def deploy(root: Path) -> Path:
+    """The folder."""
+    return root / "deploy"
+
+
+def parse(command: str) -> dict[str, Any]:
+    """Return what ``autofit`` understands of a command line of its own."""
+    program, name, *rest = shlex.split(command)
+    assert program == "autofit"
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    return found.make_context(name, rest).params
+
+
+# --- ray up -----------------------------------------------------------------------------------
+
+
+def test_ray_up_takes_the_cluster(deploy: Path) -> None:
+    """As the first thing that ``ray up`` does with a file: its own schema, its own checks."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((deploy / "ray-cluster.yaml").read_text())
+    validate_config(prepare_config(config))
+    with pytest.raises(Exception, match="head_start_commands"):
+        validate_config(prepare_config({**config, "head_start_commands": []}))
+
+
+def test_the_cluster_starts_with_a_token_on_a_private_interface(deploy: Path) -> None:
+    config = yaml.safe_load((deploy / "ray-cluster.yaml").read_text())
+    (head,) = (each for each in config["head_start_ray_commands"] if "ray start" in each)
+    (worker,) = (each for each in config["worker_start_ray_commands"] if "ray start" in each)
+    assert f"--node-ip-address={config['provider']['head_ip']} " in head
+    assert "--include-dashboard=false" in head
+    assert "RAY_AUTH_MODE=token" in head
+    assert "RAY_AUTH_MODE=token" in worker
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    for line in (head, worker):
+        options = shlex.split(line.split("ray start ")[1])
+        known = subprocess.run([TOOLS / "ray", "start", "--help"], capture_output=True, text=True)
+        assert {each.split("=")[0] for each in options} <= set(
+            re.findall(r"--[\w-]+", known.stdout)
+        )
+
+
+# --- Kubernetes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(deploy: Path) -> dict[str, Any]:
+    """The RayJob."""
+    found: dict[str, Any] = yaml.safe_load((deploy / "kuberay.yaml").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def crd(root: Path) -> Draft7Validator:
+    """What KubeRay's CRD says of a RayJob."""
+    schema = yaml.safe_load((root / "tests/deploy/rayjob-v1.yaml").read_text())
+    Draft7Validator.check_schema(schema)
+    return Draft7Validator(schema)
+
+
+def test_the_crd_takes_the_rayjob(job: dict[str, Any], crd: Draft7Validator) -> None:
+    crd.validate(job)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (["spec", "shutdownAfterJobFinish"], True),
+        (["spec", "backoffLimit"], "2"),
+        (["spec", "rayClusterSpec", "authOptions", "mode"], "password"),
+        (["spec", "rayClusterSpec", "workerGroupSpecs", 0, "minReplicas"], None),
+        (["spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "container"], []),
+        (["apiVersion"], "ray.io/v1alpha1"),
+    ],
+)
+def test_the_schema_sees_what_is_wrong(
+    job: dict[str, Any], crd: Draft7Validator, place: list[Any], wrong: object
+) -> None:
+    broken = yaml.safe_load(yaml.safe_dump(job))
+    inner = broken
+    for step in place[:-1]:
+        inner = inner[step]
+    if wrong is None:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = wrong
+    with pytest.raises(ValidationError):
+        crd.validate(broken)
+
+
+def test_the_jobs_command_parses_and_its_gpus_are_there(job: dict[str, Any]) -> None:
+    asked = parse(job["spec"]["entrypoint"])
+    assert asked["address"] == "auto"
+    assert asked["storage"].startswith("postgresql+psycopg://")
+    cluster = job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    gpus = worker["resources"]["limits"]["nvidia.com/gpu"] * group["replicas"]
+    assert asked["gpus"] == gpus
+    assert worker["image"] == head["image"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert "PGPASSWORD" in [each["name"] for each in head["env"]]
+
+
+def test_one_ray_everywhere(deploy: Path, job: dict[str, Any]) -> None:
+    """A cluster needs the same Ray on all its nodes."""
+    named = set(re.findall(r"ray\[default\]==([\d.]+)", (deploy / "Dockerfile").read_text()))
+    named |= set(re.findall(r"ray\[default\]==([\d.]+)", (deploy / "ray-cluster.yaml").read_text()))
+    assert named == {job["spec"]["rayClusterSpec"]["rayVersion"]}
+    assert tuple(map(int, named.pop().split("."))) <= tuple(map(int, version("ray").split(".")))
+
+
+# --- the image: not built here, there is no Docker --------------------------------------------
+
+
+def test_the_image_is_written_as_it_should_be(root: Path, deploy: Path) -> None:
+    text = (deploy / "Dockerfile").read_text()
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
+    lines = [line.split(maxsplit=1) for line in joined.splitlines() if line]
+    assert {name for name, _ in lines} == INSTRUCTIONS
+    (base,) = (rest for name, rest in lines if name == "FROM")
+    assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*", base), "pinned, and never latest"
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    python = tuple(map(int, base.split(":")[1].split(".")[:2]))
+    assert python >= tuple(map(int, project["requires-python"].removeprefix(">=").split(".")))
+    (extras,) = re.findall(r"/opt/autofit\[([\w,]+)\]", text)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    users = [rest for name, rest in lines if name == "USER"]
+    assert users
+    assert "root" not in users
+    assert lines[-1][0] == "WORKDIR", "nothing is installed as a user"
+    for run in (rest for name, rest in lines if name == "RUN"):
+        assert subprocess.run(["bash", "-n", "-c", run]).returncode == 0
+    copied = [rest.split()[0] for name, rest in lines if name == "COPY"]
+    assert all((root / source).exists() for source in copied)
+    assert ".venv" in (deploy / "Dockerfile.dockerignore").read_text().splitlines()
+
+
+# --- Slurm ------------------------------------------------------------------------------------
+
+
+def test_the_batch_script_is_sound(deploy: Path) -> None:
+    script = deploy / "slurm.sh"
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", script], check=True)
+    if not (checker := TOOLS / "shellcheck").exists():
+        pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
+    checked = subprocess.run([checker, script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_the_batch_script_says_how_it_is_started(deploy: Path) -> None:
+    text = (deploy / "slurm.sh").read_text()
+    (usage,) = re.findall(r"^# +sbatch deploy/slurm\.sh (.*)$", text, re.MULTILINE)
+    asked = parse(f"autofit search --address here {usage}")
+    assert asked["script"] == "train.py"
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    assert asked["gpus"] == int(directives["nodes"]) * int(directives["gpus-per-node"])
+    assert directives["ntasks-per-node"] == "1"
