@@ -13,12 +13,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
 from types import FrameType
 
 from autofit.worker.child import CONTROL_FD, EVENTS_FD, python
+from autofit.worker.group import HEARING
 from autofit.worker.launcher import HARNESS
 from autofit.worker.records import ChildSpec, Event, PlanEnded, Raised, Verdict
 
@@ -54,6 +55,10 @@ class Foreground:
     """When ranks are killed if they are still there, in seconds of the monotonic clock."""
     _cut: set[int] = field(default_factory=set)
     """Ranks that were killed so."""
+    _mourning: list[_Rank] = field(default_factory=list)
+    """Ranks that said no more than that another is gone."""
+    _hearing: float = inf
+    """Until when the true culprit may still speak, by the same clock."""
 
     @property
     def code(self) -> int:
@@ -82,8 +87,10 @@ class Foreground:
                     yield from self._heard(rank)
                 self._running.remove(rank)
                 self._deadlines.pop(rank.number, None)
-                if rank.process.wait():
+                if rank.process.wait() and rank not in self._mourning:
                     self._fails(rank)
+            if self._mourning and not (self._running and time.monotonic() < self._hearing):
+                self._fails(self._mourning[0])  # at its word: nobody has said more
             self._kill_late()
 
     def pass_on(self, number: int) -> None:
@@ -102,6 +109,10 @@ class Foreground:
             return
         yield rank.number, event
         match event:
+            case Raised(follows=True) if len(self._ranks) > 1:
+                self._mourning.append(rank)
+                if self.first is None:
+                    self._hearing = min(self._hearing, time.monotonic() + HEARING)
             case Raised():
                 self._fails(rank)
             case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
@@ -114,7 +125,7 @@ class Foreground:
         """
         if self.first is not None:
             return
-        self.first = rank.number
+        self.first, self._hearing = rank.number, inf
         if len(self._ranks) == 1:
             return
         now = time.monotonic()
@@ -126,8 +137,8 @@ class Foreground:
 
     def _patience(self) -> float | None:
         """Return the seconds until the first deadline; ``None`` where there is none."""
-        next_ = min(self._deadlines.values(), default=None)
-        return None if next_ is None else max(0.0, next_ - time.monotonic())
+        soonest = min([self._hearing, *self._deadlines.values()])
+        return None if soonest == inf else max(0.0, soonest - time.monotonic())
 
     def _kill_late(self) -> None:
         for rank in self._running:
@@ -175,7 +186,7 @@ def _start(number: int, spec: ChildSpec, environment: Mapping[str, str], stack: 
     stack.callback(os.close, pidfd)
     stack.callback(process.wait)
     with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code says more
-        control.send(spec)
+        control.send(replace(spec, rank=number))
     return _Rank(number, process, pidfd, events)
 
 

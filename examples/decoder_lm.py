@@ -5,18 +5,21 @@ one before it plus a number of the document's own, so that there is something to
 downloaded; weights are random. The preset `1.1b` has 16 documents of 2048 tokens a step.
 
     python examples/decoder_lm.py --preset tiny --steps 40
+    torchrun --nproc-per-node 2 examples/decoder_lm.py --parallel fsdp2
 """
 
 import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
 from _by_hand import adamw, add_flags, autocast, prepare
+from _ranks import Ranks, add_flag, built_on, join, leave, mean, reducing, spread
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -80,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-clip", action="store_true", help="leave the gradient's norm alone")
     parser.add_argument("--log-every", type=int, default=5, help="steps between lines")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
+    add_flag(parser)
     add_flags(parser)
     return parser.parse_args()
 
@@ -102,60 +106,88 @@ def build_model(preset: Preset, device: str) -> LlamaForCausalLM:
 
 def batches(loader: DataLoader[Tensor], device: str) -> Iterator[Tensor]:
     """Yield batches (batch, tokens) for ever, epoch after epoch."""
-    while True:
+    for epoch in count():
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
         for batch in loader:
             yield batch.to(device, non_blocking=True)
+
+
+def load(arguments: argparse.Namespace, preset: Preset, ranks: Ranks) -> DataLoader[Tensor]:
+    """Return the loader of this rank's share of every batch."""
+    batch_size = arguments.batch_size or preset.batch_size
+    if arguments.documents < batch_size:
+        raise SystemExit("the batch is larger than the data: raise --documents")
+    if batch_size % ranks.world:
+        raise SystemExit(f"a batch of {batch_size} is not shared evenly by {ranks.world} ranks")
+    documents = Documents(arguments.documents, preset, arguments.seed)
+    sampler: DistributedSampler[Tensor] | None = None
+    if arguments.parallel != "none":
+        sampler = DistributedSampler(
+            documents, ranks.world, ranks.rank, seed=arguments.seed, drop_last=True
+        )
+    return DataLoader(
+        documents,
+        batch_size // ranks.world,
+        shuffle=sampler is None,
+        sampler=sampler,
+        drop_last=True,
+        pin_memory=torch.device(ranks.device).type == "cuda",
+        generator=torch.Generator().manual_seed(arguments.seed),
+    )
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Train, and end with the samples per second."""
     torch.manual_seed(arguments.seed)
     preset = PRESETS[arguments.preset]
-    device = arguments.device
-    batch_size = arguments.batch_size or preset.batch_size
-    if arguments.documents < batch_size:
-        raise SystemExit("the batch is larger than the data: raise --documents")
-    loader = DataLoader(
-        Documents(arguments.documents, preset, arguments.seed),
-        batch_size,
-        shuffle=True,
-        drop_last=True,
-        pin_memory=torch.device(device).type == "cuda",
-        generator=torch.Generator().manual_seed(arguments.seed),
-    )
-    model = build_model(preset, device)
-    prepare(model, model.model.layers, arguments)
+    ranks = join(arguments)
+    device = ranks.device
+    loader = load(arguments, preset, ranks)
+    model: nn.Module = build_model(preset, built_on(arguments, ranks))
+    blocks = list(model.get_submodule("model.layers").children())
+    prepare(model, blocks, arguments)
+    model = spread(model, blocks, arguments, ranks)
     optimizer = adamw(model.parameters(), arguments, lr=preset.learning_rate, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{parameters / 1e6:.1f} M parameters, {arguments.steps} steps, on {device}")
+    speaks = ranks.rank == 0
+    if speaks:
+        print(f"{parameters / 1e6:.1f} M parameters, {arguments.steps} steps, on {device}")
 
-    losses = arguments.losses.open("w") if arguments.losses else None
+    losses = arguments.losses.open("w") if arguments.losses and speaks else None
     precision = autocast(arguments)
     source = batches(loader, device)
     started = time.perf_counter()
     for step in range(arguments.steps):
         batch = next(source)
         total = torch.zeros((), device=device)
-        for part in batch.split(arguments.micro_batch or batch_size):
-            with precision:
-                loss = model(input_ids=part, labels=part).loss * (len(part) / batch_size)
-            loss.backward()
+        parts = batch.split(arguments.micro_batch or len(batch))
+        for part in parts:
+            with reducing(model, last=part is parts[-1]):
+                with precision:
+                    loss = model(input_ids=part, labels=part).loss * (len(part) / len(batch))
+                loss.backward()
             total += loss.detach()
         if not arguments.no_clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        if losses is not None:
-            print(repr(total.item()), file=losses, flush=True)
-        if step % arguments.log_every == 0 or step == arguments.steps - 1:
-            print(f"step {step} loss {total.item()!r}", flush=True)
+        logs = step % arguments.log_every == 0 or step == arguments.steps - 1
+        if logs or arguments.losses:
+            shown = mean(total, ranks)
+            if losses is not None:
+                print(repr(shown), file=losses, flush=True)
+            if logs and speaks:
+                print(f"step {step} loss {shown!r}", flush=True)
     seconds = time.perf_counter() - started
     if losses is not None:
         losses.close()
-    rate = arguments.steps * batch_size / seconds
-    print(f"done: {rate:.2f} samples/s, {seconds / arguments.steps:.3f} s a step")
+    rate = arguments.steps * len(batch) * ranks.world / seconds
+    if speaks:
+        print(f"done: {rate:.2f} samples/s, {seconds / arguments.steps:.3f} s a step")
+    leave()
 
 
 if __name__ == "__main__":

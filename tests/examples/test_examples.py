@@ -59,9 +59,41 @@ def test_the_loss_goes_down(losses_of: Run, example: tuple[str, ...], steps: int
     assert mean(losses[-4:]) < 0.95 * mean(losses[:4])
 
 
+@pytest.fixture
+def over_ranks(root: Path, tmp_path: Path) -> Callable[..., list[float]]:
+    """Run the decoder on so many ranks, as torchrun starts them; return every step's loss."""
+
+    def run(ranks: int, *arguments: str) -> list[float]:
+        file = tmp_path / "losses"
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        script = [str(root / "examples" / "decoder_lm.py"), "--device", "cpu"]
+        command = [*start, *script, "--losses", str(file), "--steps", "4", *arguments]
+        finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+        assert finished.stdout.count("done: ") == 1
+        return [float(line) for line in file.read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_two_ranks_take_the_steps_of_one(over_ranks: Callable[..., list[float]], way: str) -> None:
+    one = over_ranks(1, "--parallel", way)
+    assert over_ranks(2, "--parallel", way) == pytest.approx(one, rel=1e-5)
+    by_hand = ("--micro-batch", "2", "--checkpointing")
+    assert over_ranks(2, "--parallel", way, *by_hand) == pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.full
 def test_the_commands_in_the_readme_run(root: Path) -> None:
     readme = (root / "examples" / "README.md").read_text()
+    over_ranks = [line.split() for line in readme.splitlines() if line.startswith("torchrun ")]
+    assert len(over_ranks) == 1
+    for _, *words in over_ranks:
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *words], cwd=root, check=True
+        )
     commands = [line for line in readme.splitlines() if line.startswith("python examples/")]
     assert {command.split()[1] for command in commands} == {
         f"examples/{path.name}" for path in (root / "examples").glob("[!_]*.py")
