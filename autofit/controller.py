@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,10 +13,10 @@ from typing import Self
 from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
-from autofit.crew import Crew
 from autofit.exceptions import NothingFits, ScriptError, UsageError, WorkerError
 from autofit.flight import Doubt, Flight, once
 from autofit.ledger import Ledger
+from autofit.muster import muster
 from autofit.plan import Plan
 from autofit.progress import (
     FactsKnown,
@@ -59,8 +60,10 @@ PLAN_SECONDS = 900.0
 HEARTBEAT = 10.0
 """Seconds between two renewals of the lease on running trials."""
 UNCONTAINED = "what the script writes to disk is really written: no overlay is allowed here"
-BREAKS = 3
-"""Workers that may break before the search gives up."""
+AGAIN = 2
+"""Times that a plan is run again whose worker was lost under it."""
+BREAKS = 3 * (AGAIN + 1)
+"""Workers lost on end, with no plan heard out in between, at which the search gives up."""
 LATE_STEPS = 50
 """Steps the neutral plan must survive where it is not known at which step a plan failed."""
 FINALISTS = 3
@@ -86,7 +89,9 @@ class Search:
         self._owner = Owner.current()
         self._started = time.monotonic()
         self._flights: dict[int, Flight] = {}
-        self._broken = 0
+        self._broken: Counter[tuple[Plan, Purpose]] = Counter()
+        """Workers lost, by what ran there."""
+        self._on_end = 0
         self._warned = False
         self._safe_steps = 0
         self._stack = ExitStack()
@@ -131,7 +136,7 @@ class Search:
 
     def _open(self) -> None:
         options = self._options
-        self._crew = Crew(options)
+        self._crew = muster(options, self._stack)
         device, hardware = self._crew.device, self._crew.hardware
         budget = studies.budget(self._crew.free, hardware, options.memory, options.headroom)
         key = studies.key(options, hardware)
@@ -165,7 +170,7 @@ class Search:
             script=self._options.script,
             hardware=hardware,
             budget=budget,
-            versions=studies.versions(),
+            versions=self._crew.versions,
             fresh=fresh,
         )
 
@@ -184,6 +189,7 @@ class Search:
     ) -> None:
         """Keep every slot busy with what is proposed, until nothing is and nothing runs."""
         while True:
+            self._crew.tend(self._ledger.say, idle=not self._flights)
             for slot in self._crew.idle(self._flights):
                 if (plan := propose(None)) is None:
                     break
@@ -269,6 +275,7 @@ class Search:
                 flight.traces[index] = trace
             case TrialReport():
                 flight.reported += 1
+                self._on_end = 0
                 self._judge(slot, flight, happening)
             case Asking():
                 self._answer(slot, flight, happening)
@@ -278,11 +285,26 @@ class Search:
                 self._worker_broke(slot, happening)
 
     def _worker_broke(self, slot: int, error: WorkerError) -> None:
-        self._release(self._flights.pop(slot))
-        self._broken += 1
-        if self._broken > BREAKS:
+        """Run what was lost with a worker again; record a plan that loses its worker each time."""
+        flight = self._flights.pop(slot)
+        running = flight.trials[flight.reported :][:1]  # none, if it was lost between two plans
+        self._on_end += 1
+        times = 0
+        for trial in running:
+            self._broken[trial.plan, trial.purpose] += 1
+            times = self._broken[trial.plan, trial.purpose]
+        if times > AGAIN and self._ledger.finished():
+            trial = running[0]
+            reason = f"its worker was lost {times} times; the last time: {error}"
+            report = TrialReport(
+                index=flight.reported, plan=trial.plan, verdict=Verdict.PLAN_FAILED, reason=reason
+            )
+            self._ledger.finish(trial, report, slot)
+        self._release(flight)
+        if self._on_end >= BREAKS or (times > AGAIN and not self._ledger.finished()):
             raise error
-        self._ledger.say(f"{error}; trying again")
+        if times <= AGAIN:
+            self._ledger.say(f"{error}; what ran there is tried again")
 
     def _landed(self, slot: int, ended: LaunchEnded) -> None:
         """Close a launch: what it did not reach is planned again, unless it never can be."""
@@ -402,9 +424,13 @@ class Search:
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
 
     def _again(self, plan: Plan) -> None:
-        """Measure ``plan`` in a fresh process; once more where others took the memory from it."""
+        """Measure ``plan`` in a fresh process; once more where that was none of its doing."""
         self._tell(Remeasuring(plan=plan))
-        interrupted = -1
-        while interrupted < self._crew.interrupted and not self._ledger.confirmations(plan):
-            interrupted = self._crew.interrupted
+        before = -1
+        while before < self._undone() and not self._ledger.confirmations(plan):
+            before = self._undone()
             self._drive(once(plan), Purpose.CONFIRM)
+
+    def _undone(self) -> int:
+        """Return how often a launch came to nothing for want of its card or its worker."""
+        return self._crew.interrupted + self._broken.total()

@@ -1,8 +1,8 @@
-"""The slots of a search: how many, on which cards, and which have been given up."""
+"""The slots of a search on this machine: on which cards, and which have been given up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from autofit.asked import SearchOptions
@@ -12,6 +12,7 @@ from autofit.strategies import Hardware
 from autofit.worker import meter
 from autofit.worker.pool import Pool
 from autofit.worker.records import LaunchEnded
+from autofit.worker.versions import versions
 
 CPU_SLOTS = 1
 """Trials side by side would disturb one another's times."""
@@ -38,6 +39,8 @@ class Crew:
         """Launches that others took the memory from."""
         self.lines: tuple[str, ...] = ()
         """What there is to say of the devices before anything is started."""
+        self.versions = versions()
+        """Of what the trials run with."""
         self.device = meter.default_device()
         self.hardware: Hardware
         self.free: int
@@ -55,18 +58,16 @@ class Crew:
 
     def _choose(self) -> None:
         each = self.ranks
-        asked = self._options.gpus or each
-        here = self._options.address is None  # else Ray knows which cards the cluster has
-        found = choose(meter.cards(), asked if here else 1, self._options.memory)
+        found = choose(meter.cards(), self._options.gpus or each, self._options.memory)
         self.lines = found.lines
         if not found.cards[0].measured:
             self.lines += (BLIND,)
         self.hardware = found.cards[0].hardware
         self.free = min(card.free for card in found.cards)
-        if here and len(found.cards) < each:
+        if len(found.cards) < each:
             raise WorkerError(f"--gpus-per-trial {each}: {'; '.join(found.lines)}")
-        self.slots = (len(found.cards) if here else asked) // each
-        self._cards = found.cards if here else ()
+        self.slots = len(found.cards) // each
+        self._cards = found.cards
 
     def workers(self, stack: ExitStack) -> Pool:
         """Return the pool; it is started by the first call, and left with ``stack``.
@@ -74,30 +75,38 @@ class Crew:
         Raises ``WorkerError`` when every slot has been given up.
         """
         if len(self._lost) == self.slots:
-            raise WorkerError(
-                f"no device is left: {'; '.join(self._lost.values())}."
-                " Finished trials are stored: the same command carries on from there"
-            )
+            raise self._none_left()
         if self._pool is None:
             pool = Pool(
                 self.slots,
                 self.device,
-                self._options.address,
                 gpus=self.ranks,
                 cards=[card.entry for card in self._cards],
             )
             self._pool = stack.enter_context(pool)
         return self._pool
 
+    def _none_left(self) -> WorkerError:
+        return WorkerError(
+            f"no device is left: {'; '.join(dict.fromkeys(self._lost.values()))}."
+            " Finished trials are stored: the same command carries on from there"
+        )
+
+    def tend(self, say: Say, *, idle: bool) -> None:
+        """Take note of workers that have come and gone, where they can; ``idle``: nothing runs."""
+
     def label(self, slot: int) -> str:
         """Return which card a slot has, where there is more than one slot."""
         return self._pool.labels[slot] if self._pool is not None and self.slots > 1 else ""
 
-    def idle(self, busy: Container[int]) -> list[int]:
+    def idle(self, busy: Collection[int]) -> list[int]:
         """Return the slots that are not ``busy``, those given up only where no other is left."""
         slots = [slot for slot in range(self.slots) if slot not in busy]
         gone = len(self._lost) == self.slots  # then whoever has work for one hears of it
         return [slot for slot in slots if gone or slot not in self._lost]
+
+    def _give_up(self, slot: int, why: str) -> None:
+        self._lost[slot] = why
 
     def heed(self, slot: int, ended: LaunchEnded, say: Say) -> bool:
         """Return whether a launch ended for the sake of its card, and give up one that is lost.
@@ -108,7 +117,7 @@ class Crew:
             self.interrupted += 1
             say(f"{ended.taken}; what ran there is tried again")
         if ended.lost:
-            self._lost[slot] = ended.lost
+            self._give_up(slot, ended.lost)
             say(f"{ended.lost}; it is not used any more")
         if self.interrupted > TAKEN:
             raise WorkerError(f"others keep taking the memory: {ended.taken or ended.lost}")

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
-
-import autofit
 from autofit.asked import SearchOptions
 from autofit.exceptions import UsageError
 from autofit.progress import StudyOpened
 from autofit.storage import StudyKey, StudyRecord
 from autofit.strategies import Hardware
 from autofit.units import format_size
+from autofit.worker.versions import versions
 
-PACKAGES = ("torch", "accelerate", "bitsandbytes", "transformers", "optuna", "ray")
-"""Whose versions a study keeps beside its figures."""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that matter to the figures, without importing the packages."""
-    found = {"autofit": autofit.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+__all__ = ["budget", "key", "opened", "versions"]
 
 
 def key(options: SearchOptions, hardware: Hardware) -> StudyKey:

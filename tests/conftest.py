@@ -97,3 +97,13 @@ def repository_copy(root: Path, tmp_path: Path) -> Path:
     """A copy of the repository's sources, links kept, for a test to change."""
     ignore = shutil.ignore_patterns(*NOT_SOURCE)
     return shutil.copytree(root, tmp_path / "repository", symlinks=True, ignore=ignore)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster without nodes yet, on loopback: ``tests.ray_cluster.RayCluster``."""
+    from tests.ray_cluster import RayCluster
+
+    with pytest.MonkeyPatch.context() as patch, RayCluster() as cluster:
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # whoever joins has to be told
+        yield cluster

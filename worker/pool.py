@@ -1,96 +1,39 @@
-"""Slots on which launches run side by side: one Ray actor each, without torch in it.
+"""Slots on which launches run side by side: one Ray actor each (``slot.py``).
 
-The driver hands a request to a slot and hears, in one stream, what happens on all of them. The
-actor is a launcher and nothing else (``launcher.py``); it sits on the machine that has the GPU.
+The driver hands a request to a slot and hears, in one stream, what happens on all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from autofit.exceptions import WorkerError
-from autofit.worker.child import adopt_orphans
-from autofit.worker.guard import Guard
-from autofit.worker.launcher import HARNESS, Control, launch
+from autofit.worker.launcher import HARNESS
 from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.ray_session import RaySession
 from autofit.worker.records import Answer, LaunchEnded, LaunchEvent, LaunchRequest
+from autofit.worker.slot import GOODBYE, Setting, Slot
 
 Happening = tuple[int, LaunchEvent | WorkerError]
 """A slot, and what happened there; after a ``WorkerError`` the slot is free and usable again."""
 
 _READY = 60.0
 """Seconds Ray is given to find the GPUs of every slot."""
-_GOODBYE = 15.0
-"""Seconds running launches are given to end in good order."""
-
-
-class Slot:
-    """The actor: runs one launch at a time, on the machine where it sits."""
-
-    def __init__(
-        self, environment: Mapping[str, str], device: str, scratch: str | None, harness: str
-    ) -> None:
-        adopt_orphans()
-        self._environment = dict(environment)
-        if device == "cuda" and (given := _given_gpus()):
-            self._environment[VISIBLE] = given
-        self._guard = Guard.of(device, self._environment)
-        self._scratch = scratch
-        self._harness = Path(harness)
-        self._control = Control()
-        self._idle = threading.Event()
-        self._idle.set()
-
-    def ready(self) -> str:
-        """Answer once the actor is there: which of the cluster's cards it has, if any."""
-        cards = self._environment.get(VISIBLE, "") if _given_gpus() else ""
-        return f"{platform.node()} GPU {cards}" if cards else ""
-
-    def launch(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
-        """Run ``request`` and yield what becomes of it."""
-        self._idle.clear()
-        try:
-            yield from launch(
-                request,
-                harness=self._harness,
-                environment=self._environment,
-                scratch=self._scratch,
-                lone=True,
-                control=self._control,
-                guard=self._guard,
-            )
-        finally:
-            self._control = Control()
-            self._idle.set()
-
-    def answer(self, answer: Answer) -> None:
-        """Answer the running launch, which is asking for another plan."""
-        self._control.answer(answer)
-
-    def cancel(self) -> None:
-        """End the running launch, if there is one, and wait until it is gone."""
-        if not self._idle.is_set():
-            self._control.stop()
-            self._idle.wait(_GOODBYE)
 
 
 class Pool:
-    """Runs launches on ``slots`` slots; a context manager.
+    """Runs launches on ``slots`` slots of this machine; a context manager.
 
-    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot: on this machine those that
-    ``cards`` names, as ``CUDA_VISIBLE_DEVICES`` does (the first ones when not given), in a cluster
-    those that its Ray assigns. ``address``: a running Ray cluster, as ``ray.init`` takes it;
-    without one Ray is started on this machine, on loopback only, and is gone when the pool is left
-    or this process ends, however it ends.
+    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot: those that ``cards`` names, as
+    ``CUDA_VISIBLE_DEVICES`` does (the first ones when not given). Ray is started on loopback only,
+    and is gone when the pool is left or this process ends, however it ends. In a program that has
+    Ray running the pool is its guest, and takes the GPUs that Ray assigns.
     Entering raises ``WorkerError`` when Ray, or a GPU for every slot, is not to be had.
     """
 
@@ -98,24 +41,25 @@ class Pool:
         self,
         slots: int = 1,
         device: str = "cpu",
-        address: str | None = None,
         *,
         gpus: int = 1,
         cards: Sequence[str] = (),
         harness: Path = HARNESS,
     ) -> None:
-        self.slots = range(slots)
-        self.labels = [""] * slots
+        self.slots: Sequence[int] = range(slots)
+        self.labels: dict[int, str] = dict.fromkeys(self.slots, "")
         """What each slot runs on, for people; empty where there is nothing to tell apart."""
         self._device = device
         self._gpus = gpus if device == "cuda" else 0
         self._harness = harness
         self._environment = dict(os.environ)  # the user's own, before Ray touches it
         self._cards = list(cards)
-        self._ray = RaySession(address=address)
-        self._groups: list[Any] = []
+        self._ray = RaySession()
+        self._groups: dict[int, Any] = {}
         self._actors: dict[int, Any] = {}
         self._streams: dict[Any, int] = {}
+        self._coming: dict[Any, int] = {}
+        """Slots whose actor has not answered yet."""
 
     @property
     def free(self) -> list[int]:
@@ -125,15 +69,19 @@ class Pool:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._ray)
-            if self._gpus and self._ray.ours:
-                self._hand_out()
-            elif self._gpus:
-                self._groups = [self._reserve() for _ in self.slots]
-            self._actors = {slot: self._start(slot) for slot in self.slots}
-            if not self._ray.ours:  # where others may hold what we ask for
-                self._wait_for_actors()
+            self._open()
             stack.pop_all()
         return self
+
+    def _open(self) -> None:
+        """Start the actors."""
+        if self._gpus and self._ray.ours:
+            self._hand_out()
+        elif self._gpus:
+            self._groups = {slot: self._reserve() for slot in self.slots}
+        self._actors = {slot: self._start(slot) for slot in self.slots}
+        if not self._ray.ours:  # where others may hold what we ask for
+            self._wait_for_actors()
 
     def __exit__(
         self,
@@ -174,8 +122,9 @@ class Pool:
 
         if not self._streams:
             return []
-        ready, _ = ray.wait(list(self._streams), num_returns=1, timeout=timeout)
+        ready, _ = ray.wait([*self._streams, *self._coming], num_returns=1, timeout=timeout)
         more, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0)
+        ready = [each for each in ready if each in self._streams]
         return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]
 
     def _cancel(self, slot: int) -> Any:
@@ -192,12 +141,18 @@ class Pool:
             return slot, WorkerError(f"slot {slot}: {error.cause}")
         except (ray.exceptions.RayError, StopIteration) as error:
             del self._streams[stream]
-            ray.kill(self._actors[slot])
-            self._actors[slot] = self._start(slot)
-            return slot, WorkerError(f"the worker of slot {slot} died: {_first_line(error)}")
+            self._replace(slot)
+            return slot, WorkerError(f"the worker of slot {slot} died: {first_line(error)}")
         if isinstance(event, LaunchEnded):
             del self._streams[stream]
         return slot, event
+
+    def _replace(self, slot: int) -> None:
+        """Start the actor of a slot anew."""
+        import ray
+
+        ray.kill(self._actors[slot])
+        self._actors[slot] = self._start(slot)
 
     def _hand_out(self) -> None:
         """Settle which of this machine's cards each slot has."""
@@ -205,7 +160,7 @@ class Pool:
         self._cards = self._cards or [card.entry for card in nvml.cards(self._environment)]
         if len(self._cards) < need:
             raise WorkerError(f"{need} GPUs were asked for, {len(self._cards)} are visible here")
-        self.labels = [f"GPU {self._own(slot)}" for slot in self.slots]
+        self.labels = {slot: f"GPU {self._own(slot)}" for slot in self.slots}
 
     def _own(self, slot: int) -> str:
         """Return the cards of a slot on this machine, as CUDA reads them."""
@@ -221,9 +176,6 @@ class Pool:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(self.slots)))}
 
     def _start(self, slot: int) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
         environment = self._environment
         if self._ray.ours:
@@ -231,16 +183,27 @@ class Pool:
             if self._gpus:
                 environment = {**self._threads(), **environment, VISIBLE: self._own(slot)}
         elif self._gpus:
-            group = self._groups[slot]
-            options = {
-                "num_cpus": 0,
-                "num_gpus": self._gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
-            }
+            options = self._within(self._groups[slot])
+        setting = Setting(
+            device=self._device,
+            environment=environment,
+            harness=self._harness,
+            scratch=None if self._ray.folder is None else str(self._ray.folder),
+        )
+        return self._actor(options, setting)
+
+    def _within(self, group: Any) -> dict[str, Any]:
+        """Return what puts an actor into its placement group."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group)
+        return {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
+
+    def _actor(self, options: dict[str, Any], setting: Setting) -> Any:
+        import ray
+
         remote: Any = ray.remote  # its stubs know no concurrency groups
-        actor = remote(concurrency_groups={"control": 1}, **options)(Slot)
-        folder = None if self._ray.folder is None else str(self._ray.folder)
-        return actor.remote(environment, self._device, folder, str(self._harness))
+        return remote(concurrency_groups={"control": 1}, **options)(Slot).remote(setting)
 
     def _wait_for_actors(self) -> None:
         import ray
@@ -250,7 +213,7 @@ class Pool:
         if len(done) < len(ready):
             asked = f"one CPU for each of {len(ready)} slots"
             raise WorkerError(f"Ray has no room for {asked}: ask for fewer, or free some")
-        self.labels = ray.get(ready)
+        self.labels = dict(zip(self._actors, ray.get(ready), strict=True))
 
     def _reserve(self) -> Any:
         """Return a placement group with the GPUs of one slot, on one machine."""
@@ -272,24 +235,14 @@ class Pool:
 
         running = [self._cancel(slot) for slot in self._streams.values()]
         if running:
-            ray.wait(running, num_returns=len(running), timeout=_GOODBYE)
+            ray.wait(running, num_returns=len(running), timeout=GOODBYE)
         if not self._ray.ours:
             for actor in self._actors.values():
                 ray.kill(actor)
-            for group in self._groups:
+            for group in self._groups.values():
                 remove_placement_group(group)
 
 
-def _given_gpus() -> str:
-    """Return which GPUs Ray has given to this actor, as CUDA reads them; a Ray of ours gives none.
-
-    See ``RuntimeContext.get_accelerator_ids`` of Ray.
-    """
-    import ray
-
-    ids: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return ",".join(ids)
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error: Ray's go on for many."""
     return str(error).strip().partition("\n")[0]

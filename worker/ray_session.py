@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import uuid
@@ -19,11 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from autofit.exceptions import WorkerError
+from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.reaper import SESSION, Reaper
 
 _LONGEST_FOLDER = 20
 """Characters: a Unix socket's path holds 107, of which Ray's own part takes some 85."""
+_ANSWER = 5.0
+"""Seconds within which a cluster has to take a connection."""
 _OBJECT_STORE = 80 << 20
 """Bytes; about the least Ray accepts. Our records are so small that they do not go there."""
 
@@ -55,6 +58,7 @@ class RaySession:
         """Goes with the session; ``None`` in a Ray that is not ours."""
         self._reaper: Reaper | None = None
         self._guest = False
+        self._hushed = contextlib.ExitStack()
 
     @property
     def ours(self) -> bool:
@@ -66,20 +70,39 @@ class RaySession:
 
         self._guest = ray.is_initialized()
         try:
+            if not self._guest:
+                self._hushed.enter_context(_without_news())
             if self._guest:
                 pass  # the program that called us has Ray running: its own affair
             elif self._address is not None:
-                with _own_sigterm():
-                    ray.init(address=self._address, log_to_driver=False, configure_logging=False)
+                self._join(self._address)
             else:
                 self._start()
         except BaseException as error:
             self.close()
-            if isinstance(error, ConnectionError | OSError | RuntimeError | ValueError):
+            if isinstance(error, OSError | RuntimeError | ValueError | ray.exceptions.RayError):
                 where = f"at {self._address}" if self._address else "on this machine"
-                raise WorkerError(f"Ray {where} cannot be used: {error}") from error
+                reason = str(error).strip().partition("\n")[0]
+                raise WorkerError(f"Ray {where} cannot be used: {reason}") from error
             raise
         return self
+
+    def _join(self, address: str) -> None:
+        """Join the cluster at ``address``: with the token it asks for, which Ray finds itself."""
+        import ray
+
+        if "://" in address:
+            raise UsageError(
+                f"--address {address}: give auto or host:port, from a machine of the cluster;"
+                " from outside, submit the search as a job"
+            )
+        host, _, port = address.rpartition(":")
+        if port.isdecimal():  # else Ray tries for minutes
+            with socket.create_connection((host, int(port)), timeout=_ANSWER):
+                pass
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        with _own_sigterm():
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
 
     def __exit__(
         self,
@@ -97,6 +120,7 @@ class RaySession:
             if not self._guest:
                 ray.shutdown()
         finally:
+            self._hushed.close()
             if self._reaper is not None:
                 self._reaper.finish()
                 self._reaper = None
@@ -142,6 +166,22 @@ def _short_folder() -> str:
     """Return the system's temporary folder, or ``/tmp`` when a socket's path would get too long."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_FOLDER or not os.access("/tmp", os.W_OK) else "/tmp"
+
+
+@contextlib.contextmanager
+def _without_news() -> Iterator[None]:
+    """Keep Ray from printing what its machines report, dozens of lines each, to standard output.
+
+    Whoever uses its workers hears of what is lost. ``log_to_driver=False`` leaves these out.
+    """
+    from ray._private import worker
+
+    printing = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda *given, **named: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printing
 
 
 @contextlib.contextmanager

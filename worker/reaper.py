@@ -24,6 +24,8 @@ from pathlib import Path
 SESSION = "AUTOFIT_SESSION"
 """Name of the variable that marks the processes of a session."""
 
+_ASIDE = "aside"
+"""Tells the reaper to leave its parent."""
 _PATIENCE = 60.0
 """Seconds after which the reaper gives up on a process that cannot die (stuck in a driver)."""
 
@@ -130,13 +132,15 @@ class Reaper:
     """The driver's handle of a reaper it has started for ``session``.
 
     When its pipe breaks, which the kernel sees to should this process be killed, the reaper ends
-    the session and removes ``folder``.
+    the session and removes ``folder``. ``aside``: it is no child of this process, for others may
+    kill those; it cannot be waited for then.
     """
 
-    def __init__(self, session: str, folder: Path) -> None:
+    def __init__(self, session: str, folder: Path, *, aside: bool = False) -> None:
         environment = {key: value for key, value in os.environ.items() if key != SESSION}
+        program = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).resolve()), session, str(folder)],
+            [*program, session, str(folder), *([_ASIDE] if aside else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -144,14 +148,18 @@ class Reaper:
             env=environment,
             cwd="/",
         )
+        if aside:
+            self._process.wait()
 
     def finish(self) -> None:
         """Let the reaper end what is left of the session, and wait until it has."""
         self._process.communicate()
 
 
-def main(session: str, folder: str) -> None:
+def main(session: str, folder: str, aside: str = "") -> None:
     """Wait until standard input breaks, then end the session."""
+    if aside and os.fork():
+        return
     while os.read(sys.stdin.fileno(), 4096):
         pass
     kill_until_gone(lambda table: with_descendants(marked(session, table), table), _PATIENCE)

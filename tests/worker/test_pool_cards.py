@@ -37,7 +37,7 @@ def test_each_slot_sees_its_own(tmp_path: Path) -> None:
     cards = ["3", "MIG-a", "1", "0"]
     seen: dict[int, str | None] = {}
     with Pool(slots=2, device="cuda", gpus=2, cards=cards, harness=harness) as pool:
-        assert pool.labels == ["GPU 3,MIG-a", "GPU 1,0"]
+        assert pool.labels == {0: "GPU 3,MIG-a", 1: "GPU 1,0"}
         for slot in pool.slots:
             pool.submit(slot, request)
         while len(pool.free) < 2:

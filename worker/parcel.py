@@ -1,0 +1,106 @@
+"""What travels to nodes that do not have it: autofit's own code, and the working directory.
+
+Both go as Ray carries a ``runtime_env``: a zip in the cluster's store, named by its contents, that
+each node unpacks once. What of the working directory goes along: ``shipping.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import logging
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+from autofit.exceptions import WorkerError
+from autofit.worker import shipping
+
+_PACKAGES = ("autofit", "autofit.strategies", "autofit.worker", "autofit.storage")
+"""They may lie in four places: see docs/layout.md."""
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""In place of each file's time, so that the same contents have the same name."""
+
+
+def identity(folder: str) -> str:
+    """Return what tells a folder from a copy of it, wherever it is seen from; "" if it is not.
+
+    Of its files the inode, the size and the time of the last change of the inode, which nobody can
+    set: two machines that read the same belong to one file system, or are one machine.
+    """
+    seen = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("autofit.db"):
+                    continue
+                stat = entry.stat(follow_symlinks=False)
+                file = not entry.is_dir(follow_symlinks=False)
+                seen.append((entry.name, stat.st_ino, file and (stat.st_size, stat.st_ctime_ns)))
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(sorted(seen, key=lambda each: each[0])).encode()).hexdigest()
+
+
+def send_code() -> str:
+    """Put autofit's own packages into the cluster's store; return their URI."""
+    from ray._private.runtime_env.packaging import (
+        package_exists,
+        pin_runtime_env_uri,
+        upload_package_to_gcs,
+    )
+
+    data = _zipped(_code())
+    uri = f"gcs://_ray_pkg_{hashlib.sha256(data).hexdigest()[:32]}.zip"
+    try:
+        pin_runtime_env_uri(uri)  # kept for minutes, until the first worker refers to it
+        if not package_exists(uri):
+            upload_package_to_gcs(uri, data)
+    except RuntimeError as error:
+        raise WorkerError(f"autofit's own code cannot be sent to the cluster: {error}") from error
+    return uri
+
+
+def send_folder(folder: str) -> str:
+    """Put the working directory into the cluster's store; return its URI.
+
+    Raises ``UsageError`` where it is larger than Ray carries.
+    """
+    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+    from ray.exceptions import RuntimeEnvSetupError
+
+    carried = {"working_dir": folder, "excludes": shipping.checked_excludes(Path(folder))}
+    with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
+        try:
+            quiet = logging.getLogger("ray.autofit")
+            sent = upload_working_dir_if_needed(carried, True, scratch, quiet)
+        except RuntimeEnvSetupError as error:
+            raise WorkerError(f"{folder} cannot be sent to the cluster: {error}") from error
+    return str(sent["working_dir"])
+
+
+def _code() -> dict[str, Path]:
+    """Return the files of autofit's own packages, by their path where they are unpacked."""
+    files: dict[str, Path] = {}
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, f"{name} is a part of this package"
+        for top in spec.submodule_search_locations or ():
+            for folder, below, names in os.walk(top, followlinks=True):
+                below[:] = [each for each in below if each != "__pycache__"]
+                inside = Path(name.replace(".", "/"), Path(folder).relative_to(top))
+                files |= {(inside / each).as_posix(): Path(folder, each) for each in names}
+    return files
+
+
+def _zipped(files: dict[str, Path]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for inner in sorted(files):
+            info = zipfile.ZipInfo(inner, _EPOCH)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = 0o644 << 16
+            archive.writestr(info, files[inner].read_bytes())
+    return buffer.getvalue()
