@@ -28,6 +28,11 @@ from autofit.worker.harness.overlay import isolate
 sys.exit(not isolate(Path(sys.argv[1])))
 """
 _SECONDS = 60.0
+_LINKS = {
+    "": "",
+    "nvlink": "; NVLink to the others",
+    "pcie": "; PCIe to others: a training over several waits longer for their gradients",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,7 @@ def as_document(found: Examination) -> dict[str, Any]:
                 "free_bytes": card.free,
                 "held_bytes": card.held,
                 "mig": card.mig,
+                "link": card.hardware.link,
                 "holders": [
                     {"pid": each.pid, "name": each.name, "bytes": each.size}
                     for each in card.holders
@@ -122,7 +128,7 @@ def _card(card: meter.Card) -> Finding:
     free = f"{format_size(card.free)} of {total} free{who(card)}"
     if not card.measured:
         free = f"{total}; without NVML nobody says what is free"
-    text = f"{card.hardware.name}, {free}"
+    text = f"{card.hardware.name}, {free}{_LINKS[card.hardware.link]}"
     if card.mig:
         text += "; a MIG instance: trials see this instance alone"
     return Finding(name=card.label, ok=card.measured and card.held <= SLACK, text=text)

@@ -19,6 +19,9 @@ class Hardware:
     """CUDA compute capability; ``None`` on the CPU."""
     cannot_compile: str | None = None
     """Why ``torch.compile`` cannot make code for it here; ``None`` where it can."""
+    link: str = ""
+    """How it reaches the other GPUs that are visible beside it: ``"nvlink"`` to each of them,
+    ``"pcie"`` to one at least; empty where there is no other, or nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

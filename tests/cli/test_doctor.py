@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -47,6 +48,8 @@ def test_memory_of_others_and_what_nobody_measures_are_marked() -> None:
     assert not found.ok
     said = "NVIDIA H200, 40.0 GiB of 140.0 GiB free: process 7 (python) holds 100.0 GiB"
     assert found.text == said
+    linked = dataclasses.replace(card, hardware=dataclasses.replace(hardware, link="nvlink"))
+    assert doctor._card(linked).text == f"{said}; NVLink to the others"
     blind = nvml.Card(
         entry="0",
         uuid="",

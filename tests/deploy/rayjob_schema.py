@@ -3,7 +3,7 @@
     python tests/deploy/rayjob_schema.py ray.io_rayjobs.yaml > tests/deploy/rayjob-v1.yaml
 
 The CRD is ``helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml`` of the repository
-github.com/ray-project/kuberay (Apache-2.0), at the version that ``KUBERAY`` names. Fields below those
+github.com/ray-project/kuberay (Apache-2.0), at the version ``KUBERAY`` names. Fields below those
 of a container are not looked at, nor unusual ones of a pod: the API server does that.
 """
 

@@ -45,7 +45,17 @@ for step in range(40):
     time.sleep(float(sys.argv[1]))
 """
 
+GONE_WITHIN = 10.0
+"""Seconds after the script's end in which all it has started has to be gone."""
+
 Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def alive(mark: str) -> list[str]:
+    """Return what runs of a session, by its command lines."""
+    table = processes()
+    pids = [pid for pid in marked(mark, table) if table[pid].alive]
+    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in pids]
 
 
 @pytest.fixture
@@ -81,8 +91,9 @@ def allocation(root: Path, tmp_path: Path) -> Iterator[Start]:
             )
 
     yield start
-    table = processes()
-    left = {pid for pid in marked(mark, table) if table[pid].alive}
+    deadline = time.monotonic() + GONE_WITHIN
+    while (left := alive(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
     reaper.finish()
     shutil.rmtree(folder, ignore_errors=True)
     assert not left

@@ -15,6 +15,7 @@ import pytest
 from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, StudyKey, StudyRecord, script_path
+from autofit.storage.models import Study
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records import Script, Trace, TracedStep, TrialReport, Verdict
 
@@ -35,6 +36,18 @@ def test_a_study_comes_back_as_it_was_opened(
     assert (again.key, again.script, again.hardware) == (key, script, hardware)
     assert again.id == key.fingerprint[:8]
     assert again.created.tzinfo is UTC
+
+
+def test_a_study_of_before_the_link_was_read_goes_on(
+    location: str, opening: Open, hardware: Hardware
+) -> None:
+    with Store(location) as store:
+        study = opening(store)
+        with store._write() as session:
+            row = session.get_one(Study, study.id)
+            row.hardware = {name: x for name, x in row.hardware.items() if name != "link"}
+        assert store.study(study.id).hardware == hardware
+        assert opening(store).id == study.id
 
 
 def test_the_same_key_resumes_and_another_opens_another(

@@ -21,12 +21,15 @@ class Device:
     name: str = "NVIDIA H200"
     instances: tuple[Device, ...] = ()
     mig: bool = False
+    board: str = "bridged"
 
 
 class Driver:
     """The part of pynvml that the list of cards is made from."""
 
     NVMLError = NVMLError
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
 
     def __init__(self, *devices: Device) -> None:
         self._devices = devices
@@ -55,6 +58,13 @@ class Driver:
         if index % 2 or index // 2 >= len(device.instances):  # places need not be in a row
             raise NVMLError("Not Found")
         return device.instances[index // 2]
+
+    def nvmlDeviceGetP2PStatus(self, one: Device, other: Device, kind: int) -> int:
+        assert one != other
+        if "MIG-" in one.uuid + other.uuid:
+            raise NVMLError("Not Supported")
+        assert kind == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return self.NVML_P2P_STATUS_OK if {one.board, other.board} == {"bridged"} else 5
 
 
 A, B, C = Device("GPU-aaaa"), Device("GPU-bbbb"), Device("GPU-bccc")
@@ -98,3 +108,17 @@ def test_each_instance_of_a_cut_card_is_a_card() -> None:
     assert shown(driver, "MIG-2222") == [("MIG-2222",) * 2]
     assert shown(driver, "1") == [("MIG-1111",) * 2], "CUDA takes the first"
     assert shown(driver, "2") == []
+
+
+def links(*devices: Device) -> list[str]:
+    driver = Driver(*devices)
+    handles = [handle for _, handle in nvml._handles(driver, {})]
+    return [nvml._link(driver, handle, handles) for handle in handles]
+
+
+def test_what_joins_a_card_to_the_others_that_are_shown() -> None:
+    alone = Device("GPU-9999", board="in a slot of its own")
+    assert links(A) == [""]
+    assert links(A, B, C) == ["nvlink"] * 3
+    assert links(A, B, alone) == ["pcie"] * 3
+    assert links(CUT) == ["", ""], "nobody says how instances are joined"

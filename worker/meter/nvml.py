@@ -118,7 +118,11 @@ def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
     Raises ``WorkerError`` where the driver does not answer.
     """
     with _driver() as nvml:
-        return tuple(_card(nvml, entry, handle) for entry, handle in _handles(nvml, environment))
+        shown = _handles(nvml, environment)
+        return tuple(
+            _card(nvml, entry, handle, _link(nvml, handle, [other for _, other in shown]))
+            for entry, handle in shown
+        )
 
 
 def handle_of(uuid: str) -> Any | None:
@@ -197,7 +201,22 @@ def _uuid(nvml: Any, handle: Any) -> str:
     return str(nvml.nvmlDeviceGetUUID(handle))
 
 
-def _card(nvml: Any, entry: str, handle: Any) -> Card:
+def _link(nvml: Any, handle: Any, everyone: list[Any]) -> str:
+    """Return ``Hardware.link`` of a card among those shown; through an NVSwitch is NVLink too."""
+    own = _uuid(nvml, handle)
+    others = [other for other in everyone if _uuid(nvml, other) != own]
+    try:
+        linked = [
+            nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            == nvml.NVML_P2P_STATUS_OK
+            for other in others
+        ]
+    except nvml.NVMLError:  # MIG instances, a driver in a virtual machine
+        return ""
+    return ("nvlink" if all(linked) else "pcie") if linked else ""
+
+
+def _card(nvml: Any, entry: str, handle: Any, link: str) -> Card:
     uuid = _uuid(nvml, handle)
     mig = uuid.startswith("MIG-")
     whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if mig else handle
@@ -212,6 +231,7 @@ def _card(nvml: Any, entry: str, handle: Any) -> Card:
             total_bytes=total,
             capability=(int(major), int(minor)),
             cannot_compile=cannot_compile(),
+            link=link,
         ),
         free=free,
         held=held,
