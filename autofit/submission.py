@@ -28,6 +28,8 @@ STORE = "~/autofit.db"
 """Where a job keeps its trials when no ``--storage`` is given: on the machine the job runs on."""
 LOST = 60.0
 """Seconds the job server may be silent before it is taken for gone."""
+STARTING = 30.0
+"""Seconds a head that answers is given until it takes jobs."""
 STOPPED = 30.0
 """Seconds a job that was told to stop is given to end in good order."""
 
@@ -49,23 +51,37 @@ def submit(url: str, line: Sequence[str], script: Script, write: Callable[[str],
     patterns = checked_excludes(folder)
     client = _client(url)
     columns = shutil.get_terminal_size((100, 24)).columns
-    try:
-        job = client.submit_job(
-            entrypoint=shlex.join(["exec", "python", "-m", "autofit", *line]),
-            runtime_env={
-                "working_dir": str(folder),
-                "excludes": patterns,
-                "env_vars": {
-                    "COLUMNS": str(columns),
-                    ORIGIN: str(folder),
-                    "RAY_JOB_STOP_WAIT_TIME_S": str(int(STOPPED)),  # 3 by default, then it kills
-                },
-            },
-        )
-    except (RuntimeError, OSError, ValueError) as error:
-        raise WorkerError(f"the job server at {url} takes no job: {_first_line(error)}") from error
+    runtime_env = {
+        "working_dir": str(folder),
+        "excludes": patterns,
+        "env_vars": {
+            "COLUMNS": str(columns),
+            ORIGIN: str(folder),
+            "RAY_JOB_STOP_WAIT_TIME_S": str(int(STOPPED)),  # 3 by default, then it kills
+        },
+    }
+    entrypoint = shlex.join(["exec", "python", "-m", "autofit", *line])
+    deadline = time.monotonic() + STARTING
+    while (job := _taken(client, url, entrypoint, runtime_env, deadline)) is None:
+        time.sleep(_PAUSE)
     write(f"job {job} at {url}; Ctrl-C stops it\n")
     return _followed(client, url, job, write)
+
+
+def _taken(
+    client: JobSubmissionClient,
+    url: str,
+    entrypoint: str,
+    runtime_env: dict[str, Any],
+    deadline: float,
+) -> str | None:
+    """Return the job's name; ``None`` where the head has only just started, before ``deadline``."""
+    try:
+        return client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env)
+    except (RuntimeError, OSError, ValueError) as error:
+        if "No available agent" in str(error) and time.monotonic() < deadline:
+            return None
+        raise WorkerError(f"the job server at {url} takes no job: {_first_line(error)}") from error
 
 
 def _check_travels(script: Script, folder: Path) -> None:
@@ -94,7 +110,8 @@ def _client(url: str) -> JobSubmissionClient:
         raise UsageError(
             f"--submit {url}: give the URL of a Ray dashboard, such as http://head:8265"
         )
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it tells what it uploads
+    for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they tell what they upload
     try:
         return JobSubmissionClient(url)
     except (RayError, RuntimeError, OSError, ValueError) as error:  # it knows them all

@@ -13,8 +13,8 @@
 set -euo pipefail
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-on() { # NODE COMMAND...: run it there, beside what runs there already
-    srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"
+on() { # NODE COMMAND...: in a subshell, become the step that runs it there, beside others
+    exec srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"
 }
 
 # Only this job's processes are let in: the token is in their environment, and nowhere else.

@@ -42,17 +42,22 @@ class Head:
     """Goes with the head; the ``HOME`` of its jobs."""
 
 
-@contextlib.contextmanager
-def head() -> Iterator[Head]:
-    """Start one, and leave nothing behind; skip the test where Ray has no job server."""
+def needs_a_job_server() -> None:
+    """Skip the test, with a reason, where Ray has none."""
     for package in ("aiohttp_cors", "opencensus"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"Ray's job server needs {package}: pip install -e '.[dev]'")
+
+
+@contextlib.contextmanager
+def head() -> Iterator[Head]:
+    """Start one, and leave nothing behind; skip the test where Ray has no job server."""
+    needs_a_job_server()
     folder = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))  # short: sockets are in it
     mark = uuid.uuid4().hex
     reaper = Reaper(mark, folder)
     try:
-        ports = _free_ports(4)
+        ports = free_ports(4)
         environment = {
             **os.environ,
             SESSION: mark,
@@ -117,7 +122,8 @@ def _wait(head: Head) -> None:
             time.sleep(0.2)
 
 
-def _free_ports(many: int) -> list[int]:
+def free_ports(many: int) -> list[int]:
+    """Return ports of loopback that nobody has."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(many)]
         for probe in probes:
