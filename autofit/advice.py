@@ -73,14 +73,14 @@ def _phase(found: OutOfMemory) -> str:
 def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
     """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it."""
     for strategy in strategies.REGISTRY:
-        if kind not in strategy.lowers:
-            continue
         if strategy.name == "micro_batch":
             size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
-            levels = [str(-(-size // 2))] if size is not None and size > 1 else []
+            splits = size is not None and size > 1 and kind in strategy.lowers
+            levels = [str(-(-size // 2))] if size is not None and splits else []
         else:
             names = [level.name for level in strategy.levels]
-            levels = names[names.index(plan[strategy.name]) + 1 :]
+            further = names[names.index(plan[strategy.name]) + 1 :]
+            levels = [level for level in further if kind in strategy.lowered(level)]
         allowed = (level for level in levels if ground.allows(strategy.name, level))
         yield from (strategy.describe(level) for level in list(allowed)[:1])
 

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 
 from autofit import strategies
 from autofit.plan import Plan
-from autofit.static import Static
+from autofit.static import WASTE, Static
+from autofit.static import context as context_of
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
 from autofit.strategies.micro_batch import AUTO
@@ -41,14 +42,10 @@ Array: TypeAlias = NDArray[np.float64]
 
 DRAWS = 400
 """From the posterior."""
-CONTEXT = 0.6 * 2**30
-"""Bytes that a CUDA context and its libraries hold, before one was measured."""
 LAUNCH = 0.0015
 """Seconds that launching the kernels of a block on a GPU takes, forward and backward."""
 BLOCKS = 12
 """Of a model in which none were recognised."""
-WASTE = 0.06
-"""Share of the memory lost to fragmentation, where the allocator is as it is."""
 DEVIATION = 0.04
 """Of a plan from the structure, as a share, before there are enough plans to see it."""
 NOISE = 0.03
@@ -120,7 +117,7 @@ class CostModel:
         self._static = Static.of(facts)
         self._horizon, self._once = horizon, _once(finished)
         self._rng = np.random.default_rng(seed)
-        context = CONTEXT if cuda else 0.02 * budget
+        context = context_of(budget, cuda=cuda)
         slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
         keeps = [np.log(level.keeps) for _, level in EFFECTS]
         slowdowns = [np.log(level.slowdown) for _, level in EFFECTS]

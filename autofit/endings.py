@@ -55,7 +55,7 @@ def of_baseline(
 ) -> None:
     """Raise the error that ends a search whose script, as it is, shows that no plan can help.
 
-    ``seen``: it called a module with gradients.
+    ``seen``: it called a module with gradients, or may do so under a plan.
     """
     trial = next((trial for trial in finished if trial.plan.neutral), None)
     if trial is None or trial.report is None:

@@ -64,15 +64,17 @@ class Ledger:
         """Return how the neutral plan ended, if it has."""
         return next((trial.verdict for trial in self.finished() if trial.plan.neutral), None)
 
-    def require_baseline(self) -> None:
-        """Raise when the script as it is says that no plan can help."""
-        endings.of_baseline(
-            self.finished(), self.options.script, self.study.budget, seen=self.seen()
-        )
+    def require_baseline(self, *, reachable: bool = False) -> None:
+        """Raise when the script as it is says that no plan can help.
+
+        ``reachable``: where memory runs out before its model is called, there are plans that may.
+        """
+        seen = self.seen() or reachable
+        endings.of_baseline(self.finished(), self.options.script, self.study.budget, seen=seen)
 
     def seen(self) -> bool:
         """Return whether the script has called a module with gradients."""
-        return bool((self.study.facts or Facts()).roots)
+        return (self.study.facts or Facts()).called
 
     def confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
         """Return the trials in which ``plan`` was measured again, those with these verdicts."""
@@ -88,7 +90,9 @@ class Ledger:
 
     def learn(self, facts: Facts) -> None:
         """Keep new facts, unless a launch that has just begun knows less than an earlier one."""
-        if facts.optimizers or self.study.facts is None or not self.study.facts.roots:
+        before = self.study.facts or Facts()
+        more = facts.called or (facts.roots and not before.roots)
+        if facts.stepped or self.study.facts is None or (more and not before.called):
             self.study = self.store.set_facts(self.study, facts)
             self.tell(FactsKnown(facts=facts))
 

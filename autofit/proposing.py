@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autofit import strategies
 from autofit.choice import Situation
+from autofit.footing import Footing, following, footings
 from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
@@ -13,6 +14,7 @@ from autofit.reference import leading
 from autofit.results import ranked
 from autofit.rules import dominated, waits
 from autofit.space import Reason, Space, order_of_retreat, space
+from autofit.static import certain_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records import HORIZON, Verdict
@@ -22,18 +24,26 @@ REFINED = 3
 
 
 def within_reach(
-    space: Space, finished: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+    space: Space,
+    finished: Sequence[TrialRecord],
+    budget: int,
+    horizon: int = HORIZON,
+    *,
+    holds: Callable[[Plan], bool] | None = None,
 ) -> tuple[Plan, ...]:
     """Return the plans that may be measured next, and those that were.
 
     Levels that refine stand beside the fastest plans that fit; while none does, beside those that
-    retreated furthest.
+    retreated furthest. ``holds``: whether a plan may fit whatever the batch, where most do not: all
+    stand on what one of those that fit stands on.
     """
     fitting = [trial.plan for trial in ranked(finished, budget, horizon)]
     short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
     bases = fitting or sorted(short, key=order_of_retreat, reverse=True)
     refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
-    return (*dict.fromkeys((*space.plans(), *refined)),)
+    stands = dict.fromkeys(Footing.of(base) for base in fitting[:REFINED])
+    core = [p for each in stands for p in each.plans(space)] if holds else space.plans()
+    return (*dict.fromkeys(filter(holds, (*core, *refined))),)
 
 
 class Proposer:
@@ -59,10 +69,14 @@ class Proposer:
         known = {trial.plan for trial in finished} | flying
         if fixed is None and Plan() not in known:
             return Plan()
-        ledger.require_baseline()
         batch = ledger.study.facts.batch if ledger.study.facts else None
         options, space = ledger.options, self._space()
-        tried = within_reach(space, finished, ledger.study.budget, options.horizon)
+        ground = self._ground(space)
+        ledger.require_baseline(reachable=bool(ground))
+        if ground is not None and not ledger.ranked():
+            return self._footed(ground, space, flying, fixed, fresh=fresh)
+        holds = self._holds if ground is not None else None
+        tried = within_reach(space, finished, ledger.study.budget, options.horizon, holds=holds)
         untried = [plan for plan in tried if plan not in known]
         candidates = [plan for plan in untried if dominated(plan, finished, batch) is None]
         core = [plan for plan in space.plans() if plan in candidates]
@@ -85,6 +99,43 @@ class Proposer:
                 fixed=fixed,
             )
         )
+
+    def _ground(self, space: Space) -> tuple[Footing, ...] | None:
+        """Return the sets of levels of which a plan needs one; ``None`` if it fits without."""
+        facts, budget = self._ledger.study.facts, self._ledger.study.budget
+        if facts is None or self._ledger.baseline() is not Verdict.OUT_OF_MEMORY:
+            return None
+        return footings(space, facts, budget, cuda=self._hardware.device == "cuda")
+
+    def _holds(self, plan: Plan) -> bool:
+        """Return whether what is held whatever the batch may fit under ``plan``."""
+        facts, cuda = self._ledger.study.facts or Facts(), self._hardware.device == "cuda"
+        return certain_bytes(plan, facts, cuda=cuda) <= self._ledger.study.budget
+
+    def _footed(
+        self,
+        ground: Sequence[Footing],
+        space: Space,
+        flying: set[Plan],
+        fixed: Plan | None,
+        *,
+        fresh: bool,
+    ) -> Plan | None:
+        """Return the plan that shows whether one of these sets is enough; one at a time.
+
+        On an exact set, what others are compared with comes before it.
+        """
+        finished = self._ledger.finished()
+        footing = following(ground, space, finished)
+        if footing is None or (fixed is None and flying):
+            return None
+        known = {trial.plan for trial in finished} | flying
+        leading = self._leading([plan for plan in footing.plans(space) if plan not in known])
+        plan = leading or footing.leanest(space)
+        if plan is None or plan in flying:
+            return None
+        here = plan.fixed == fixed and (fresh or (not leading and plan not in self._ledger.alone))
+        return plan if fixed is None or here else None
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
         """Return the plan that goes first, to be the reference, where the script does not fit."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ from autofit import strategies
 from autofit.plan import Plan
 from autofit.results import ranked
 from autofit.space import clash, expected
-from autofit.static import Static
+from autofit.static import KINDS, Static, kept
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Memory
 
@@ -116,14 +115,14 @@ def _derived(plan: Plan, ground: Ground, *, activations: bool) -> Iterator[Plan]
         if ground.allows("micro_batch", half):
             yield plan.replace(micro_batch=half)
     for strategy in strategies.REGISTRY:
-        if strategy.name == "micro_batch" or not strategy.lowers:
-            continue
-        if not activations and strategy.lowers == {Memory.ACTIVATIONS}:
+        if strategy.name == "micro_batch":
             continue
         now = strategy.level(plan[strategy.name])
         for level in strategy.levels:
+            lowered = strategy.lowered(level.name)
+            helps = bool(lowered if activations else lowered - {Memory.ACTIVATIONS})
             slower = level.slowdown >= max(1.0, now.slowdown) and level.keeps < now.keeps
-            if slower and ground.allows(strategy.name, level.name):
+            if helps and slower and ground.allows(strategy.name, level.name):
                 rung = plan.replace(**{strategy.name: level.name})
                 rung = rung.unsized if clash(rung) else rung
                 if not clash(rung):
@@ -138,21 +137,13 @@ def _samples(plan: Plan, ground: Ground) -> int | None:
 def _freed(plan: Plan, rung: Plan, ground: Ground) -> float:
     """Return the bytes that a rung is expected to free, by arithmetic and what levels promise."""
     static = Static.of(ground.facts)
-    held = {
-        Memory.WEIGHTS: static.weights,
-        Memory.GRADIENTS: static.gradients,
-        Memory.OPTIMIZER_STATE: static.state,
-    }
+    held = dict(zip(KINDS, (static.weights, static.gradients, static.state), strict=True))
     held[Memory.ACTIVATIONS] = max(0.0, ground.budget - sum(held.values()))
     size, smaller = _samples(plan, ground), _samples(rung, ground)
     freed = 0.0
     for kind, size_of_kind in held.items():
-        before, after = _kept(plan, kind), _kept(rung, kind)
+        before, after = kept(plan, kind), kept(rung, kind)
         if kind is Memory.ACTIVATIONS and size and smaller:
             after *= smaller / size
         freed += size_of_kind * (before - after) / before
     return freed
-
-
-def _kept(plan: Plan, kind: Memory) -> float:
-    return math.prod(s.level(level).keeps for s, level in plan if kind in s.lowered(level))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autofit import strategies
@@ -24,15 +24,18 @@ class Space:
     """Strategy to its levels, ``as_is`` first, in the catalogue's order."""
     left_out: tuple[Reason, ...] = ()
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self, fixed: Mapping[str, str] | None = None) -> tuple[Plan, ...]:
         """Return every plan a search may launch besides the neutral one, cheapest first.
 
         The batch is split in every plan where it can be: the ramp tries the whole batch too, so
         a plan without a split would be measured twice. A level that is never worse than ``as_is``
         takes its place. Levels that refine are left to ``refinements``.
+
+        ``fixed``: levels that each plan has.
         """
         names = [name for name, _ in self.levels]
-        combinations = itertools.product(*(self._tried(name, each) for name, each in self.levels))
+        given = {name: (level,) for name, level in (fixed or {}).items()}
+        combinations = itertools.product(*(given.get(name) or self._tried(name) for name in names))
         plans = {Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations}
         tried = (plan for plan in plans if not plan.neutral and not clash(plan))
         return tuple(sorted(tried, key=order_of_retreat))
@@ -44,7 +47,7 @@ class Space:
         are there, and the batch is split, as in ``plans``; where ``plan`` does not split it, that
         is tried as well, since some levels gain by a batch in one piece.
         """
-        tried = {name: self._tried(name, levels) for name, levels in self.levels}
+        tried = {name: self._tried(name) for name, _ in self.levels}
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
         base = plan.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
         bases = dict.fromkeys((base, base.replace(micro_batch=plan["micro_batch"])))
@@ -57,14 +60,18 @@ class Space:
         )
         return tuple(sorted((each for each in found if not clash(each)), key=order_of_retreat))
 
-    @staticmethod
-    def _tried(name: str, levels: tuple[str, ...]) -> tuple[str, ...]:
-        if name == "micro_batch" and AUTO in levels:
+    def choices(self, name: str) -> tuple[str, ...]:
+        """Return the levels of a strategy; what is never worse than ``as_is`` in its place."""
+        levels = dict(self.levels)[name]
+        better = any(strategies.get(name).level(each).instead for each in levels)
+        return tuple(each for each in levels if not (better and each == AS_IS))
+
+    def _tried(self, name: str) -> tuple[str, ...]:
+        choices = self.choices(name)
+        if name == "micro_batch" and AUTO in choices:
             return (AUTO,)
-        known = [strategies.get(name).level(each) for each in levels]
-        better = any(level.instead for level in known)
-        tried = (each for each in known if not each.refines and not (better and each.name == AS_IS))
-        return tuple(each.name for each in tried)
+        known = strategies.get(name)
+        return tuple(each for each in choices if not known.level(each).refines)
 
 
 def space(

@@ -27,14 +27,14 @@ class ActivationOffload(Strategy):
         Level(
             name="half",
             summary="half of the bytes, every other tensor",
-            slowdown=2.5,
+            slowdown=2.8,
             keeps=0.6,
             refines=True,
         ),
         Level(
             name="all",
             summary="all but small tensors and the last ones before backward",
-            slowdown=5.0,
+            slowdown=5.5,
             keeps=0.2,
             refines=True,
         ),

@@ -97,13 +97,19 @@ class Level:
     """One line, shown by ``autofit techniques``."""
     fidelity: Fidelity = Fidelity.EXACT
     slowdown: float = 1.0
-    """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict."""
+    """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict.
+
+    Where it was measured (``benchmarks/results/strategies.json``), near the median of that.
+    """
     keeps: float = 1.0
     """Share expected to be left of the memory that the strategy lowers: a prior as well."""
     lowers: frozenset[Memory] | None = None
     """The kinds of memory it lowers, where that is not all that its strategy lowers."""
     once: float = 0.0
     """Seconds that it is expected to take before the first step, charged over ``--horizon``."""
+    made: float = 1.0
+    """Share of the weights that a GPU holds while the model is made, where it has no room for all:
+    below one for what does not wait for the model's first call."""
     undo: bool = True
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
     instead: bool = False
@@ -294,6 +300,14 @@ class Strategy(ABC):
         """Return the kinds of memory that ``level`` lowers."""
         own = self.level(level).lowers
         return self.lowers if own is None else own
+
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """Return the share of a kind of memory that ``level`` is expected to leave.
+
+        ``levels``: of the whole plan; what stands beside a level may do part of its work, or undo
+        it.
+        """
+        return self.level(level).keeps if kind in self.lowered(level) else 1.0
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Return what ``level`` may change, given what is known of the script."""

@@ -38,6 +38,8 @@ class RootFacts:
     """Elements in the parameters that require gradients."""
     dtype: str
     """Of the first trainable parameter, ``"float32"``."""
+    called: bool = True
+    """It has been called with gradients; else memory ran out before, and it was looked at alone."""
     batch: int | None = None
     """Samples in its first call with gradients; ``None`` when no tensor argument shows one."""
     block_class: str | None = None
@@ -68,7 +70,10 @@ class Facts:
 
     roots: tuple[RootFacts, ...] = ()
     optimizers: tuple[str, ...] = ()
-    """Class of each optimizer that took a step, in that order."""
+    """Class of each optimizer that took a step, in that order; before the first step, of those
+    that hold parameters of the roots."""
+    stepped: bool = False
+    """A step was taken: what only a whole one shows is known."""
     framework: str = "torch"
     """``"torch"``, ``"transformers"`` (its Trainer), ``"accelerate"``, ``"lightning"``."""
     calls_per_step: int = 1
@@ -91,6 +96,11 @@ class Facts:
     def parameters(self) -> int:
         """Elements in the parameters of all roots."""
         return sum(root.parameters for root in self.roots)
+
+    @property
+    def called(self) -> bool:
+        """Whether the script has called a module with gradients."""
+        return any(root.called for root in self.roots)
 
     @property
     def batch(self) -> int | None:

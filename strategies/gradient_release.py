@@ -56,6 +56,11 @@ class GradientRelease(Strategy):
         ),
     )
 
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """Of a batch that is split, gradients wait on the device for the last part."""
+        split = levels.get("micro_batch", AS_IS) != AS_IS
+        return 1.0 if split and level == "released" else super().keeps(level, kind, levels)
+
     def describe(self, level: str) -> str:
         """Return ``"gradients released"`` or ``"gradients hosted"``."""
         return f"gradients {level}"

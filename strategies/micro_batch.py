@@ -58,9 +58,9 @@ class MicroBatch(Strategy):
             return "BatchNorm in training mode: a split batch has other statistics"
         if facts.autograd_grad:
             return "the script calls torch.autograd.grad on the model's parameters"
-        if facts.roots and all(root.batch is None for root in facts.roots):
+        if facts.called and all(root.batch is None for root in facts.roots):
             return "no tensor argument of the model shows a batch"
-        if facts.roots and all((root.batch or 1) < 2 for root in facts.roots):
+        if facts.called and all((root.batch or 1) < 2 for root in facts.roots):
             return "the model sees one sample at a time already"
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from autofit.strategies.base import (
@@ -72,13 +73,14 @@ class Optimizer(Strategy):
             summary="one parameter after the other, not all at once: no workspace as large as they",
             slowdown=1.03,
             keeps=0.6,
+            lowers=frozenset({Memory.WORKSPACE}),
             refines=True,
         ),
         Level(
             name="eight_bit",
             summary="Adam's, AdamW's and Lion's state in 8 bits, by bitsandbytes",
             fidelity=Fidelity.ROUNDING,
-            slowdown=1.1,
+            slowdown=1.05,
             keeps=0.27,
             undo=False,
         ),
@@ -93,7 +95,7 @@ class Optimizer(Strategy):
             name="paged_eight_bit",
             summary="8-bit state in managed memory",
             fidelity=Fidelity.ROUNDING,
-            slowdown=1.11,
+            slowdown=1.06,
             keeps=0.27,
             undo=False,
             refines=True,
@@ -103,7 +105,7 @@ class Optimizer(Strategy):
             name="lion",
             summary="Lion in place of Adam, at a tenth of its rate: one moment",
             fidelity=Fidelity.RECIPE,
-            slowdown=1.03,
+            slowdown=1.04,
             keeps=0.5,
             undo=False,
             refines=True,
@@ -112,7 +114,7 @@ class Optimizer(Strategy):
             name="sgd",
             summary="SGD with momentum in place of Adam, each tensor's step as long as Adam's",
             fidelity=Fidelity.RECIPE,
-            slowdown=1.03,
+            slowdown=1.35,
             keeps=0.5,
             undo=False,
             refines=True,
@@ -121,12 +123,18 @@ class Optimizer(Strategy):
             name="adafactor",
             summary="Adafactor in place of Adam, at its rates: squares by row and column",
             fidelity=Fidelity.RECIPE,
-            slowdown=1.05,
+            slowdown=1.32,
             keeps=0.05,
             undo=False,
             refines=True,
         ),
     )
+
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """State in 8 bits is no smaller beside weights that halve it otherwise."""
+        halved = kind is Memory.OPTIMIZER_STATE and levels.get("weights", AS_IS) == "bf16"
+        once = super().keeps(level, kind, levels)
+        return 2 * once if halved and level in IN_8_BITS else once
 
     def describe(self, level: str) -> str:
         """Return ``"fused optimizer"``, ``"8-bit optimizer"``, ``"Lion for Adam"``."""

@@ -44,7 +44,7 @@ class OptimizerOffload(Strategy):
         Level(
             name="streamed",
             summary="state goes up and down, piece by piece, beside the computation",
-            slowdown=1.3,
+            slowdown=1.55,
             keeps=0.05,
             refines=True,
         ),

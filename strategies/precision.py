@@ -42,20 +42,20 @@ class Precision(Strategy):
             name="tf32",
             summary="fp32 matrix products on TF32 tensor cores",
             fidelity=Fidelity.ROUNDING,
-            slowdown=0.5,
+            slowdown=0.35,
         ),
         Level(
             name="bf16",
             summary="bfloat16 autocast",
             fidelity=Fidelity.ROUNDING,
-            slowdown=0.3,
+            slowdown=0.2,
             keeps=0.6,
         ),
         Level(
             name="fp16",
             summary="float16 autocast with loss scaling inside the root",
             fidelity=Fidelity.ROUNDING,
-            slowdown=0.32,
+            slowdown=0.21,
             keeps=0.6,
         ),
     )

@@ -46,9 +46,10 @@ class Weights(Strategy):
             name="bf16_master",
             summary="bf16 for forward and backward, the update in float32",
             fidelity=Fidelity.ROUNDING,
-            slowdown=1.3,
+            slowdown=1.5,
             keeps=0.55,
             lowers=frozenset({Memory.GRADIENTS, Memory.ACTIVATIONS}),
+            made=0.5,
             refines=True,
         ),
         Level(
@@ -57,10 +58,17 @@ class Weights(Strategy):
             fidelity=Fidelity.RECIPE,
             slowdown=1.12,
             keeps=0.5,
+            made=0.5,
             undo=False,
             refines=True,
         ),
     )
+
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """What is missing to float32 goes to host memory with the optimizer's state."""
+        if level == "bf16_master" and kind is Memory.WEIGHTS:
+            return 1.0 if levels.get("optimizer_offload", AS_IS) == AS_IS else 0.5
+        return super().keeps(level, kind, levels)
 
     def describe(self, level: str) -> str:
         """Return ``"bf16 weights"``, or ``"bf16 weights with masters"``."""

@@ -107,7 +107,7 @@ def run(tmp_path: Path) -> Run:
         meanwhile = more.pop("meanwhile", None)
         for event in launch(request, **more):  # type: ignore[arg-type]
             heard.append(event)
-            if isinstance(event, Learned) and event.facts.optimizers and callable(meanwhile):
+            if isinstance(event, Learned) and event.facts.stepped and callable(meanwhile):
                 meanwhile()
                 meanwhile = None  # once, however often the facts are told
         *reports, ended = [e for e in heard if isinstance(e, TrialReport | LaunchEnded)]

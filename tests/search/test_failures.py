@@ -240,7 +240,7 @@ def test_nothing_fits(script: Write, trials: Trials, capsys: Captured) -> None:
     assert line.startswith("autofit: none of the ")
     assert "plans tried fits in 10.0 MiB; closest came " in line
     assert {trial.verdict for trial in trials(folder)} == {Verdict.OUT_OF_MEMORY}
-    assert len(trials(folder)) == 2
+    assert len(trials(folder)) == 1  # splitting the batch lowers nothing of what there is too much
 
 
 @pytest.mark.full

@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 
 from autofit import strategies
+from autofit.advice import advice
 from autofit.plan import Plan
 from autofit.retreat import Ground, next_rung, rungs_below
 from autofit.space import clash
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, Memory, RootFacts
-from autofit.worker.records import Measurement, TrialReport, Verdict
+from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -122,3 +123,26 @@ def test_the_bytes_missing_decide_between_rungs() -> None:
     exact = next_rung(Plan(), ground, tried=[Plan.of({"micro_batch": "1"})])
     assert exact is not None
     assert exact.fidelity(facts) <= Fidelity.REDRAW, "rounding comes last"
+
+
+def test_only_levels_that_lower_what_is_missing_help() -> None:
+    """bf16 weights with masters leave AdamW's state as it is, where bf16 weights halve it."""
+    short = OutOfMemory(phase="optimizer step", message="no memory")
+    ground = replace(GROUND, facts=replace(FACTS, optimizers=("AdamW",)), allow=Fidelity.RECIPE)
+    said = advice(short, Plan(), ground)
+    assert "bf16 weights" in said
+    assert "masters" not in said
+    assert "one-at-a-time" not in said
+    static = rungs_of_static(Plan(), ground)
+    assert {"weights", "optimizer"} <= static
+    assert static.isdisjoint({"checkpointing", "loss", "sequence_length"})
+
+
+def rungs_of_static(plan: Plan, ground: Ground) -> set[str]:
+    """Return the strategies of the rungs that lower more than activations."""
+    big = replace(ROOT, parameters=1 << 20, parameter_bytes=4 << 20, trainable=1 << 20)
+    ground = replace(ground, facts=replace(ground.facts, roots=(big,)))
+    found: list[Plan] = []
+    while (rung := next_rung(plan, ground, found, activations=False)) is not None:
+        found.append(rung)
+    return {name for rung in found for name in strategies.NAMES if rung[name] != plan[name]}

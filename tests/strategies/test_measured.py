@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from autofit.strategies import NAMES
+from autofit.strategies import NAMES, get
 
 pytestmark = pytest.mark.quick
 
@@ -27,6 +29,10 @@ NOT_YET = {
 }
 """Techniques without figures of their own so far: the works measured leave them nothing to do, or
 the device's time was up. Take a name out as its figures come."""
+
+
+CLOSE = 1.15
+"""Factor within which a prior is of the median that was measured."""
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +60,15 @@ def test_each_technique_has_figures(root: Path) -> None:
 def test_the_page_shows_what_was_measured(root: Path, benchmark: ModuleType) -> None:
     document = json.loads((root / "benchmarks" / "results" / "strategies.json").read_text())
     assert (root / "docs" / "strategies.md").read_text() == benchmark.page(document)
+
+
+def test_what_a_search_expects_is_near_what_was_measured(root: Path) -> None:
+    """The step time of a level beside its company, on every work that it was measured on."""
+    document = json.loads((root / "benchmarks" / "results" / "strategies.json").read_text())
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in document["rows"]:
+        if row["ratio"] and row["strategy"] != "micro_batch":  # whose sizes have no prior
+            found[row["strategy"], row["level"]].append(row["ratio"])
+    priors = {key: get(key[0]).level(key[1]).slowdown for key in found}
+    off = {key: priors[key] / statistics.median(ratios) for key, ratios in found.items()}
+    assert not {key: ratio for key, ratio in off.items() if not 1 / CLOSE < ratio < CLOSE}

@@ -75,6 +75,11 @@ class Conduct:
             from autofit.worker.harness.session import blamed
 
             culprit = blamed(error.__traceback__)
+        short = self._meter.short()
+        found = oom.classify(error)
+        starved = found.kind is oom.Kind.OOM or (short and found.kind is oom.Kind.SUSPECT)
+        if starved and self._session is not None:
+            self._session.too_large(error)
         program.strip_our_frames(error)
         text = _printed(error)
         index = self._session.index if self._session is not None else 0
@@ -88,8 +93,6 @@ class Conduct:
             )
             self._reporter.send(PlanEnded(report=report))
             return
-        short = self._meter.short()
-        found = oom.classify(error)
         summary = "".join(traceback.format_exception_only(error)).strip()
         self._reporter.send(
             Raised(

@@ -238,6 +238,12 @@ class Optimizers:
             self._undos.pop()()
         self._dispatching.clear()
 
+    def names(self) -> tuple[str, ...]:
+        """Return the class of each optimizer that exists and holds parameters of the roots."""
+        own = {id(p) for module in self._owner.modules() for p in module.parameters()}
+        found = (o for o in self._made if any(id(p) in own for p in _parameters(o)))
+        return tuple(sorted({type(optimizer).__name__ for optimizer in found}))
+
     def prepare(self) -> None:
         """Apply the plan of the moment to the optimizers of the roots' parameters that exist.
 

@@ -24,7 +24,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import Undo
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
-from autofit.worker.harness import by_hand, reading, release
+from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
@@ -142,6 +142,11 @@ class Session:
     def learned(self) -> None:
         """Notice that ``facts`` has changed."""
 
+    def too_large(self, error: BaseException) -> None:
+        """Learn of the model what can be learned where memory has run out before its first call."""
+        if not self.roots and (found := unmet.facts_of(error)) is not None:
+            self._learn(roots=(found,))
+
     # --- seams -----------------------------------------------------------------------------
 
     def modules(self) -> tuple[nn.Module, ...]:
@@ -221,8 +226,10 @@ class Session:
         """Count the step if it is the leader's; look for roots until they are known."""
         self.phase = OUTSIDE
         name = type(optimizer).__name__
-        if name not in self.facts.optimizers:
-            self._learn(optimizers=(*self.facts.optimizers, name), framework=learn.framework())
+        before = self.facts.optimizers if self.facts.stepped else ()
+        if name not in before:
+            optimizers = (*before, name)
+            self._learn(optimizers=optimizers, stepped=True, framework=learn.framework())
         self._leader = self._leader or id(optimizer)
         if id(optimizer) != self._leader:
             return
@@ -307,7 +314,8 @@ class Session:
         root.facts = self.common(root.facts)
         met = tuple(each.facts for each in self.roots if each.facts is not None)
         autocast = self.facts.autocast or learn.autocast_on()
-        self._learn(roots=met, autocast=autocast, workers=self.seams.workers)
+        names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
+        self._learn(roots=met, autocast=autocast, workers=self.seams.workers, optimizers=names)
 
     def _samples(self, root: HarnessRoot, args: Any, kwargs: Any) -> int | None:
         """Return the samples in a root's first call, and prove how it is split.

@@ -1,0 +1,136 @@
+"""Levels that must stand together, where what a script holds whatever its batch does not fit.
+
+Weights, gradients and optimizer state are arithmetic, so no launch is spent on learning that one
+level alone does not lower them enough. Where they exceed the budget under every plan that a search
+would combine, the sets of levels under which they fit are its ground: each is launched where it
+needs least for the activations, and all that follows stands on one that has been seen to fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autofit import strategies
+from autofit.plan import Plan
+from autofit.space import Space, clash, expected
+from autofit.static import KINDS, certain_bytes, expected_bytes, kept
+from autofit.storage import TrialRecord
+from autofit.strategies import AS_IS, Facts, Fidelity, Memory
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker.records import Verdict
+
+MORE = 0.05
+"""Share of the budget by which a set must leave more room than one that has run out of memory."""
+PATIENCE = 2
+"""Sets that may run out of memory before the one that leaves most room is tried, as the last."""
+NAMES = tuple(
+    strategy.name
+    for strategy in strategies.REGISTRY
+    if any(strategy.keeps(each.name, kind, {}) < 1 for each in strategy.levels for kind in KINDS)
+)
+"""Strategies that lower what is held whatever the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footing:
+    """A set of levels under which what is held whatever the batch fits."""
+
+    levels: tuple[tuple[str, str], ...]
+    """A level for each of ``NAMES``, and whether the batch is split."""
+    room: float
+    """Bytes that are expected to be left for activations."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Footing:
+        """Return what a plan stands on; its room is not known."""
+        split = AS_IS if plan["micro_batch"] == AS_IS else AUTO
+        return cls((*((name, plan[name]) for name in NAMES), ("micro_batch", split)), 0.0)
+
+    def plans(self, space: Space) -> tuple[Plan, ...]:
+        """Return the plans of a search that stand on it.
+
+        Weights in bf16 enter bf16 autocast, so that of both precisions the one that says so stays.
+        """
+        levels = dict(self.levels)
+        half = levels["weights"] != AS_IS and "bf16" in space.choices("precision")
+        return space.plans({**levels, "precision": "bf16"} if half else levels)
+
+    def leanest(self, space: Space) -> Plan | None:
+        """Return the plan on it that is expected to need least for activations, then least time."""
+        found = [
+            plan
+            for plan in self.plans(space)
+            if plan.unsized == plan and plan["allocator"] == plan["data_loading"] == AS_IS
+        ]
+        order = {plan: (kept(plan, Memory.ACTIVATIONS), expected(plan)) for plan in found}
+        return min(found, key=order.__getitem__, default=None)
+
+
+@lru_cache(maxsize=4)
+def footings(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...] | None:
+    """Return the sets of levels that bring what is held whatever the batch within ``budget``.
+
+    Those that train all of the model come first, with the fewest levels that train otherwise; then
+    those that split the batch, which leaves most for everything else, then the least loss of speed.
+    ``None`` where no set is needed, or nothing is known of the model.
+    """
+    plans = (Plan(), *space.plans())
+    if not facts.roots or any(certain_bytes(p, facts, cuda=cuda) <= budget for p in plans):
+        return None
+    found = []
+    for levels in _sets(space):
+        plan = Plan.of(levels)
+        room = budget - expected_bytes(plan, facts, budget, cuda=cuda)
+        if room > 0 and clash(plan) is None:
+            found.append((_order(plan, facts), Footing(tuple(levels.items()), room)))
+    return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
+
+
+def following(
+    found: Sequence[Footing], space: Space, finished: Sequence[TrialRecord]
+) -> Footing | None:
+    """Return the set to try next while no plan fits; ``None`` after the last.
+
+    One that ran out of memory is followed by one that leaves clearly more room; after ``PATIENCE``
+    of them by the one that leaves most.
+    """
+    known = {each.levels: each for each in found}
+    ended: dict[Footing, Verdict] = {}
+    for trial in finished:
+        footing = known.get(Footing.of(trial.plan).levels)
+        if footing is not None and trial.plan == footing.leanest(space):
+            ended[footing] = trial.verdict or Verdict.INTERRUPTED
+    short = [each for each in ended if ended[each] is Verdict.OUT_OF_MEMORY]
+    left = [each for each in found if each not in ended]
+    if short:
+        budget = max(trial.budget for trial in finished)
+        enough = max(each.room for each in short) + MORE * budget
+        left = [each for each in left if each.room >= enough]
+    if len(short) >= PATIENCE:
+        return max(left, key=lambda each: each.room, default=None)
+    return next(iter(left), None)
+
+
+def _sets(space: Space) -> Iterator[Mapping[str, str]]:
+    """Yield a level for each of ``NAMES``, beside a batch that is split and one that is not."""
+    choices = dict(space.levels)
+    splits = [AUTO, AS_IS] if AUTO in choices["micro_batch"] else [AS_IS]
+    each = [_lowering(name, space.choices(name)) for name in NAMES]
+    for split, levels in itertools.product(splits, itertools.product(*each)):
+        yield {**dict(zip(NAMES, levels, strict=True)), "micro_batch": split}
+
+
+def _lowering(name: str, choices: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what stands for ``as_is``, and the levels that lower something here."""
+    strategy = strategies.get(name)
+    first, *others = choices
+    return first, *(each for each in others if not strategy.lowered(each).isdisjoint(KINDS))
+
+
+def _order(plan: Plan, facts: Facts) -> tuple[bool, int, bool, float]:
+    """Return what sets are sorted by; of a whole batch the activations need more."""
+    others = sum(s.fidelity(level, facts) is Fidelity.RECIPE for s, level in plan)
+    return plan["adapters"] != AS_IS, others, plan["micro_batch"] == AS_IS, expected(plan)
