@@ -1,0 +1,116 @@
+"""A config file for ``accelerate launch --config_file``, written by Accelerate's own class for it.
+
+Only scripts that make an ``Accelerator`` read it. What it cannot say is named above it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autofit.export.head import comments, launched_with
+from autofit.progress import Result
+
+FSDP = "ACCELERATE_USE_FSDP"
+DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+NAMED_OTHERWISE = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
+"""Variables whose names differ from their keys'."""
+
+
+def render(result: Result) -> str:
+    """Return the file, with comments above it; imports Accelerate."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    launched = launched_with(result)
+    settings, said = _settings(result, launched)
+    config = ClusterConfig(**settings)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        config.to_yaml_file(str(file))
+        text = file.read_text(encoding="utf-8")
+    notes = [*comments(result, "Accelerate", said), *_notes(result, launched)]
+    return "\n".join([*notes, text.rstrip("\n")]) + "\n"
+
+
+def _settings(result: Result, launched: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
+    """Return the fields, and the strategies whose levels they express."""
+    plan, said = result.plan, {"allocator"}
+    precision = launched.get("ACCELERATE_MIXED_PRECISION", "no")
+    if plan["precision"] in ("bf16", "fp16"):
+        precision = plan["precision"]
+        said.add("precision")
+    dynamo: dict[str, Any] = {}
+    if plan["compile"] in ("regional", "full"):
+        regional = plan["compile"] == "regional"
+        dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}
+        said.add("compile")
+    fsdp = _fsdp(launched) if FSDP in launched else None
+    if fsdp is not None and plan["checkpointing"] == "all":
+        fsdp["fsdp_activation_checkpointing"] = True
+        said.add("checkpointing")
+    fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _kind(result, launched),
+        "mixed_precision": precision,
+        "use_cpu": result.hardware.device == "cpu",
+        "debug": False,
+        "num_processes": result.ranks,
+        "dynamo_config": dynamo,
+        "fsdp_config": fsdp,
+        "deepspeed_config": _deepspeed(launched) if DEEPSPEED in launched else None,
+    }
+    return fields, said
+
+
+def _kind(result: Result, launched: dict[str, str]) -> str:
+    """Return Accelerate's name for how the ranks train together."""
+    if FSDP in launched:
+        return "FSDP"
+    if DEEPSPEED in launched:
+        return "DEEPSPEED"
+    if result.ranks == 1:
+        return "NO"
+    return "MULTI_CPU" if result.hardware.device == "cpu" else "MULTI_GPU"
+
+
+def _fsdp(launched: dict[str, str]) -> dict[str, Any]:
+    """Return the keys for the variables that Accelerate's launcher had set."""
+    keys = {n.lower(): value for n, value in launched.items() if n.startswith("FSDP_")}
+    return {NAMED_OTHERWISE.get(key, key): _value(value) for key, value in keys.items()}
+
+
+def _deepspeed(launched: dict[str, str]) -> dict[str, Any]:
+    start = "ACCELERATE_DEEPSPEED_"
+    keys = {
+        name.removeprefix(start).lower(): value
+        for name, value in launched.items()
+        if name.startswith(start)
+    }
+    renamed = {"config_file": "deepspeed_config_file", "zero3_init": "zero3_init_flag"}
+    return {renamed.get(key, key): _value(value) for key, value in keys.items()}
+
+
+def _value(text: str) -> bool | int | str:
+    """Return a variable's value as YAML has it."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.isdecimal() else text
+
+
+def _notes(result: Result, launched: dict[str, str]) -> Iterator[str]:
+    """Yield what differs where a level is expressed, but not in the very same way."""
+    yield "# Only scripts that make an Accelerator read this file: accelerate launch --config_file."
+    plan = result.plan
+    if FSDP in launched and plan["precision"] == "bf16":
+        yield "# Under FSDP Accelerate's bf16 gathers weights and reduces gradients in bf16 too."
+    if plan["precision"] == "fp16":
+        yield "# Losses are scaled by Accelerate's own scaler, not inside the model."
+    if plan["compile"] in ("regional", "full"):
+        yield "# Compiled dropout draws Inductor's own random numbers."
+    if plan["micro_batch"] != "as_is":
+        size, total = result.measurement.micro_batch, result.measurement.effective_batch
+        yield f"# By hand: {size} samples a batch and gradients accumulated to {total} a step."
+    if result.ranks > 1 and result.hardware.device == "cpu":
+        yield "# On a CPU accelerate launch starts one process, and more under MPI alone."

@@ -1,0 +1,40 @@
+"""A shell script that starts the ranks with ``torchrun``, and the plan in each of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+
+from autofit.export.head import launched_with, origin
+from autofit.export.load import PLAN
+from autofit.progress import Result
+
+FILE = "autofit-plan.json"
+END = "END_OF_PLAN"
+
+
+def render(result: Result) -> str:
+    """Return the script; ``torchrun`` knows no levels, so autofit applies them in each rank."""
+    return "\n".join(_lines(result)) + "\n"
+
+
+def _lines(result: Result) -> Iterator[str]:
+    script = result.script
+    yield "#!/bin/sh"
+    yield origin(result)
+    yield f"# To be run in the folder it was searched in, {script.cwd}, or one like it."
+    for name, value in launched_with(result).items():
+        yield f"export {name}={shlex.quote(value)}"
+    start = ["exec", "torchrun", "--standalone", "--nproc-per-node", str(result.ranks)]
+    module = ["-m"] if script.module else []
+    if result.plan.neutral:
+        yield shlex.join([*start, *module, script.target, *script.args])
+        return
+    yield "# torchrun itself has no setting for the plan: autofit, to be installed, applies it."
+    yield f"cat > {FILE} <<'{END}'"
+    yield json.dumps({PLAN: dict(result.plan.changes)})
+    yield END
+    tuned = ["--no-python", "autofit", "run", "--plan", FILE, *module, script.target]
+    args = ["--", *script.args] if script.args else []
+    yield shlex.join([*start, *tuned, *args])

@@ -1,0 +1,73 @@
+"""Fields of transformers' ``TrainingArguments`` as YAML: what ``HfArgumentParser`` reads.
+
+``HfArgumentParser(TrainingArguments).parse_yaml_file(...)``, or ``TrainingArguments(**fields)``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from autofit.export.head import comments
+from autofit.progress import Result
+from autofit.strategies import AS_IS
+
+OPTIMIZERS = {
+    "fused": "adamw_torch_fused",
+    "eight_bit": "adamw_bnb_8bit",
+    "paged": "paged_adamw_32bit",
+    "paged_eight_bit": "paged_adamw_8bit",
+}
+"""Levels of ``optimizer`` that ``optim`` has a name for, where the script trains with AdamW."""
+WORKERS = 4
+
+
+def render(result: Result) -> str:
+    """Return ``field: value`` lines, with comments above them."""
+    fields, said = _fields(result)
+    lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
+    notes = [*comments(result, "Trainer", said), *_notes(fields)]
+    return "\n".join([*notes, *(lines or ["{}"])]) + "\n"
+
+
+def _fields(result: Result) -> tuple[dict[str, Any], set[str]]:
+    """Return the fields, and the strategies whose levels they express."""
+    plan, measured = result.plan, result.measurement
+    fields: dict[str, Any] = {"use_cpu": True} if result.hardware.device == "cpu" else {}
+    said = {"allocator"}
+
+    def express(strategy: str, **new: Any) -> None:
+        fields.update(new)
+        said.add(strategy)
+
+    parts, rest = divmod(measured.effective_batch, measured.micro_batch * result.ranks)
+    if plan["micro_batch"] != AS_IS and not rest:
+        express(
+            "micro_batch",
+            per_device_train_batch_size=measured.micro_batch,
+            gradient_accumulation_steps=parts,
+        )
+    if plan["precision"] != AS_IS:
+        express("precision", **{plan["precision"]: True})
+    if plan["checkpointing"] == "all":
+        kwargs = {"use_reentrant": False}
+        express("checkpointing", gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    if plan["optimizer"] in OPTIMIZERS:
+        express("optimizer", optim=OPTIMIZERS[plan["optimizer"]])
+    if plan["compile"] == "full":
+        express("compile", torch_compile=True)
+    if plan["data_loading"] != AS_IS:
+        pinned = plan["data_loading"] == "pinned"
+        express("data_loading", dataloader_num_workers=WORKERS, dataloader_pin_memory=pinned)
+    return fields, said
+
+
+def _notes(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield what differs where a level is expressed, but not in the very same way."""
+    if "optim" in fields:
+        yield "# optim: for a script that trains with AdamW, Trainer's default."
+    if "fp16" in fields:
+        yield "# fp16: losses are scaled by Trainer's own scaler, not inside the model."
+    if "torch_compile" in fields:
+        yield "# torch_compile: compiled dropout draws Inductor's own random numbers."
