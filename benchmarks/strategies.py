@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ TOO_LARGE = frozenset({"decoder"})
 """Works that do not fit a card as they are: nothing is measured alone."""
 UNSIZED = {"micro_batch": "4"}
 """A size in the place of a level that asks for one."""
+OWN = {("vit", "gradient_release"): ("--no-clip",), ("decoder", "gradient_release"): ("--no-clip",)}
+"""Arguments of a work without which a technique has nothing to do there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +237,7 @@ def page(document: dict[str, Any]) -> str:
         f"Written by `python benchmarks/strategies.py --page`; measured on one {where}.",
         "",
         *(f"- `{work.name}`: `{work.script} {' '.join(work.arguments)}`" for work in WORKS),
+        *(f"- `{work}` for `{name}`: `{' '.join(own)}` too" for (work, name), own in OWN.items()),
         "",
         INTRODUCTION.rstrip(),
     ]
@@ -310,8 +313,12 @@ def main() -> None:
     for work in WORKS:
         if not arguments.work or work.name in arguments.work:
             alone = arguments.alone == "yes"
-            found = list(trials(work, arguments.strategy or (), alone=alone))
-            Benchmark(work, arguments.out).run(found)
+            found: dict[tuple[str, ...], list[Trial]] = {}
+            for trial in trials(work, arguments.strategy or (), alone=alone):
+                found.setdefault(OWN.get((work.name, trial.strategy), ()), []).append(trial)
+            for own, some in found.items():
+                script = replace(work, arguments=(*work.arguments, *own))
+                Benchmark(script, arguments.out).run(some)
 
 
 if __name__ == "__main__":
