@@ -256,7 +256,8 @@ class Group:
         if self._mourning and self._culprit is None and not self._over:
             child, said = self._mourning[0]
             self._blame(child)
-            yield self._labelled(child, said)
+            before = "".join(f"after rank {rank} had ended: " for rank in self._finished)
+            yield self._labelled(child, replace(said, message=before + said.message))
 
     def _blame(self, child: Child) -> None:
         """End the others at once, who would wait for it; it may end by itself."""

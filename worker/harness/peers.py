@@ -38,14 +38,15 @@ class Peers:
         """Whether there is no other rank."""
         return self.ranks == 1
 
-    def agree(self, what: str, value: T) -> tuple[T, ...]:
+    def agree(self, what: str, value: T, patience: float | None = None) -> tuple[T, ...]:
         """Return every rank's value, by rank, once all stand at ``what``.
 
-        Raises ``WorkerError`` where another one stands somewhere else.
+        Nothing where they do not come within ``patience`` seconds. Raises ``WorkerError`` where
+        another one stands somewhere else.
         """
         if self.alone:
             return (value,)
-        said = self._reporter.agree(Agreeing(what=what, value=value))
+        said = self._reporter.agree(Agreeing(what=what, value=value), patience)
         if len({each.what for each in said}) > 1:
             where = ", ".join(f"rank {rank} is at {each.what}" for rank, each in enumerate(said))
             raise WorkerError(f"the ranks do not do the same: {where}")

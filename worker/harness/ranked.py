@@ -13,6 +13,7 @@ from autofit.worker.harness.peers import Peers, common
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
+from autofit.worker.harness.stage import Figures
 from autofit.worker.meter import Meter
 from autofit.worker.records import Event
 
@@ -20,6 +21,9 @@ NOT_DISTRIBUTED = (
     "{0} ranks were asked for (--gpus-per-trial {0}), and the script does not set up "
     "torch.distributed over them: each would train by itself; leave --gpus-per-trial out"
 )
+
+ENDING = 10.0
+"""Seconds in which the other ranks come to the end of the script too."""
 
 
 class RankedSession(Session):
@@ -78,13 +82,18 @@ class RankedSession(Session):
         held = (p for module in self.modules() for p in module.parameters() if p.requires_grad)
         return max(self.peers.agree("the size of its gradients", sum(p.nbytes for p in held)))
 
-    def all_end(self) -> bool:
-        """Return whether every rank has come to the end of the script; else the others say so."""
+    def all_end(self, own: Figures | None) -> tuple[Figures, ...]:
+        """Return what every rank has measured, once all have come to the end of the script.
+
+        Nothing where they do not. Only the first rank waits for that, and not for long: others
+        may wait for it to go on.
+        """
         try:
-            self.peers.agree("the end of the script", None)
-        except WorkerError:
-            return False
-        return True
+            patience = ENDING if self.peers.leads else 0.0
+            said = self.peers.agree("the end of the script", own, patience)
+        except WorkerError:  # the others say so
+            return ()
+        return tuple(figures for figures in said if figures is not None)
 
     def leave_unless_agreed(self, refusal: Refused) -> None:
         """Let a refusal end the launch that the other ranks know nothing of: they go on."""

@@ -42,12 +42,18 @@ class Reporter:
             self.send(Asking(fresh=fresh))
         return self._answers.get().plan
 
-    def agree(self, said: Agreeing) -> tuple[Agreeing, ...]:
-        """Wait until every rank has said something, and return it, by rank."""
+    def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
+        """Wait until every rank has said something, and return it, by rank.
+
+        Nothing is returned after ``patience`` seconds without the others.
+        """
         if os.getpid() != self._pid:
             return (said,)
         self.send(said)
-        return self._agreed.get().said
+        try:
+            return self._agreed.get(timeout=patience).said
+        except queue.Empty:
+            return ()
 
     def answered(self, answer: Answer | Agreed) -> None:
         """Take the parent's answer, which another thread has received."""

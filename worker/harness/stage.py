@@ -13,6 +13,9 @@ from autofit.strategies.facts import Facts
 from autofit.worker.meter import Peak
 from autofit.worker.records import Measurement, OutOfMemory
 
+Figures = tuple[Peak, int, float]
+"""Of one rank: its peak, the allocator's retries and the seconds spent compiling."""
+
 
 @dataclass
 class Stage:
@@ -40,14 +43,15 @@ class Stage:
     refusal: Refused | None = None
 
     def measurement(
-        self, ranks: Sequence[Peak], facts: Facts, retries: int, compiled: float, share: float
+        self, ranks: Sequence[Figures], facts: Facts, share: float = 1.0
     ) -> Measurement:
         """Return what was measured.
 
-        ``ranks``: the peak of each. ``retries``, ``compiled``: as they are now. ``share``: mean
-        part of the largest rank's batch that a rank has.
+        ``ranks``: the figures of each, as they are now. ``share``: mean part of the largest
+        rank's batch that a rank has.
         """
-        peak = reduce(Peak.worst, ranks)
+        peaks, retries, compiled = zip(*ranks, strict=True)
+        peak = reduce(Peak.worst, peaks)
         size = self.plan["micro_batch"]
         return Measurement(
             micro_batch=self.plan.samples(facts.batch or 1) if size == AS_IS else int(size),
@@ -56,11 +60,11 @@ class Stage:
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
             peak_device=peak.device,
-            allocation_retries=retries - self.retries,
+            allocation_retries=max(retries) - self.retries,
             data_wait=sum(self.waits) / sum(self.seconds),
             losses=tuple(self.losses),
-            compile_seconds=compiled - self.compiled,
-            rank_peaks=tuple(rank.device for rank in ranks) if len(ranks) > 1 else (),
+            compile_seconds=max(compiled) - self.compiled,
+            rank_peaks=tuple(each.device for each in peaks) if len(peaks) > 1 else (),
         )
 
     def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:

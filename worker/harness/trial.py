@@ -25,7 +25,7 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.stage import Stage
+from autofit.worker.harness.stage import Figures, Stage
 from autofit.worker.harness.trace import Tracer
 from autofit.worker.meter import Meter
 from autofit.worker.records import (
@@ -79,8 +79,7 @@ class Trial(RankedSession):
         self.over = False
         """The script has been told to end."""
         self._tracer = Tracer()
-        self._traced = 0
-        """The plan that is being traced."""
+        self._traced = 0  # the plan that is being traced
         self._measured: list[tuple[Plan, Measurement]] = []
         """Of the present plan."""
         self._shortage: OutOfMemory | None = None
@@ -99,8 +98,7 @@ class Trial(RankedSession):
         """Calls of all roots since the last backward pass: their graphs stand."""
         self._caught = False
         """The script has been given an error for want of memory."""
-        self._startup = 0.0
-        """Seconds before the first step, of the plan that began the launch."""
+        self._startup = 0.0  # seconds before the first step, of the plan that began the launch
 
     # --- the schedule ----------------------------------------------------------------------
 
@@ -212,11 +210,14 @@ class Trial(RankedSession):
         self.tell(Measured(index=self.index, measurement=measurement))
         return measurement
 
-    def _measurement(self, stage: Stage) -> Measurement:
-        """Return what all ranks have measured, as the worst of them has it."""
-        own = self.meter.peak().worst(stage.peak), self.meter.retries(), self._compiling.seconds()
-        peaks, retries, compiled = zip(*self.peers.agree("a measurement", own), strict=True)
-        return stage.measurement(peaks, self.facts, max(retries), max(compiled), self.share)
+    def _measurement(self, stage: Stage, said: tuple[Figures, ...] = ()) -> Measurement:
+        """Return what all ranks have measured, or ``said`` that they have."""
+        said = said or self.peers.agree("a measurement", self._figures(stage))
+        return stage.measurement(said, self.facts, self.share)
+
+    def _figures(self, stage: Stage) -> Figures:
+        peak = self.meter.peak().worst(stage.peak)
+        return peak, self.meter.retries(), self._compiling.seconds()
 
     def _end_plan(
         self, verdict: Verdict, reason: str, blamed: str | None = None, *, leaves: bool = False
@@ -265,15 +266,14 @@ class Trial(RankedSession):
         if self.over:
             return
         stage = self._stage
-        if not self.all_end():
-            stage = None
+        if stage is not None and len(stage.seconds) < SHORT:
+            stage.count_traced()
+        said = self.all_end(None if stage is None else self._figures(stage))
         if self._caught:
             self._end_caught()
-        elif stage is not None and self.index == 0:  # a later plan gets a launch of its own
-            if len(stage.seconds) < SHORT:
-                stage.count_traced()
+        elif stage is not None and said and self.index == 0:  # a later plan gets its own launch
             if len(stage.seconds) >= SHORT and stage.shortage is None:
-                self._measured.append((stage.plan, self._measurement(stage)))
+                self._measured.append((stage.plan, self._measurement(stage, said)))
             if self._measured:
                 self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
                 self._end_plan(Verdict.MEASURED, "the script ended first")
