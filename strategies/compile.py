@@ -108,8 +108,6 @@ class Compile(Strategy):
             return None
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model already"
-        if facts.world_size > 1:
-            return "not under several ranks: their graphs would have to be compiled in step"
         if level == "regional" and facts.roots and not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
         if level == "budget" and any(root.dropout for root in facts.roots):

@@ -38,7 +38,7 @@ Train = Callable[..., list[LaunchEvent]]
 def train(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Run a trial on two ranks; nothing of it is left, neither processes nor files."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    target = str(root / "tests" / "scripts" / "ranks.py")
+    target = str(root / "tests" / "harness" / "training_ranks.py")
 
     def run(
         *plans: Plan, amiss: str = "", timeout: float = 120, wrap: str = "ddp", steps: int = 100

@@ -29,7 +29,9 @@ Trials = Callable[..., tuple[TrialRecord, ...]]
 @pytest.fixture
 def ranked(root: Path, tmp_path: Path) -> Path:
     """A folder with the script."""
-    (tmp_path / "train.py").write_text((root / "tests" / "scripts" / "ranks.py").read_text())
+    (tmp_path / "train.py").write_text(
+        (root / "tests" / "harness" / "training_ranks.py").read_text()
+    )
     return tmp_path
 
 

@@ -6,10 +6,11 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -36,51 +37,51 @@ class Hungry(torch.autograd.Function):
     """Needs a gigabyte in backward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx, cotangent):
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         torch.zeros(1 << 27)
         return cotangent
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(16, 256)
         self.down = nn.Linear(256, 16)
 
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(16, 1)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if amiss == "mixing":
             x = x - x.mean(0)
         for block in self.blocks:
             x = block(x)
-        return self.head(x).squeeze(-1).mean(-1)
+        return self.head(x).squeeze(-1).mean(-1)  # type: ignore[no-any-return]
 
 
 model = Net()
 reductions = 0
 
 
-def counted(group, bucket):
+def counted(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     global reductions
-    reductions += bucket.is_last()
+    reductions += bool(bucket.is_last())
     return allreduce_hook(group, bucket)
 
 
 if args.amiss == "alone":
-    root = model
+    root: Any = model
 elif args.wrap == "ddp":
     root = DistributedDataParallel(model)
     root.register_comm_hook(None, counted)
@@ -108,7 +109,7 @@ for step in range(args.steps):
         if amiss == "hang":
             time.sleep(600)
         if amiss == "hungry":
-            x = Hungry.apply(x.requires_grad_())
+            x = Hungry.apply(x.requires_grad_())  # type: ignore[no-untyped-call]
     if amiss == "evaluates" and step % 3 == 0:
         with torch.no_grad():
             model(x)
