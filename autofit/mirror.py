@@ -55,8 +55,10 @@ class Mirror:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             rival = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
             self._sampler = CostSampler(CHOICES, rival)
+            with store.alone():
+                storage = optuna.storages.RDBStorage(store.url)
             self._study = optuna.create_study(
-                storage=optuna.storages.RDBStorage(store.url),
+                storage=storage,
                 study_name=f"autofit-{study.id}-space{VERSION}",
                 sampler=self._sampler,
                 direction="maximize",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,20 @@ def _begin_in_postgresql(connection: Connection) -> None:
     if _writes(connection):
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = {int(1000 * BUSY_SECONDS)}")
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITING})")
+
+
+@contextmanager
+def alone(engine: Engine) -> Iterator[None]:
+    """Let one process at a time in, where the database has a lock for it: PostgreSQL.
+
+    Not the lock of a transaction that writes: what is done within may write by other connections.
+    """
+    if engine.dialect.name != "postgresql":
+        yield
+        return
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITING + 1})")
+        yield
 
 
 def _writes(connection: Connection) -> bool:

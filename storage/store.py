@@ -71,6 +71,10 @@ class Store:
         """The SQLAlchemy URL, password included: what Optuna's storage takes."""
         return self._location.render_as_string(hide_password=False)
 
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Let nobody else make tables on a server meanwhile: Optuna does not expect it."""
+        return engine.alone(self._reader)
+
     def close(self) -> None:
         """Let go of the studies this object opened, and of the database."""
         if self._claimed and self._pid == os.getpid():

@@ -147,6 +147,36 @@ def test_optuna_lives_in_the_same_database(
     assert {"alembic_version", "trials", *OURS} <= tables(location)
 
 
+MAKE_OPTUNAS = """
+import sys
+import optuna
+from autofit.storage import Store
+with Store(sys.argv[1]) as store:
+    print("there", flush=True)
+    sys.stdin.readline()
+    with store.alone():
+        optuna.storages.RDBStorage(store.url)
+"""
+
+
+def test_searches_that_begin_at_once_on_a_server_make_optunas_tables_once(
+    postgresql: Callable[[], str],
+) -> None:
+    command = [sys.executable, "-c", MAKE_OPTUNAS, postgresql()]
+    ran = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in ran:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+    for process in ran:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.close()
+    assert [process.wait(timeout=60) for process in ran] == [0] * 3
+
+
 # --- many at once -----------------------------------------------------------------------------
 
 OPEN_AND_COUNT = """
