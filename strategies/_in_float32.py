@@ -55,10 +55,10 @@ def step(optimizer: Optimizer, plain: Callable[[], None], form: Form) -> None:
 
 def change_type(parameter: torch.Tensor, data: torch.Tensor) -> None:
     """Give a parameter other data, of another type, and its gradient that type."""
-    gradient, parameter.grad = parameter.grad, None
+    gradient = None if parameter.grad is None else parameter.grad.to(data.dtype)
+    parameter.grad = None  # only now: memory may run out above
     parameter.data = data
-    if gradient is not None:
-        parameter.grad = gradient.to(data.dtype)
+    parameter.grad = gradient
 
 
 def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tensor]]:

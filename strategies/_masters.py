@@ -134,11 +134,12 @@ def split(root: Root) -> Undo:
     undo_wrap = root.around_forward(wrapper, lasting=True)
 
     def undo() -> None:
+        for parameter in list(own):  # one that memory runs out for stays split, as do all after it
+            if (values := shown(parameter, here=True)) is not None:
+                change_type(parameter, values)
+            forget(parameter)
+            del own[parameter]
         undo_wrap()
-        for parameter in list(own):
-            if (values := shown(parameter)) is not None:
-                change_type(parameter, values.to(parameter.device))
-            del _RESTS[parameter]
         undo_show()
 
     return undo

@@ -18,6 +18,7 @@ from autofit.worker import oom
 from autofit.worker.harness import imports, program
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.saves import Saves
+from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
 from autofit.worker.records import (
     ChildSpec,
@@ -68,6 +69,8 @@ class Conduct:
 
     def raised(self, error: BaseException) -> None:
         """Report what left the script; its traceback shows none of our frames."""
+        if isinstance(error, NotTakenBack):
+            error = error.error
         culprit = None
         held = self._held()
         where = program.place(error)

@@ -22,6 +22,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import Aside, Stepper, Strategy, Undo, View
 from autofit.worker.harness.release import Release
 from autofit.worker.harness.seams import Seams
+from autofit.worker.harness.undoing import take_back
 
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
@@ -104,9 +105,8 @@ class HarnessOptimizer:
         return plan is self._plan
 
     def take_back(self) -> None:
-        """Leave the optimizer as the script has it."""
-        while self._undos:
-            self._undos.pop()()
+        """Leave the optimizer as the script has it; raise ``NotTakenBack`` if memory runs out."""
+        take_back(self._undos)
         self._plan, self._changes = Plan(), ()
 
     def step(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:

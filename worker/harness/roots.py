@@ -27,6 +27,7 @@ from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.standby import Standby
+from autofit.worker.harness.undoing import take_back
 
 CHECKPOINTING = Checkpointing()
 
@@ -154,9 +155,8 @@ class HarnessRoot:
         self.evaluation = Evaluation(self.layout, self._on_shortage)
 
     def take_back(self) -> None:
-        """Leave the root as the script has it."""
-        while self._undos:
-            self._undos.pop()()
+        """Leave the root as the script has it; raise ``NotTakenBack`` where memory runs out."""
+        take_back(self._undos)
         self._layouts.back()
         self.plan = Plan()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.shown import Process
+from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
 from autofit.worker.records import OutOfMemory
 
@@ -122,6 +123,10 @@ class Session:
     def shortage(self, found: OutOfMemory) -> None:
         """Notice that memory ran out (and the step goes on in smaller chunks, where it can)."""
         raise NotImplementedError
+
+    def spoilt(self, failure: NotTakenBack) -> NoReturn:
+        """Answer that memory ran out while a plan was taken back: the model is neither's."""
+        raise failure.error
 
     def root_called(self, root: HarnessRoot) -> None:
         """Notice a call with gradients."""
@@ -247,6 +252,8 @@ class Session:
         with self.away():
             try:
                 return self._guarded(root, args, kwargs)
+            except NotTakenBack as failure:
+                self.spoilt(failure)
             finally:
                 root.plainly.clear()
 

@@ -15,6 +15,10 @@ from autofit.worker.records import Measurement, OutOfMemory
 
 Figures = tuple[Peak, int, float]
 """Of one rank: its peak, the allocator's retries and the seconds spent compiling."""
+WARM_UP = 1
+"""Steps dropped after every change: allocations, caches and optimizer state settle in them."""
+SETTLING = 8
+"""Steps that may be dropped for compiling or proving in them; where every step does, it counts."""
 
 
 @dataclass

@@ -25,8 +25,9 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.stage import Figures, Stage
+from autofit.worker.harness.stage import SETTLING, WARM_UP, Figures, Stage
 from autofit.worker.harness.trace import Tracer
+from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
 from autofit.worker.records import (
     Finished,
@@ -43,19 +44,13 @@ from autofit.worker.records import (
     Verdict,
 )
 
-WARM_UP = 1
-"""Steps dropped after every change: allocations, caches and optimizer state settle in them."""
-SETTLING = 8
-"""Steps that may be dropped for compiling or proving in them; where every step does, it counts."""
+Schedule = Generator[Stage, None, None]
 GRACE = 10.0
 """Seconds the script has to come to its end once it has been stopped."""
 
 
 class TrialOver(BaseException):
     """Ends the script after the last plan. Not an ``Exception``: loops catch those."""
-
-
-Schedule = Generator[Stage, None, None]
 
 
 class Trial(RankedSession):
@@ -224,14 +219,13 @@ class Trial(RankedSession):
     ) -> None:
         """Report the plan; a rank that ``leaves`` does so for all."""
         self._send_trace()
-        plan = self._given[self.index]
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
         measured = verdict is Verdict.MEASURED
         differences = [root.difference for root in self.roots if root.difference is not None]
         report = TrialReport(
             index=self.index,
-            plan=plan,
+            plan=self._given[self.index],
             verdict=verdict,
             reason=reason,
             best=self._measured[-1][0] if measured else None,
@@ -312,6 +306,12 @@ class Trial(RankedSession):
     def splits(self) -> bool:
         """Return whether a plan of the launch splits the batch; one it asks for may."""
         return self._request.converses or any(p["micro_batch"] != AS_IS for p in self._given)
+
+    def spoilt(self, failure: NotTakenBack) -> NoReturn:
+        """End the launch: the plan that was to come gets another; one that ran out did so."""
+        if self._stage is not None and self._stage.shortage is not None:
+            self._end_caught()
+        self._end()
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """End this plan and go to the next within the same call."""

@@ -1,0 +1,90 @@
+"""Memory runs out while a plan is taken back: nothing more is measured in that process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autofit.plan import Plan
+from autofit.worker.harness.undoing import NotTakenBack, take_back
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchEnded, LaunchRequest, Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+
+MIB = 1 << 20
+BALLAST = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+HELD = []
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(16))
+        self.large = nn.Linear(512, 16384)
+
+    def forward(self, x):
+        HELD.clear()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.large(x).square().mean()
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(60):
+    if step > 3:
+        HELD.append(torch.ones(110 * 2**20, dtype=torch.uint8))
+    loss = model(torch.randn(2, 512))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+"""48 MiB of weights; the ballast is there only when a call begins, and a plan is taken back."""
+MASTERS = Plan.of({"weights": "bf16_master"})
+
+
+def test_the_plan_that_was_to_come_is_told_nothing(tmp_path: Path) -> None:
+    """It would be blamed for what the one before it has left."""
+    (tmp_path / "train.py").write_text(BALLAST)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(MASTERS, Plan()),
+        device="cpu",
+        budget=210 * MIB,
+        timeout=60,
+    )
+    events = list(launch(request))
+    reports = [each for each in events if isinstance(each, TrialReport)]
+    assert [(each.plan, each.verdict) for each in reports] == [(MASTERS, Verdict.MEASURED)]
+    assert isinstance(events[-1], LaunchEnded)
+    assert events[-1].stopped
+    alone = [*launch(replace(request, plans=(Plan(),)))]
+    (report,) = (each for each in alone if isinstance(each, TrialReport))
+    assert report.verdict is Verdict.MEASURED, "and there was room for it"
+
+
+def test_what_was_not_taken_back_can_be_taken_back_later() -> None:
+    done: list[int] = []
+    short = [True]
+
+    def starve() -> None:
+        if short:
+            torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has
+        done.append(2)
+
+    undos = [lambda: done.append(1), starve, lambda: done.append(3)]
+    with pytest.raises(NotTakenBack):
+        take_back(undos)
+    assert (done, len(undos)) == ([3], 2)
+    short.clear()
+    take_back(undos)
+    assert (done, undos) == ([3, 2, 1], [])
