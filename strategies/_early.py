@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.strategies._in_float32 import change_type
-from autofit.strategies._masters import halves, loaded, put_rest, shown
-from autofit.strategies.base import Process, Undo
+from autofit.strategies._masters import halves, loaded, put_rest, shown, some_split
+from autofit.strategies.base import Forward, Process, Undo
+from autofit.strategies.precision import autocast
 
 SHARE = 0.4
 """Of the device's memory; with as much again for gradients it would be nearly full."""
@@ -30,6 +31,20 @@ def room(device: torch.device) -> int | None:
         return None
     total = torch.cuda.get_device_properties(device).total_memory
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def _cast(forward: Forward) -> Forward:
+    """Run a model whose weights were split as they came under autocast: nothing else can.
+
+    It is so too where a plan is proven: in float32 there is no room for the model. What is shown
+    then is that all else in the plan changes nothing, beside weights in bf16.
+    """
+    half = autocast(forward, torch.bfloat16)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (half if some_split() else forward)(*args, **kwargs)
+
+    return call
 
 
 class Early:
@@ -45,6 +60,7 @@ class Early:
     def attach(self) -> Undo:
         """Watch what is registered with a module, and what a module moves."""
         self._undos.append(self._process.show_weights(shown, loaded))
+        self._undos.append(self._process.around_calls(_cast))
         self._replace("register_parameter", self._registers)
         self._replace("_apply", self._moves)
         return self.detach

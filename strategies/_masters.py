@@ -59,6 +59,11 @@ def rest_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return rest if parameter.dtype is torch.bfloat16 else None
 
 
+def some_split() -> bool:
+    """Return whether any parameter of the process has its lower half kept apart."""
+    return len(_RESTS) > 0
+
+
 def type_of(parameter: torch.Tensor) -> torch.dtype:
     """Return the type that a parameter has for the script."""
     return torch.float32 if rest_of(parameter) is not None else parameter.dtype

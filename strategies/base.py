@@ -157,6 +157,12 @@ class Deferred(ABC):
 class Process(Protocol):
     """The process as a strategy's hook sees it; implemented by ``worker/harness/shown.py``."""
 
+    def around_calls(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of a model, also where no plan is applied to it.
+
+        What is proven of a root is then compared with its calls inside ``wrapper``.
+        """
+
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Let parameters that are kept in another form be what they were to the script."""
 

@@ -32,6 +32,10 @@ class Weights(Strategy):
     stochastically after each step (Zamirai et al., 2020), and what is saved is bfloat16.
 
     The forward runs under autocast, since models make tensors of float32 of their own.
+
+    Where there is no room for the model in float32 it is made in bfloat16, and no proof can run it
+    plainly: that all else in the plan changes nothing is shown beside bf16 weights under autocast,
+    what bf16 itself changes is not.
     """
 
     name = "weights"

@@ -195,7 +195,7 @@ class StrategyContract:
 
     def test_as_is_changes_nothing(self, strategy: Strategy, root: Any, case: Case) -> None:
         before = traces(case.module)
-        assert strategy.on_process(AS_IS, Process()) is None
+        assert strategy.on_process(AS_IS, Process([])) is None
         assert strategy.on_root(AS_IS, root(case.module)) is None
         assert traces(case.module) == before
 

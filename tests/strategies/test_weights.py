@@ -22,6 +22,7 @@ from autofit.worker.harness import shown
 from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies import sessions
 from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
@@ -359,7 +360,7 @@ def test_what_is_refused(under: Callable[[Plan], Script], level: str) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], _early.Early]]:
     """A device that holds so many times the model's own bytes."""
-    watching = _early.Early(shown.Process())
+    watching = _early.Early(shown.Process([]))
     whole = sum(parameter.nbytes for parameter in model().parameters())
 
     def make(times: float) -> _early.Early:
@@ -413,6 +414,31 @@ def test_a_model_with_room_is_not_touched_before_its_first_call(
     short(4.0)
     net = model()
     assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("weights", ["bf16_master", "bf16"])
+def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
+    weights: str, short: Callable[[float], _early.Early]
+) -> None:
+    """The batch is float32: before a plan is applied, in proofs, in evaluation, and taken back."""
+    short(1.0).detach()
+    with sessions.under(Plan.of({"weights": weights, "micro_batch": "2"})) as session:
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        x = torch.randn(4, WIDTH)
+        assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+        with torch.no_grad():
+            before = net(x)
+        optimizer = Adam(net.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (net(x) - 1).square().mean().backward()
+            optimizer.step()
+        assert session.roots[0].elastic is not None
+        with torch.no_grad():
+            assert float(net(x).mean()) > float(before.mean())
+        if weights == "bf16_master":
+            session.roots[0].take_back()
+            assert net(x).dtype == torch.float32  # no autocast is left
 
 
 # --- bf16 throughout ----------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class HarnessRoot:
         self.standby: Standby | None = None
         """Rescues calls that run whole."""
         self._layouts = Layouts(lambda: self.module, self._find_layout)
-        self.own_call: Forward = calls.plain(module)
+        self.own_call: Forward = seams.wrapped(calls.plain(module))
         """The root's own call, inside nothing of ours."""
         self._call = self.own_call
         """The same inside the forward wrappers of the plan; still the whole batch."""

@@ -91,6 +91,8 @@ class Seams:
         """Says which batch of a loader comes next (``lookahead.SameBatches`` in a trial)."""
         self.workers: int | None = None
         """Of the loader that gave the last batch; ``None`` before one has."""
+        self.around: list[Wrapper] = []
+        """Put around each call of a model, whatever a plan does."""
         self._readers: list[Reader] = []
         self._undos: list[Undo] = []
         self._stop_looking: Undo = lambda: None
@@ -173,9 +175,15 @@ class Seams:
                 self.handler.new_root(module)
                 # The root's class has its own ``__call__`` now.
                 return type(module).__call__(module, *args, **kwargs)
-            return plain(module, *args, **kwargs)
+            return self.wrapped(plain)(module, *args, **kwargs)
 
         return call
+
+    def wrapped(self, forward: Forward) -> Forward:
+        """Return a call of a model inside what is put around each."""
+        for wrapper in self.around:
+            forward = wrapper(forward)
+        return forward
 
     def _backward(self, plain: Callable[..., None]) -> Callable[..., None]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

@@ -75,7 +75,7 @@ class Session:
         self.meter.arm()
         self.seams.attach()
         for strategy, level in self.plans()[0]:
-            if (undo := strategy.on_process(level, Process())) is not None:
+            if (undo := strategy.on_process(level, Process(self.seams.around))) is not None:
                 self._undos.append(undo)
         if self.changes_optimizers():
             self.optimizers.attach()

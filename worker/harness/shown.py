@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.strategies.base import Load, Undo, Weights
+from autofit.strategies.base import Load, Undo, Weights, Wrapper
 
 _views: list[tuple[Weights, Load]] = []
 _undos: list[Undo] = []
@@ -39,6 +39,15 @@ def show(view: Weights, load: Load) -> Undo:
 
 class Process:
     """A process before its first root; implements ``strategies.base.Process``."""
+
+    def __init__(self, around: list[Wrapper]) -> None:
+        """``around``: what the seams put around calls of models."""
+        self._around = around
+
+    def around_calls(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of a model."""
+        self._around.append(wrapper)
+        return lambda: self._around.remove(wrapper)
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Show the script parameters that are kept in another form as they were."""
