@@ -18,7 +18,7 @@ from autofit.strategies import Facts, Fidelity
 from autofit.supervisor import ATTEMPT, Ended, supervise
 from autofit.worker import meter, oom
 from autofit.worker import ranks as rank
-from autofit.worker.environment import under
+from autofit.worker.environment import launched, under
 from autofit.worker.records import (
     ChildSpec,
     LaunchRequest,
@@ -85,7 +85,7 @@ def run(
         )
     ranks = ranks or 1
     _enough(device, ranks)
-    environment = {**os.environ, **dict(script.environment)}
+    environment = {**os.environ, **launched(script, device, ranks)}
     if memory is not None:
         environment |= meter.environment(device, memory, environment)
     attempts = _Attempts(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.records import LaunchRequest
+from autofit.worker.records import LaunchRequest, Script
 
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
@@ -40,6 +40,21 @@ def under(plan: Plan, user: Mapping[str, str]) -> dict[str, str]:
     return {**user, **wanted}
 
 
+ACCELERATE = "ACCELERATE_USE_CPU"
+"""Set by ``accelerate launch``, unless it starts several processes on GPUs."""
+
+
+def launched(script: Script, device: str, ranks: int) -> dict[str, str]:
+    """Return what the launcher of ``script`` would have set, for so many ranks on a device.
+
+    Accelerate's ranks meet on the CPU only where they are told to use it.
+    """
+    found = dict(script.environment)
+    if device == "cpu" and ranks > 1 and ACCELERATE in found:
+        found[ACCELERATE] = "True"
+    return found
+
+
 SAME = {"PYTHONHASHSEED": "0"}
 """So that a script that goes through a set of strings does so in the same order in every trial."""
 
@@ -49,11 +64,11 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a launch: the ``user``'s own, and what the request needs.
 
-    What a launcher sets for the script stands over the ``user``'s, as it would.
-
-    Runs that the script logs to MLflow end in ``scratch``, which goes with the launch.
+    What a launcher sets for the script stands over the ``user``'s, as it would. Runs that the
+    script logs to MLflow end in ``scratch``, which goes with the launch.
     """
-    asked = {**user, **dict(request.script.environment), **dict(request.environment)}
+    launcher = launched(request.script, request.device, request.ranks)
+    asked = {**user, **launcher, **dict(request.environment)}
     for plan in request.plans:
         asked = under(plan, asked)
     metered = meter.environment(request.device, request.budget, asked)

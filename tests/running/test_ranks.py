@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,24 @@ say(f"done {rank}")
 if rank == 0:
     torch.save(net.state_dict(), "final.pt")
 dist.destroy_process_group()
+"""
+
+ACCELERATED = """\
+import os, sys
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=16)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for x in data:
+    optimizer.zero_grad()
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+who, world = accelerator.process_index, accelerator.num_processes
+os.write(1, f"{who} of {world} in {accelerator.mixed_precision}: {sys.argv[1:]}\\n".encode())
 """
 
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "train.py")
@@ -191,6 +210,40 @@ def test_the_option_starts_ranks_without_a_launch_line(runner: Runner) -> None:
     done = runner.run(*runner.command({}, "--gpus-per-trial", "2", line=line))
     assert done.returncode == 0, done.stderr
     assert "attempt 1 rank 1 of 2" in done.stdout
+
+
+@pytest.mark.full
+def test_ranks_of_accelerate_meet_with_what_it_sets(runner: Runner) -> None:
+    script = runner.folder / "train.py"
+    script.write_text(ACCELERATED)
+    launch = ("accelerate", "launch", "--num_processes", "2", "--mixed_precision", "bf16")
+    done = runner.run(*runner.command({"micro_batch": "8"}, line=("--", *launch, "train.py", "x")))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} of 2 in bf16: ['x']" for rank in (0, 1)]
+    assert len(ours(done.stderr)) == 1, "accelerate itself would start one process"
+
+
+@pytest.mark.full
+def test_what_a_launch_line_was_searched_with_is_what_runs(runner: Runner) -> None:
+    """Searched by its launch line; shown and run by the lines that the search ends with."""
+    runner.write()
+    autofit = str(Path(sys.executable).with_name("autofit"))
+    options = ("--memory", "1GiB", "--only", "micro_batch", "--trials", "2")
+    done = runner.run(autofit, "search", *options, "--", *TORCHRUN, "100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks a training, as the launch line says" in done.stdout
+    commands = [line for line in done.stdout.splitlines() if line.startswith("   autofit")]
+    run, best = (shlex.split(line.rstrip().split("   ")[1]) for line in commands[:2])
+    assert run == ["autofit", "run", "--", *TORCHRUN, "100"]
+    found = json.loads(runner.run(autofit, *best[1:]).stdout)
+    assert found["ranks"] == 2
+    assert found["script"]["launcher"] == list(TORCHRUN[:-1])
+    assert found["effective_batch"] == 128
+    for command in (run[1:], ["run", "train.py", "--", "100"]):
+        done = runner.run(autofit, *command)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines())[-2:] == ["done 0", "done 1"]
+        assert "torchrun --nproc-per-node 2 train.py 100" in ours(done.stderr)[0]
 
 
 @pytest.mark.full
