@@ -33,6 +33,21 @@ for step in range(40):
     loss.backward()
     optimizer.step()
 """
+DISTRIBUTED = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(40):
+    loss = model(torch.randn(32, 16)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +114,7 @@ def test_the_commands_run(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train_ddp.py").write_text(DISTRIBUTED)
     gcs, dashboard, agent, client = free_ports(4)
     store = postgresql()
     here = {":6379": f":{gcs}", "=6379": f"={gcs}", "8265": str(dashboard), URL: store}
@@ -118,7 +134,7 @@ def test_the_commands_run(
         timeout=550,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("samples/s in") == 5
+    assert ran.stdout.count("samples/s in") == 6
     with Store(store) as kept:
         (study,) = kept.studies()
         assert study.key.script == str(tmp_path / "train.py")

@@ -68,6 +68,7 @@ def test_a_server_that_is_not_there_ends_a_search_in_one_line(
     command: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("psycopg")
     script()
     storage = "postgresql+psycopg://me:secret@127.0.0.1:1/db"
     ended = command("search", "train.py", "--storage", storage, cwd=tmp_path)
