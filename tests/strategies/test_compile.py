@@ -136,7 +136,6 @@ def test_why_it_is_left_out() -> None:
         assert strategy.unavailable(level, lacking) == "Triton is not installed"
         assert strategy.unavailable(level, cpu)
         assert "already" in (strategy.inapplicable(level, compiled) or "")
-        assert "ranks" in (strategy.inapplicable(level, replace(facts, world_size=2)) or "")
     assert "blocks" in (strategy.inapplicable("regional", bare) or "")
     assert strategy.inapplicable("full", bare) is None
     dropping = Facts(roots=(replace(ROOT, dropout=True),))
