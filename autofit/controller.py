@@ -301,8 +301,13 @@ class Search:
             )
             self._ledger.finish(trial, report, slot)
         self._release(flight)
-        if self._on_end >= BREAKS or (times > AGAIN and not self._ledger.finished()):
-            raise error
+        if times > AGAIN and not self._ledger.finished():
+            raise WorkerError(
+                f"{error}; under {running[0].plan} the {times}th time,"
+                " and nothing else has run yet: the same command tries again"
+            )
+        if self._on_end >= BREAKS:
+            raise WorkerError(f"{error}; that makes {BREAKS} on end: something else is wrong")
         if times <= AGAIN:
             self._ledger.say(f"{error}; what ran there is tried again")
 

@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, in a process of its own: this file, as a program.
 
 The program prints the address, a raylet's process id and a folder for each line it is told: what
-resources a new node has (``CPU=1 GPU=2``). It ends, with all it started, at the end of its input.
+resources a new node has (``CPU=1 GPU=2``). Given an address and a folder, it is one more node
+itself. It ends, with all it started, at the end of its input.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def serve() -> None:
         for line in sys.stdin:
             words = (word.partition("=") for word in line.split())
             asked = {name: float(count) for name, _, count in words}
+            # Ray gives away no more than CUDA would show
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(asked.get("GPU", 0)))))
             node = cluster.add_node(
                 num_cpus=asked.pop("CPU", 1),
                 num_gpus=asked.pop("GPU", 0),
@@ -94,5 +97,29 @@ def serve() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def join(address: str, folder: str) -> None:
+    """Be a node of the cluster at ``address`` until the end of the input."""
+    os.environ.update(SETTINGS, RAY_TMPDIR=folder)
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    parameters: Any = RayParams(
+        gcs_address=address,
+        redis_address=address,
+        num_cpus=1,
+        num_gpus=0,
+        object_store_memory=80 << 20,
+        plasma_directory=folder,
+        node_manager_port=0,
+        min_worker_port=0,
+        max_worker_port=0,
+    )
+    parameters.include_log_monitor = False
+    parameters.dashboard_agent_listen_port = None
+    node: Any = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    sys.stdin.read()
+    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
 if __name__ == "__main__":
-    serve()
+    join(*sys.argv[1:]) if sys.argv[1:] else serve()

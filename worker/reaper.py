@@ -132,8 +132,9 @@ class Reaper:
     """The driver's handle of a reaper it has started for ``session``.
 
     When its pipe breaks, which the kernel sees to should this process be killed, the reaper ends
-    the session and removes ``folder``. ``aside``: it is no child of this process, for others may
-    kill those; it cannot be waited for then.
+    the session and removes ``folder``. ``aside``: it makes the folder too, which is there from here
+    on, and is no child of this process, for others may kill those; it cannot be waited for then.
+    Raises ``OSError`` where the folder cannot be made.
     """
 
     def __init__(self, session: str, folder: Path, *, aside: bool = False) -> None:
@@ -148,8 +149,8 @@ class Reaper:
             env=environment,
             cwd="/",
         )
-        if aside:
-            self._process.wait()
+        if aside and self._process.wait():
+            raise OSError(f"the folder {folder} cannot be made")
 
     def finish(self) -> None:
         """Let the reaper end what is left of the session, and wait until it has."""
@@ -158,8 +159,10 @@ class Reaper:
 
 def main(session: str, folder: str, aside: str = "") -> None:
     """Wait until standard input breaks, then end the session."""
-    if aside and os.fork():
-        return
+    if aside:
+        Path(folder).mkdir(mode=0o700)
+        if os.fork():
+            return
     while os.read(sys.stdin.fileno(), 4096):
         pass
     kill_until_gone(lambda table: with_descendants(marked(session, table), table), _PATIENCE)

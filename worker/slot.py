@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from autofit.worker.versions import of_node
 
 GOODBYE = 15.0
 """Seconds a running launch is given to end in good order."""
+_PAUSE = 1.0
 _OF_RAY = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", VISIBLE)
 """What Ray sets in its workers begins so."""
 
@@ -92,11 +95,13 @@ class Slot:
     def _own_scratch(self) -> str:
         """Return a folder that goes, with all that was started, when this process ends."""
         session = uuid.uuid4().hex
-        folder = tempfile.mkdtemp(prefix="autofit-")
+        folder = Path(tempfile.gettempdir(), f"autofit-{session[:16]}")
         # Ray kills the children of its workers; before we adopt orphans, one goes out of its sight.
-        self._reaper = Reaper(session, Path(folder), aside=True)
+        self._reaper = Reaper(session, folder, aside=True)
         self._environment[SESSION] = session
-        return folder
+        # Ray lets a worker whose node has died finish what it does: that may be waiting for us.
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        return str(folder)
 
     def ready(self) -> str:
         """Answer once the actor is there: which of the cluster's cards it has, if any."""
@@ -155,6 +160,13 @@ class Slot:
         if not self._idle.is_set():
             self._control.stop()
             self._idle.wait(GOODBYE)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, at once, when ``parent`` has ended."""
+    while os.getppid() == parent:
+        time.sleep(_PAUSE)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def moved(script: Script, old: str, new: str) -> Script:

@@ -1,0 +1,304 @@
+"""Slots on machines of a cluster: where they are, what travels there, what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofit.asked import SearchOptions
+from autofit.crew import Crew
+from autofit.exceptions import UsageError, WorkerError
+from autofit.muster import muster
+from autofit.plan import Plan
+from autofit.worker.fleet import Fleet
+from autofit.worker.nodes import Node, choose, look, more
+from autofit.worker.parcel import identity
+from autofit.worker.ray_session import RaySession
+from autofit.worker.records import LaunchEnded, LaunchRequest, Script
+from autofit.worker.slot import Found, moved
+from autofit.worker.versions import DRIVER, obstacles, remarks
+
+PARTS = ("autofit", "strategies", "worker", "storage")
+
+
+def node(name: str, *, gpus: int = 0, model: str = "", cpus: int = 1) -> Node:
+    return Node(
+        id=name, host=name, address="10.0.0.1", cpus=cpus, gpus=gpus, model=model, here=False
+    )
+
+
+# --- where ------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_without_gpus_every_machine_that_has_a_cpu_to_give_runs_one_trial() -> None:
+    places = choose([node("a"), node("b", cpus=64), node("head", cpus=0)], None, 1)
+    assert (places.device, places.slots, places.lines) == ("cpu", {"a": 1, "b": 1}, ())
+    assert more(places, [node("c"), node("d", cpus=0)], 1, None) == {"c": 1}
+    said = choose([node("a")], 4, 1).lines
+    assert said == ("--gpus 4: the cluster has no GPU, CPUs are used",)
+    with pytest.raises(UsageError, match="no node of the cluster has a CPU"):
+        choose([node("head", cpus=0)], None, 1)
+
+
+@pytest.mark.quick
+def test_of_a_mixed_cluster_the_most_of_one_model_is_used() -> None:
+    cluster = [
+        node("a", gpus=8, model="H100"),
+        node("b", gpus=4, model="A100"),
+        node("c", gpus=2, model="H100"),
+        node("head"),
+    ]
+    places = choose(cluster, None, 1)
+    assert (places.device, places.model, places.slots) == ("cuda", "H100", {"a": 8, "c": 2})
+    assert places.lines == (
+        "10 x H100 are used, the most of one model; 4 x A100 on b are left out",
+    )
+    assert choose(cluster, 9, 1).slots == {"a": 8, "c": 1}
+    assert choose(cluster, None, 4).slots == {"a": 2}
+    new = [node("d", gpus=8, model="H100"), node("e", gpus=8, model="A100")]
+    assert more(places, new, 1, None) == {"d": 8}
+    assert more(places, new, 1, 3) == {"d": 3}
+    assert more(places, new, 1, 0) == {}
+
+
+@pytest.mark.quick
+def test_a_trial_runs_on_one_host() -> None:
+    cluster = [node("a", gpus=3, model="H100"), node("b", gpus=3, model="H100")]
+    places = choose(cluster, 6, 2)
+    assert places.slots == {"a": 1, "b": 1}
+    assert places.lines == (
+        "--gpus 6 --gpus-per-trial 2: a trial runs on one host; there is room for 2 side by side",
+    )
+    with pytest.raises(UsageError, match=r"--gpus-per-trial 4: .* none .* more than 3 GPUs; ask"):
+        choose(cluster, None, 4)
+    with pytest.raises(UsageError, match="--gpus 7: the cluster has 6 x H100; ask for fewer"):
+        choose(cluster, 7, 1)
+
+
+@pytest.mark.quick
+def test_what_versions_have_to_agree_in() -> None:
+    here = {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.1"}
+    same = {"python": "3.11.9", "torch": "2.13.0+cu128", DRIVER: "570.1"}
+    assert obstacles(same, here, builds=False) == []
+    assert obstacles(same, {**same, "torch": "2.13.0+cu126"}, builds=True) == [
+        "torch 2.13.0+cu128 there, 2.13.0+cu126 here"
+    ]
+    other = {"python": "3.12.1", "transformers": "5.2", DRIVER: "570.1"}
+    assert obstacles(other, here, builds=False) == [
+        "python 3.12.1 there, 3.11.7 here",
+        "torch is not installed there, 2.13.0+cpu here",
+    ]
+    assert remarks(other, here) == ["transformers 5.2 there, 5.1 here"]
+
+
+# --- what travels -----------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_a_copy_of_a_folder_is_told_from_the_folder(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "train.py").write_text("pass")
+    assert identity(str(one)) == identity(str(one)) != identity(str(other))
+    seen = identity(str(one))
+    (one / "autofit.db-wal").write_text("a store that is in use")
+    assert identity(str(one)) == seen
+    assert identity(str(tmp_path / "none")) == ""
+
+
+@pytest.mark.quick
+def test_a_script_moves_with_its_folder() -> None:
+    def target(given: str, module: bool = False) -> str:
+        script = Script(target=given, module=module, cwd="/home/me")
+        script = moved(script, "/home/me", "/tmp/copy")
+        assert script.cwd == "/tmp/copy"
+        return script.target
+
+    assert target("sub/train.py") == "sub/train.py"
+    assert target("/home/me/sub/train.py") == "/tmp/copy/sub/train.py"
+    assert target("package.train", module=True) == "package.train"
+    for outside in ("/elsewhere/train.py", "../train.py"):
+        with pytest.raises(UsageError, match="lies outside of the working directory /home/me"):
+            target(outside)
+
+
+# --- a cluster of several machines --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The temporary folder of the cluster's nodes."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory whose script needs what lies beside it."""
+    (tmp_path / "train.py").write_text(
+        "import beside, os\n"
+        "print(beside.WORD, os.getcwd(), *map(os.environ.get, ['OF_THE_USER', 'OF_BOTH']))\n"
+    )
+    (tmp_path / "beside.py").write_text("WORD = 'found'\n")
+    return tmp_path
+
+
+@pytest.fixture
+def far(temporary: Path, ray_cluster: Any, folder: Path, root: Path) -> Iterator[str]:
+    """A machine of another name, which has neither the working directory nor autofit."""
+    ray_cluster.add()
+    hidden = [folder, *(root / part for part in PARTS)]
+    hide = " && ".join(["hostname far", *(f"mount -t tmpfs none '{path}'" for path in hidden)])
+    program = root / "tests" / "ray_cluster.py"
+    join = f"exec '{sys.executable}' '{program}' {ray_cluster.address} {ray_cluster.folder}"
+    unshare = ["unshare", "-Urmu", "sh", "-c"]
+    if subprocess.run([*unshare, hide], capture_output=True).returncode:
+        pytest.skip("this system gives no process a name and mounts of its own")
+    process = subprocess.Popen(
+        [*unshare, f"{hide} && {join}"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "OF_BOTH": "the node's"},
+    )
+    yield "far"
+    process.communicate(timeout=60)
+
+
+@pytest.mark.full
+def test_code_and_folder_travel_to_a_machine_that_does_not_have_them(
+    ray_cluster: Any,
+    far: str,
+    folder: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OF_BOTH", "the user's")
+    monkeypatch.setenv("OF_THE_USER", "the user's own")
+    script = Script(target=str(folder / "train.py"), cwd=str(folder))
+    with Fleet(ray_cluster.address, script) as fleet:
+        deadline = time.monotonic() + 60
+        while far not in {each.host for each in look().values()}:
+            assert time.monotonic() < deadline, "the machine did not join"
+            time.sleep(0.5)
+        fleet.settle("cpu", 1)
+        machines = {each.host: each for each in look().values()}
+        assert {host: each.here for host, each in machines.items()} == {
+            far: False,
+            socket.gethostname(): True,
+        }
+        for each in machines.values():
+            fleet.add(each, 1)
+        found: dict[int, Found] = {}
+        while fleet.coming:
+            assert time.monotonic() < deadline + 60, "the workers did not come"
+            for slot, arrived in fleet.arrivals(5):
+                assert isinstance(arrived, Found), arrived
+                found[slot] = arrived
+        assert sorted(each.host for each in found.values()) == sorted(machines)
+        (there,) = (slot for slot, each in found.items() if each.host == far)
+        (here,) = set(fleet.slots) - {there}
+        assert run(fleet, here, script) == f"found {folder} the user's own the user's"
+        word, where, *users = run(fleet, there, script).split(maxsplit=2)
+        assert word == "found"
+        assert "working_dir_files" in where, "a copy, where Ray keeps them"
+        assert users == ["the user's own the node's"]
+    deadline = time.monotonic() + 30
+    while left := [*temporary.glob("autofit-*")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def run(fleet: Fleet, slot: int, script: Script) -> str:
+    """Run a script that takes no step; return what it printed."""
+    request = LaunchRequest(
+        script=script, plans=(Plan(),), device="cpu", budget=1 << 30, timeout=60
+    )
+    fleet.submit(slot, request)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for _, event in fleet.events(timeout=5):
+            if isinstance(event, LaunchEnded):
+                return event.output
+            assert not isinstance(event, WorkerError), event
+    raise AssertionError("the launch did not end")
+
+
+@pytest.mark.quick
+def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
+    started = time.monotonic()
+    where = "Ray at 127.0.0.1:1 cannot be used: .*Connection refused"
+    with pytest.raises(WorkerError, match=where), RaySession(address="127.0.0.1:1"):
+        pass
+    outside = "--address ray://head:10001: give auto or host:port, from a machine of the cluster"
+    with pytest.raises(UsageError, match=outside), RaySession(address="ray://head:10001"):
+        pass
+    assert time.monotonic() - started < 5
+
+
+def options(cluster: Any, folder: Path, **more: Any) -> SearchOptions:
+    script = Script(target="train.py", cwd=str(folder))
+    return SearchOptions(script=script, storage="", address=cluster.address, **more)
+
+
+@pytest.mark.full
+def test_machines_join_and_are_gone(ray_cluster: Any, temporary: Path, folder: Path) -> None:
+    ray_cluster.add()  # this process joins the cluster here
+    raylet = ray_cluster.add()
+    said: list[str] = []
+    with ExitStack() as stack:
+        crew = muster(options(ray_cluster, folder), stack)
+        before = crew.slots
+        assert crew.idle([]) == [*range(before)]
+        ray_cluster.add()
+        tend(crew, lambda: len(crew.idle([])) == before + 1, said)
+        assert said == [f"{socket.gethostname()} has joined, and is used"]
+        os.kill(raylet, signal.SIGKILL)
+        tend(crew, lambda: len(crew.idle([])) == before, said)
+        assert said[1:] == [
+            f"{socket.gethostname()} is gone, or Ray is there: it is not used any more"
+        ]
+        assert crew.heed(crew.idle([])[0], ended(lost="GPU 0 has 1.0 GiB free"), said.append)
+        assert len(crew.idle([])) == before - 1
+
+
+@pytest.mark.full
+def test_a_machine_that_cannot_be_used_gives_its_gpus_back(
+    ray_cluster: Any, temporary: Path, folder: Path
+) -> None:
+    ray_cluster.add()
+    ray_cluster.add("GPU=3")  # as Ray was told: there is no driver
+    why = "no machine of the cluster can be used: .* cannot be used: the NVIDIA driver does not"
+    with pytest.raises(WorkerError, match=why), ExitStack() as stack:
+        muster(options(ray_cluster, folder, gpus_per_trial=2), stack)
+    with pytest.raises(UsageError, match="none of the cluster's has more than 3"), ExitStack() as s:
+        muster(options(ray_cluster, folder, gpus_per_trial=4), s)
+    with RaySession(address=ray_cluster.address):
+        from ray.util import placement_group_table
+
+        table: Any = placement_group_table
+        assert {group["state"] for group in table().values()} == {"REMOVED"}
+
+
+def tend(crew: Crew, done: Callable[[], bool], said: list[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, said
+        crew.tend(said.append, idle=False)
+        time.sleep(0.2)
+
+
+def ended(lost: str) -> LaunchEnded:
+    return LaunchEnded(steps=0, stopped=False, seconds=1.0, lost=lost)
