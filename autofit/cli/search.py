@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -120,8 +121,9 @@ def _options(
     from autofit.strategies import Fidelity
 
     ranks, why = span(launch, gpus, gpus_per_trial)
+    other = ranks != launch.ranks  # then its launch line would start another number of them
     return SearchOptions(
-        script=launch.script,
+        script=replace(launch.script, launcher=()) if other else launch.script,
         gpus=gpus,
         gpus_per_trial=ranks,
         lines=(*launch.lines, *why),

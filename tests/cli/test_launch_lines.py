@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autofit.cli import main
+from autofit.cli.search import _options
 from autofit.cli.summary import lines
 from autofit.exceptions import UsageError
 from autofit.launching import Launch, by_accelerate, by_torchrun, understand
@@ -274,6 +277,18 @@ def test_the_option_wins_over_the_launch_line(launched: Callable[[int | None], L
     assert span(launched(2), None, 2) == (2, ())
     assert span(PLAIN, None, None) == (None, ())
     assert span(PLAIN, None, 2) == (2, ())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("asked", "shown"), [(None, "torchrun --nproc-per-node 2 "), (4, "")])
+def test_a_launch_line_is_shown_while_it_says_the_ranks(asked: int | None, shown: str) -> None:
+    """With another number of ranks its commands would start as many as it names."""
+    launcher = ("torchrun", "--nproc-per-node", "2")
+    launch = Launch(script=replace(PLAIN.script, launcher=launcher), ranks=2)
+    nothing: dict[str, Any] = {"storage": None, "only": frozenset(), "without": frozenset()}
+    options = _options(launch, allow="exact", gpus=None, gpus_per_trial=asked, **nothing)
+    assert options.gpus_per_trial == (asked or 2)
+    assert str(options.script) == f"{shown}train.py"
 
 
 @pytest.mark.quick
