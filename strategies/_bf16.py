@@ -7,7 +7,7 @@ its neighbour. Rounded up or down with the chances that keep the mean, they are 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import LBFGS
 
 from autofit.exceptions import Refused
-from autofit.strategies._in_float32 import change_type, step
+from autofit.strategies._in_float32 import State, change_type, step
 from autofit.strategies._masters import convertible, forget, refuse
 from autofit.strategies.base import Forward, OptimizerHandle, Root, Undo
 from autofit.strategies.precision import autocast
@@ -60,23 +60,27 @@ class Rounded:
         """Return whether a parameter is bfloat16."""
         return parameter.dtype is torch.bfloat16
 
-    def open(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """Return the values in float32; so is the state of its shape from now on."""
-        for name in _of_its_shape(parameter, state):
-            state[name] = state[name].float()
-        return parameter.data.float()
+    def open(
+        self, parameters: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> Sequence[torch.Tensor]:
+        """Return the values in float32; so is the state of their shape from now on."""
+        for parameter, state in zip(parameters, states, strict=True):
+            for name in _of_its_shape(parameter, state):
+                state[name] = state[name].float()
+        return [parameter.data.float() for parameter in parameters]
 
     def close(
         self,
-        parameter: torch.Tensor,
-        kept: torch.Tensor,
-        values: torch.Tensor,
-        state: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        states: Sequence[State],
     ) -> None:
         """Round the values into ``kept``, and the state."""
-        kept.copy_(self._rounded(values))
-        for name in _of_its_shape(parameter, state):
-            state[name] = self._rounded(state[name])
+        for parameter, held, value, state in zip(parameters, kept, values, states, strict=True):
+            held.copy_(self._rounded(value))
+            for name in _of_its_shape(parameter, state):
+                state[name] = self._rounded(state[name])
 
     def _rounded(self, values: torch.Tensor) -> torch.Tensor:
         device = values.device
@@ -93,7 +97,7 @@ def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return torch.where(values.isfinite(), upper, values.to(torch.bfloat16))
 
 
-def _of_its_shape(parameter: torch.Tensor, state: dict[str, Any]) -> list[str]:
+def _of_its_shape(parameter: torch.Tensor, state: State) -> list[str]:
     """Return the names of the state that has a number for each element."""
     return [
         name

@@ -2,7 +2,8 @@
 
 Whatever steps them, the script's own implementation or another strategy's, finds parameters and
 gradients of float32, and makes its state of that type. Some parameters are open at a time, where
-the optimizer's class treats each for itself: all of ``torch.optim`` do.
+the optimizer's class treats each for itself: all of ``torch.optim`` do. Those are opened and closed
+in a row, as one tensor: a dozen kernels for each of hundreds would take longer to launch than run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-TOGETHER = 1 << 26
+TOGETHER = 1 << 24
 """Elements of the parameters that are open at a time, unless one has more."""
 PARTS = 16
 """The parameters are opened in at least so many parts, as far as they can be told apart."""
@@ -28,13 +29,19 @@ class Form(Protocol):
     def opens(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is kept so."""
 
-    def open(self, parameter: torch.Tensor, state: State) -> torch.Tensor:
-        """Return its float32 values, on its device, and bring its state into float32."""
+    def open(
+        self, parameters: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> Sequence[torch.Tensor]:
+        """Return the float32 values of each, on its device, and bring its state into float32."""
 
     def close(
-        self, parameter: torch.Tensor, kept: torch.Tensor, values: torch.Tensor, state: State
+        self,
+        parameters: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        states: Sequence[State],
     ) -> None:
-        """Write ``values`` into ``kept``, what the parameter holds between steps."""
+        """Write ``values`` into ``kept``, what the parameters hold between steps."""
 
 
 def step(optimizer: Optimizer, plain: Callable[[], None], form: Form) -> None:
@@ -81,18 +88,50 @@ def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tens
 @contextmanager
 def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: Form) -> Iterator[None]:
     """Within it, ``parameters`` and their gradients are float32."""
-    kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+    kept = [parameter.data for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    opened = form.open(parameters, _states(optimizer, parameters))
+    wide = _wide([gradient for gradient in gradients if gradient is not None])
     try:
-        for parameter in parameters:
-            state = optimizer.state.get(parameter, {})
-            values = form.open(parameter, state)
-            kept.append((parameter, parameter.data, parameter.grad))
-            change_type(parameter, values)
+        for parameter, data, float_gradient in zip(parameters, opened, wide, strict=True):
+            parameter.grad = None
+            parameter.data = data
+            parameter.grad = float_gradient
+        del opened, wide
         yield
     finally:
-        for parameter, data, gradient in kept:
-            values, parameter.grad = parameter.data, None
+        values = [parameter.data for parameter in parameters]
+        for parameter, data, gradient in zip(parameters, kept, gradients, strict=True):
+            parameter.grad = None
             parameter.data = data
             parameter.grad = gradient
-            form.close(parameter, data, values, optimizer.state.get(parameter, {}))
+        form.close(parameters, kept, values, _states(optimizer, parameters))
+        for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)  # the data's version is another
+
+
+def _states(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[State]:
+    return [optimizer.state.get(parameter, {}) for parameter in parameters]
+
+
+def _wide(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return gradients in float32, in one row where they can lie so."""
+    if not in_a_row(gradients):
+        return [gradient.float() for gradient in gradients]
+    return cut(torch.cat([gradient.view(-1) for gradient in gradients]).float(), gradients)
+
+
+def in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether several tensors can be treated as one: kernels take longer to launch than run.
+
+    Of one type, on one device, each without gaps and in the usual order.
+    """
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    plain = all(t.layout is torch.strided and t.is_contiguous() for t in tensors)
+    return len(tensors) > 1 and len(kinds) == 1 and plain
+
+
+def cut(row: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a row of elements as tensors of the shapes of others."""
+    parts = row.split([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]

@@ -14,7 +14,7 @@ The rests lie where the parameters lie, or wherever ``put_rest`` has put them: i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.exceptions import Refused
-from autofit.strategies._in_float32 import change_type, step
+from autofit.strategies._in_float32 import State, change_type, cut, in_a_row, step
 from autofit.strategies.base import OptimizerHandle, Root, Undo
 from autofit.strategies.precision import autocast
 
@@ -209,21 +209,42 @@ class Halves:
         """Return whether a parameter is split."""
         return rest_of(parameter) is not None
 
-    def open(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """Return the float32 values, on the parameter's device."""
-        rest = rest_of(parameter)
-        assert rest is not None, "asked for above"
-        return whole(parameter, rest.to(parameter.device, non_blocking=True))
+    def open(
+        self, parameters: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> Sequence[torch.Tensor]:
+        """Return the float32 values, on the parameters' device."""
+        uppers = [parameter.detach() for parameter in parameters]
+        rests: list[torch.Tensor] = [_RESTS[parameter] for parameter in parameters]
+        if _in_rows(uppers, rests):
+            return cut(whole(_row(uppers), _row(rests)), uppers)
+        pairs = zip(uppers, rests, strict=True)
+        return [whole(upper, rest.to(upper.device, non_blocking=True)) for upper, rest in pairs]
 
     def close(
         self,
-        parameter: torch.Tensor,
-        upper: torch.Tensor,
-        values: torch.Tensor,
-        state: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        states: Sequence[State],
     ) -> None:
         """Write ``values`` back, as they are after the step."""
-        _write(upper, _RESTS[parameter], values)
+        rests: list[torch.Tensor] = [_RESTS[parameter] for parameter in parameters]
+        if _in_rows(kept, rests) and in_a_row(values):
+            new_uppers, new_rests = halves(_row(values))
+            torch._foreach_copy_(list(kept), cut(new_uppers, kept))
+            torch._foreach_copy_(rests, cut(new_rests, kept))
+            return
+        for upper, rest, value in zip(kept, rests, values, strict=True):
+            _write(upper, rest, value)
+
+
+def _in_rows(uppers: Sequence[torch.Tensor], rests: Sequence[torch.Tensor]) -> bool:
+    """Return whether both halves of several parameters can be treated as one: on one device."""
+    return in_a_row(uppers) and in_a_row(rests) and uppers[0].device == rests[0].device
+
+
+def _row(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.view(-1) for tensor in tensors])
 
 
 HALVES = Halves()
