@@ -6,6 +6,7 @@ written. Formats and states: Ray's job submission SDK.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import shlex
@@ -110,6 +111,8 @@ def _client(url: str) -> JobSubmissionClient:
         raise UsageError(
             f"--submit {url}: give the URL of a Ray dashboard, such as http://head:8265"
         )
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UsageError("--submit needs Ray's job client: pip install 'autofit-torch[cluster]'")
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell what they upload
     try:
