@@ -170,8 +170,9 @@ class Pool:
         """Return each slot's share of the cores, where the user has said nothing.
 
         Side by side, trainings that each start a thread for every core wait for one another.
+        Ranks have one each, as in the real run.
         """
-        if len(self.slots) == 1:
+        if len(self.slots) == 1 or self._gpus > 1:
             return {}
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(self.slots)))}
 

@@ -38,12 +38,18 @@ Train = Callable[..., list[LaunchEvent]]
 def train(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Run a trial on two ranks; nothing of it is left, neither processes nor files."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    target = str(root / "tests" / "harness" / "training_ranks.py")
+    own = str(root / "tests" / "harness" / "training_ranks.py")
 
     def run(
-        *plans: Plan, amiss: str = "", timeout: float = 120, wrap: str = "ddp", steps: int = 100
+        *plans: Plan,
+        amiss: str = "",
+        timeout: float = 120,
+        wrap: str = "ddp",
+        steps: int = 100,
+        script: str = "",
     ) -> object:
-        args = ("--amiss", amiss, "--wrap", wrap, "--steps", str(steps))
+        target = str(root / "tests" / "scripts" / script) if script else own
+        args = () if script else ("--amiss", amiss, "--wrap", wrap, "--steps", str(steps))
         request = LaunchRequest(
             script=Script(target=target, args=args, cwd=str(tmp_path)),
             plans=plans,
@@ -87,6 +93,14 @@ def test_plan_after_plan_on_two_ranks(train: Train) -> None:
     peaks = [each.peak_device for each in found if each is not None]
     assert peaks == sorted(peaks, reverse=True)
     assert all(each is not None and len(each.rank_peaks) == 2 for each in found)
+
+
+@pytest.mark.parametrize("script", ["hf_trainer.py", "accelerate_prepare.py", "ddp.py"])
+def test_frameworks_as_they_are(train: Train, script: str) -> None:
+    (report, *_) = reports(train(WHOLE, SPLIT, script=script))
+    assert report.verdict is Verdict.MEASURED, report
+    assert report.measurement is not None
+    assert report.measurement.effective_batch == 32
 
 
 def test_the_larger_peak_counts(train: Train) -> None:
