@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +333,7 @@ def test_the_commands_to_copy_launch_as_it_was_searched(make_result: Callable[..
 def test_a_preview_of_a_launch_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("init_process_group()\n")
     line = ["search", "--dry-run", "--gpus", "2", "--", "python", "train.py", "--lr", "1"]
