@@ -5,7 +5,6 @@ Only scripts that make an ``Accelerator`` read it. What it cannot say is named a
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ NAMED_OTHERWISE = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_t
 
 def render(result: Result) -> str:
     """Return the file, with comments above it; imports Accelerate."""
+    import tempfile
+
     from accelerate.commands.config.config_args import ClusterConfig
 
     launched = launched_with(result)
