@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +45,15 @@ for step in range(40):
 """2 GiB of weights in float32."""
 MODEL = "nn.Sequential(*(Block() for _ in range(16)))"
 MADE = f'with torch.device("cuda"):\n    model = {MODEL}'
+CLASS = """\
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(Block() for _ in range(16)))
+
+
+with torch.device("cuda"):
+    model = Net()
+"""
 MOVED = f'model = {MODEL}.to("cuda")'
 
 
@@ -100,6 +112,21 @@ def test_a_model_trains_where_its_float32_weights_would_not_fit(
     assert found.verdict is Verdict.MEASURED, (found.reason, found.out_of_memory)
     assert found.measurement is not None
     assert found.measurement.peak_device < 3 * GIB
+
+
+@pytest.mark.parametrize("script", [CLASS, MOVED], ids=["made there", "moved there"])
+def test_a_search_finds_what_only_several_levels_together_hold(tmp_path: Path, script: str) -> None:
+    """2 GiB of float32 weights within 2.3 GiB, the context's among them: none of it was called."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("HERE", script))
+    without = ["--without", "adapters", "--memory", "2300MiB", "--allow", "recipe", "--json"]
+    command = [sys.executable, "-m", "autofit", "search", "train.py", *without]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["plan"]["weights"] in ("bf16_master", "bf16")
+    assert found["plan"]["gradient_release"] != "as_is"
+    assert found["peak_bytes"] <= 2300 << 20
+    assert found["launches"] <= 12
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")

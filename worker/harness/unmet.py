@@ -1,7 +1,8 @@
 """Facts of a model that memory ran out for before it was called: too large for the device.
 
 The traceback leads to it. A model that was being made is made again on the meta device, where it
-takes no memory; one that was being moved, or loaded into, is whole as it is.
+takes no memory; one that was being moved, or loaded into, is whole as it is. One that the
+script puts together itself, outside any class, cannot be made again.
 """
 
 from __future__ import annotations
