@@ -53,6 +53,9 @@ def why_not(optimizer: Optimizer) -> str | None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable: backward leads through its step"
     if not any(_worth(parameter) for parameter in parameters(optimizer)):
+        kinds = {type(each) for each in parameters(optimizer)} - {nn.Parameter, torch.Tensor}
+        if kinds:
+            return f"a parameter is a {kinds.pop().__name__}"
         return "its parameters are too small to be worth it"
     return None
 
