@@ -224,10 +224,11 @@ def test_code_and_folder_travel_to_a_machine_that_does_not_have_them(
 def run(fleet: Fleet, slot: int, script: Script) -> str:
     """Run a script that takes no step; return what it printed."""
     request = LaunchRequest(
-        script=script, plans=(Plan(),), device="cpu", budget=1 << 30, timeout=60
+        script=script, plans=(Plan(),), device="cpu", budget=1 << 30, timeout=190
     )
     fleet.submit(slot, request)
-    deadline = time.monotonic() + 60
+    # Of a place with mounts in it, such as those that hide, the overlay covers child by child
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         for _, event in fleet.events(timeout=5):
             if isinstance(event, LaunchEnded):
@@ -289,7 +290,10 @@ def test_a_machine_that_cannot_be_used_gives_its_gpus_back(
         from ray.util import placement_group_table
 
         table: Any = placement_group_table
-        assert {group["state"] for group in table().values()} == {"REMOVED"}
+        deadline = time.monotonic() + 30
+        while {group["state"] for group in table().values()} != {"REMOVED"}:
+            assert time.monotonic() < deadline, table()
+            time.sleep(0.2)
 
 
 def tend(crew: Crew, done: Callable[[], bool], said: list[str]) -> None:
