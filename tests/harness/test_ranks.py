@@ -47,6 +47,7 @@ def train(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
         wrap: str = "ddp",
         steps: int = 100,
         script: str = "",
+        budget: int = 256 << 20,
     ) -> object:
         target = str(root / "tests" / "scripts" / script) if script else own
         args = () if script else ("--amiss", amiss, "--wrap", wrap, "--steps", str(steps))
@@ -54,7 +55,7 @@ def train(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
             script=Script(target=target, args=args, cwd=str(tmp_path)),
             plans=plans,
             device="cpu",
-            budget=256 << 20,
+            budget=budget,
             timeout=timeout,
             ranks=2,
         )
@@ -192,3 +193,13 @@ def test_sharded_weights(train: Train) -> None:
     assert checkpointed.measurement is not None
     assert checkpointed.measurement.peak_device < whole.measurement.peak_device
     assert checkpointed.gradient_difference is not None
+
+
+def test_sharded_weights_where_the_script_does_not_fit_as_it_is(train: Train) -> None:
+    """What proves a plan there does not run out in the middle of it: its ranks would be apart."""
+    short = {"wrap": "fsdp2", "budget": 6 << 20}
+    (whole,) = reports(train(WHOLE, **short))
+    (checkpointed,) = reports(train(CHECKPOINTED, **short))
+    assert whole.verdict is Verdict.OUT_OF_MEMORY
+    assert checkpointed.verdict is Verdict.MEASURED, checkpointed.reason
+    assert checkpointed.gradient_difference == 0.0

@@ -62,16 +62,21 @@ def _pages(size: int) -> mmap:
     return memory
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own, laid out by strides."""
+    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def saved_on_host(parameters: Iterable[torch.Tensor]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves everything but ``parameters`` on the host."""
-    stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    """Return a context in which autograd saves everything but ``parameters`` on the host.
+
+    Of sharded parameters what is gathered from all ranks goes there too.
+    """
+    stay = {each.untyped_storage().data_ptr() for each in parameters if _is_plain(each)}
 
     def pack(tensor: torch.Tensor) -> Any:
-        plain = tensor.layout is torch.strided and type(tensor) in (
-            torch.Tensor,
-            torch.nn.Parameter,
-        )
-        if not plain or not tensor.numel() or tensor.untyped_storage().data_ptr() in stay:
+        movable = _is_plain(tensor) and tensor.numel()
+        if not movable or tensor.untyped_storage().data_ptr() in stay:
             return tensor
         return _Hosted.of(tensor)
 

@@ -41,6 +41,12 @@ from autofit.worker.oom import Kind, classify
 Effects = tuple[Digest, dict[str, Any]]
 """A call's gradients, and what it moved in the model."""
 
+Saved = Callable[[], AbstractContextManager[object]]
+"""Makes a context that says where what autograd saves is kept."""
+
+Way = tuple[str, int, Saved]
+"""A name, the samples at most, and where what autograd saves for them is kept."""
+
 ROUNDING = 0.25
 """Relative difference of all gradients together that bf16 may make at random initialisation.
 
@@ -117,21 +123,9 @@ def _applied(root: HarnessRoot, batch: Batch) -> Effects:
 def _beside_plain(
     root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
 ) -> tuple[Effects, Effects]:
-    """Apply ``plan``; return what a few samples do without it and under it.
-
-    Where a few do not fit without it: one. Where that does not either: one whose blocks run again
-    in backward, once that is proven of them; else what autograd saves for it waits in host memory.
-    """
-    fewest = 2 if root.facts is not None and root.facts.batch_norm else 1
-    ways: list[tuple[str, int, Callable[[], AbstractContextManager[object]]]] = [
-        ("plain", SAMPLES, nullcontext),
-        ("plain", fewest, nullcontext),
-        ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()])),
-    ]
-    if root.leanly is not None and _shown(CHECKPOINTED) in root.proven:
-        ways.insert(2, ("leanly", fewest, root.leanly))
+    """Apply ``plan``; return what a few samples do without it and under it."""
     error: Exception | None = None
-    for name, most, saved in ways:
+    for name, most, saved in _ways(root):
         found, error = _try_beside_plain(
             root, plan, _samples(batch, most), saved, (name, most, *call)
         )
@@ -144,28 +138,47 @@ def _beside_plain(
     raise error
 
 
+def _ways(root: HarnessRoot) -> list[Way]:
+    """Return how samples may run without a plan, each where the ones before it do not fit.
+
+    A few; one; one whose blocks run again in backward, once that is proven of them; else what
+    autograd saves for it waits in host memory. Of a sharded model only what is sure to fit: where
+    memory runs out in the middle of it, its ranks do not come together again.
+    """
+    fewest = 2 if root.facts is not None and root.facts.batch_norm else 1
+    few: Way = ("plain", SAMPLES, nullcontext)
+    on_host: Way = ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
+    if is_sharded(root.module):
+        return [few if root.whole_fits else on_host]
+    ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
+    if root.leanly is not None and _shown(CHECKPOINTED) in root.proven:
+        ways.insert(2, ("leanly", fewest, root.leanly))
+    return ways
+
+
 def _try_beside_plain(
     root: HarnessRoot,
     plan: Plan,
     samples: Batch,
-    saved: Callable[[], AbstractContextManager[object]],
+    saved: Saved,
     key: tuple[object, ...],
 ) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
     """Return both, or the error where memory ran out.
 
     ``key``: of what the samples do without the plan; plan after plan may be proven in one call.
     """
+    sharded = is_sharded(root.module)
     try:
         if key not in root.plainly:
             with saved(), casts_noticed(root):
                 root.plainly[key] = _gradients(root, root.plain, samples)
         root.apply(plan)
-        if saved is nullcontext:
-            return (root.plainly[key], _gradients(root, root.forward, samples)), None
+        if sharded or saved is nullcontext:
+            with saved():
+                return (root.plainly[key], _gradients(root, root.forward, samples)), None
         return (root.plainly[key], _applied(root, samples)), None
     except Exception as error:
-        # Of a sharded model every rank would have to do it again.
-        if classify(error).kind is not Kind.OOM or is_sharded(root.module):
+        if classify(error).kind is not Kind.OOM or sharded:
             raise
         return None, error
 

@@ -68,6 +68,8 @@ class HarnessRoot:
         """Runs calls without gradients, in parts if need be, where no plan splits the batch."""
         self.whole_at_worst = True
         """A later batch that cannot be split runs in one piece; not where a plan is measured."""
+        self.whole_fits = False
+        """A call of it is known to fit as the script has it."""
         self.standby: Standby | None = None
         """Rescues calls that run whole."""
         self._layouts = Layouts(lambda: self.module, self._find_layout)

@@ -87,8 +87,7 @@ class Trial(RankedSession):
         self.reads.start()
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
-        self._calls = 0
-        """Of the first root, in this step."""
+        self._calls = 0  # of the first root, in this step
         self._open = 0
         """Calls of all roots since the last backward pass: their graphs stand."""
         self._caught = False
@@ -405,6 +404,7 @@ class Trial(RankedSession):
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply and prove ``plan`` on a model that drops as the script has it."""
+        root.whole_fits = self._whole_fits
         self._compiling.seconds()
         root.take_back()
         self._compiling.seconds()
