@@ -58,6 +58,7 @@ class RaySession:
         """Goes with the session; ``None`` in a Ray that is not ours."""
         self._reaper: Reaper | None = None
         self._guest = False
+        self._answered = False
         self._hushed = contextlib.ExitStack()
 
     @property
@@ -83,6 +84,8 @@ class RaySession:
             if isinstance(error, OSError | RuntimeError | ValueError | ray.exceptions.RayError):
                 where = f"at {self._address}" if self._address else "on this machine"
                 reason = str(error).strip().partition("\n")[0]
+                if self._address and isinstance(error, ConnectionError) and self._answered:
+                    reason += ": something answers there; is the token right (RAY_AUTH_TOKEN)?"
                 raise WorkerError(f"Ray {where} cannot be used: {reason}") from error
             raise
         return self
@@ -99,7 +102,7 @@ class RaySession:
         host, _, port = address.rpartition(":")
         if port.isdecimal():  # else Ray tries for minutes
             with socket.create_connection((host, int(port)), timeout=_ANSWER):
-                pass
+                self._answered = True
         logging.getLogger("ray").setLevel(logging.ERROR)
         with _own_sigterm():
             ray.init(address=address, log_to_driver=False, configure_logging=False)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from autofit import choice
 from autofit.asked import SearchOptions
 from autofit.controller import search
 from autofit.progress import Line, Notice, TrialStarted
@@ -83,14 +84,20 @@ def check_nothing_left(cluster: Any, temporary: Path) -> None:
 
 @pytest.mark.full
 def test_a_search_uses_every_node(
-    four: Any, temporary: Path, script: Callable[..., Path], trials: Trials
+    four: Any,
+    temporary: Path,
+    script: Callable[..., Path],
+    trials: Trials,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = script()
+    monkeypatch.setattr(choice, "GAIN", -1.0)  # whatever is not dominated is measured
+    path = script("    optimizer.step()\n", SLOW)
     heard: list[Notice] = []
     options = SearchOptions(
         script=Script(target=path.name, cwd=str(path.parent)),
         storage=f"sqlite:///{path.parent / 'autofit.db'}",
         address=four.address,
+        trials=10,
     )
     result = search(options, heard.append)
     assert {each.slot for each in heard if isinstance(each, TrialStarted)} == {0, 1, 2, 3}
