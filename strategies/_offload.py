@@ -296,6 +296,14 @@ class Offload:
             self._lanes[device] = Beside(device) if device.type == "cuda" else InTurn()
         return self._lanes[device]
 
+    def release(self) -> None:
+        """Give the pinned memory that torch keeps for later back to the system."""
+        for device in self._lanes:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # torch keeps what a copy may still use
+        if torch.cuda.is_initialized():
+            torch._C._host_emptyCache()
+
     def _residents(self, *arguments: Any) -> set[int]:
         """Return the addresses of what is on the device all the same: weights and the batch."""
         module = self._module()
@@ -323,13 +331,6 @@ def span(tensor: torch.Tensor) -> int:
 def gapped(tensor: torch.Tensor) -> bool:
     """Return whether others lie between a tensor's elements."""
     return span(tensor) > tensor.numel()
-
-
-def release() -> None:
-    """Give the pinned memory that torch keeps for later back to the system."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # it keeps what a copy may still use
-        torch._C._host_emptyCache()
 
 
 PLAIN = (torch.Tensor, nn.Parameter)

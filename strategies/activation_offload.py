@@ -75,6 +75,6 @@ class ActivationOffload(Strategy):
 
         def undo() -> None:
             take_back()
-            _offload.release()
+            offload.release()
 
         return undo
