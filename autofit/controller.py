@@ -14,7 +14,7 @@ from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
 from autofit.exceptions import NothingFits, ScriptError, UsageError, WorkerError
-from autofit.flight import Doubt, Flight, once
+from autofit.flight import Doubt, Flight, in_turn
 from autofit.ledger import Ledger
 from autofit.muster import muster
 from autofit.plan import Plan
@@ -401,12 +401,19 @@ class Search:
 
     def _confirm(self) -> None:
         """Measure the winner again in a fresh process, and what may take its place."""
-        ledger, horizon = self._ledger, self._options.horizon
-        winner = self._holding()
-        tied = rivals(ledger.finished(), winner, ledger.study.budget, horizon)
-        for rival in tied[: FINALISTS - 1]:
-            if not ledger.late() and not ledger.confirmations(kept(rival)):
-                self._again(kept(rival))
+        ledger = self._ledger
+        if self._crew.slots > 1 and not ledger.late():  # side by side; else one decides on the next
+            self._again(*self._finalists(ledger.ranked()[0])[: self._crew.slots])
+        for finalist in self._finalists(self._holding())[1:]:
+            if not ledger.late() and not ledger.confirmations(finalist):
+                self._again(finalist)
+
+    def _finalists(self, winner: TrialRecord) -> list[Plan]:
+        """Return the winner's plan and those that may take its place."""
+        ledger = self._ledger
+        finished = ledger.finished()
+        tied = rivals(finished, winner, ledger.study.budget, self._options.horizon)
+        return [kept(trial) for trial in (winner, *tied[: FINALISTS - 1])]
 
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""
@@ -428,13 +435,15 @@ class Search:
                 break
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
 
-    def _again(self, plan: Plan) -> None:
-        """Measure ``plan`` in a fresh process; once more where that was none of its doing."""
-        self._tell(Remeasuring(plan=plan))
+    def _again(self, *plans: Plan) -> None:
+        """Measure plans in fresh processes; once more where that was none of their doing."""
+        for plan in plans:
+            self._tell(Remeasuring(plan=plan))
         before = -1
-        while before < self._undone() and not self._ledger.confirmations(plan):
+        while before < self._undone():
             before = self._undone()
-            self._drive(once(plan), Purpose.CONFIRM)
+            left = [plan for plan in plans if not self._ledger.confirmations(plan)]
+            self._drive(in_turn(left), Purpose.CONFIRM)
 
     def _undone(self) -> int:
         """Return how often a launch came to nothing for want of its card or its worker."""

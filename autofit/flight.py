@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from autofit.plan import Plan
@@ -43,7 +43,7 @@ class Flight:
         self.doubted, self.spoilt = doubt, True
 
 
-def once(plan: Plan) -> Callable[[Plan | None], Plan | None]:
-    """Return what proposes ``plan`` the first time, and nothing after."""
-    left = [plan]
-    return lambda fixed: left.pop() if left else None
+def in_turn(plans: Iterable[Plan]) -> Callable[[Plan | None], Plan | None]:
+    """Return what proposes each of ``plans`` once, and nothing after."""
+    left = iter(list(plans))
+    return lambda fixed: next(left, None)

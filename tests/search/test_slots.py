@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from autofit import choice, crew
+from autofit import choice, crew, results
 from autofit.asked import SearchOptions
 from autofit.controller import search
 from autofit.exceptions import WorkerError
-from autofit.progress import Notice, StudyOpened, TrialEnded, TrialStarted
+from autofit.progress import (
+    Notice,
+    Remeasuring,
+    SizeMeasured,
+    StudyOpened,
+    TrialEnded,
+    TrialStarted,
+)
 from autofit.worker.records import LaunchEnded, Script, Verdict
 
 
@@ -92,3 +99,17 @@ def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
     assert crew.Crew(options).lines == ()
     said = crew.Crew(replace(options, gpus=4)).lines
     assert said == ("--gpus 4: no GPU is visible here, the CPU is used",)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_finalists_are_measured_again_side_by_side(
+    options: SearchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "GAIN", -1.0)
+    monkeypatch.setattr(results, "TIE", 1.0)  # whatever needs less memory may win
+    heard: list[Notice] = []
+    search(options, heard.append)
+    again = next(at for at, each in enumerate(heard) if isinstance(each, Remeasuring))
+    first = [type(each) for each in heard[again:] if type(each) is not SizeMeasured]
+    assert first[:4] == [Remeasuring, Remeasuring, TrialStarted, TrialStarted]
