@@ -42,7 +42,7 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(60):
     if step > 3:
-        HELD.append(torch.ones(110 * 2**20, dtype=torch.uint8))
+        HELD.append(torch.ones(165 * 2**20, dtype=torch.uint8))
     loss = model(torch.randn(2, 512))
     optimizer.zero_grad()
     loss.backward()
@@ -59,7 +59,7 @@ def test_the_plan_that_was_to_come_is_told_nothing(tmp_path: Path) -> None:
         script=Script(target="train.py", cwd=str(tmp_path)),
         plans=(MASTERS, Plan()),
         device="cpu",
-        budget=210 * MIB,
+        budget=265 * MIB,
         timeout=60,
     )
     events = list(launch(request))

@@ -71,7 +71,8 @@ def test_what_others_are_compared_with_is_launched_once(ledger: Ledger) -> None:
 
 
 def test_what_drops_is_compared_as_well(ledger: Ledger) -> None:
-    ledger.learn(Facts(roots=(replace(ROOT, dropout=True),), optimizers=("AdamW",)))
+    drops = replace(ROOT, dropout=True)
+    ledger.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
     first = Proposer(ledger, GPU).next(fixed=Plan(), fresh=True)
     assert first is not None
     assert first.fidelity(ledger.study.facts) is Fidelity.REDRAW
