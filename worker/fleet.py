@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from autofit.worker.pool import Pool, first_line
 from autofit.worker.ray_session import RaySession
 from autofit.worker.records import Script
 from autofit.worker.slot import Found, Setting, moved
+
+_ATTEMPTS = 3
+"""Actors that are started for a slot before it is given up."""
 
 Arrival = tuple[int, Found | WorkerError | UsageError]
 """A slot that can be used from now on, or why it cannot be and is given up."""
@@ -36,6 +40,8 @@ class Fleet(Pool):
         self._ray = RaySession(address=address)
         self._numbers = itertools.count()
         self._nodes: dict[int, Node] = {}
+        self._failed: Counter[int] = Counter()
+        """Times on end that a slot's actor was lost before it had answered."""
         self._apart: set[str] = set()
         """Nodes, by id, that do not see the working directory."""
         self._sent: dict[str, str] = {}
@@ -110,9 +116,15 @@ class Fleet(Pool):
         except ray.exceptions.RayTaskError as error:
             return slot, WorkerError(first_line(error.cause))
         except ray.exceptions.RayError as error:
+            self._failed[slot] += 1
+            if self._failed[slot] < _ATTEMPTS and self._nodes[slot].id in look():
+                ray.kill(self._actors[slot])
+                self._begin(slot)
+                return None
             return slot, WorkerError(first_line(error))
         except UsageError as error:
             return slot, error
+        self._failed[slot] = 0
         self.slots = sorted([*self.slots, slot])
         self.labels[slot] = found.label
         return slot, found

@@ -134,22 +134,31 @@ class Chaos:
 
     def strike(self, kind: str) -> None:
         """Kill a part at some moment while a search runs."""
-        time.sleep(self._chance.uniform(1, 5))
-        while not (found := workers(self._cluster)) or self._driver.poll() is not None:
+        time.sleep(self._chance.uniform(1, 9))
+        while not self._struck(kind):
             self._carry_on()
             time.sleep(0.2)
-        time.sleep(self._chance.uniform(0, 4))
-        if kind == "worker":
-            self._chance.choice(found).kill()
-        elif kind == "raylet":
-            alive = [pid for pid in self._cluster.raylets if psutil.pid_exists(pid)]
-            victim = self._chance.choice(alive)
-            os.kill(victim, signal.SIGKILL)
-            self._cluster.raylets.remove(victim)
-            self._cluster.add()
-        else:
-            self._driver.kill()
         self.done[kind] += 1
+
+    def _struck(self, kind: str) -> bool:
+        """Kill a part of the running search; ``False`` where there is none at this moment."""
+        found = workers(self._cluster)
+        if not found or self._driver.poll() is not None:
+            return False
+        try:
+            if kind == "worker":
+                self._chance.choice(found).kill()
+            elif kind == "driver":
+                self._driver.kill()
+            else:
+                alive = [pid for pid in self._cluster.raylets if psutil.pid_exists(pid)]
+                victim = self._chance.choice(alive)
+                os.kill(victim, signal.SIGKILL)
+                self._cluster.raylets.remove(victim)
+                self._cluster.add()
+        except psutil.NoSuchProcess:  # it has ended by itself, a moment ago
+            return False
+        return True
 
     def _carry_on(self) -> None:
         """See to it that a search runs: the same again where one was cut off, else another."""
