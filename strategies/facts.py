@@ -33,9 +33,9 @@ class RootFacts:
     parameters: int
     """Elements in all parameters, shared ones once."""
     parameter_bytes: int
-    """Bytes in all parameters and buffers, shared ones once."""
+    """Bytes in all parameters and buffers, shared ones once; of what is sharded, one rank's."""
     trainable: int
-    """Elements in the parameters that require gradients."""
+    """Elements in the parameters that require gradients; of what is sharded, one rank's."""
     dtype: str
     """Of the first trainable parameter, ``"float32"``."""
     called: bool = True

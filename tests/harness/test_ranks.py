@@ -185,7 +185,13 @@ def test_ranks_that_train_by_themselves(train: Train) -> None:
 def test_sharded_weights(train: Train) -> None:
     """Under fully_shard the batch is not split; what else a plan does is proven on the shards."""
     plans = (WHOLE, SPLIT, CHECKPOINTED, Plan.of({"optimizer": "fused"}))
-    whole, split, checkpointed, fused = reports(train(*plans, wrap="fsdp2"))
+    heard = train(*plans, wrap="fsdp2")
+    (root,) = [event.facts for event in heard if isinstance(event, Learned)][-1].roots
+    head, rest = 16 + 1, 4 * (256 * 16 + 256 + 16 * 256 + 16)  # what has one row is not cut
+    assert root.parameters == head + rest
+    assert root.trainable == head + rest // 2
+    assert root.parameter_bytes == 8 * root.trainable, "what one rank holds"
+    whole, split, checkpointed, fused = reports(heard)
     assert split.verdict is Verdict.REFUSED
     assert "not split under FSDP" in split.reason
     assert [each.verdict for each in (whole, checkpointed, fused)] == [Verdict.MEASURED] * 3

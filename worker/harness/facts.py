@@ -61,8 +61,8 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     return RootFacts(
         name=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=sum(tensor.numel() * type_of(tensor).itemsize for tensor in held),
-        trainable=sum(parameter.numel() for parameter in trainable),
+        parameter_bytes=sum(_numel_here(each) * type_of(each).itemsize for each in held),
+        trainable=sum(_numel_here(parameter) for parameter in trainable),
         dtype=str(type_of(trainable[0])).removeprefix("torch."),
         batch=int(batch.leaves[batched[0]].shape[0]) if batched else None,
         block_class=kinds.most_common(1)[0][0] if kinds else None,
@@ -78,6 +78,12 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         ),
         compiled=is_compiled(root),
     )
+
+
+def _numel_here(tensor: torch.Tensor) -> int:
+    """Return the elements that this rank holds: of what is sharded, its own part."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local.numel()
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
