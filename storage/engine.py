@@ -28,7 +28,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from autofit.exceptions import StorageError
-from autofit.storage.url import DEFAULT, to_url
+from autofit.storage.url import DEFAULT, shown, to_url
 
 HEAD = "0005"
 """The newest revision in ``migrations/versions``."""
@@ -71,7 +71,7 @@ def sqlite_file(url: URL) -> Path | None:
 
 def show(url: URL) -> str:
     """Return how a message names the store: its path, or its URL without the password."""
-    return str(sqlite_file(url) or url.render_as_string(hide_password=True))
+    return str(sqlite_file(url) or shown(url.render_as_string(hide_password=True)))
 
 
 def open_engine(url: URL) -> Engine:

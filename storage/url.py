@@ -44,4 +44,5 @@ def exists(storage: str | None = None) -> bool:
 
 def shown(storage: str) -> str:
     """Return ``storage`` as a line for people may have it: without a password."""
-    return re.sub(r"(?<=://)([^:/]*):[^@]*@", r"\1:***@", storage)
+    unnamed = re.sub(r"(?<=://)([^:/]*):[^@]*@", r"\1:***@", storage)
+    return re.sub(r"(?<=[?&])(\w*password)=[^&]*", r"\1=***", unnamed)

@@ -22,6 +22,7 @@ from sqlalchemy import Column, Connection, inspect, text
 from autofit.exceptions import StorageError
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyRecord, default_url, engine, models
+from autofit.storage.url import shown
 from autofit.worker.records import Script, TrialReport
 
 pytestmark = pytest.mark.quick
@@ -398,6 +399,19 @@ def test_a_writer_waits_for_another_and_says_so_in_the_end(
             store.record_event("tick", {})
         other.rollback()
         store.record_event("tick", {})
+
+
+def test_no_password_is_shown_wherever_the_url_has_it() -> None:
+    for given, expected in {
+        "postgresql+psycopg://me:secret@host/db": "postgresql+psycopg://me:***@host/db",
+        "postgresql+psycopg://me@host/db?password=secret&connect_timeout=3": (
+            "postgresql+psycopg://me@host/db?password=***&connect_timeout=3"
+        ),
+    }.items():
+        assert shown(given) == expected
+        text = engine.show(engine.parse(given))
+        assert "***" in text
+        assert "secret" not in text
 
 
 def test_a_server_that_lets_nobody_in_and_one_that_is_not_there(
