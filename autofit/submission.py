@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
 import shlex
 import shutil
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.storage.records import ORIGIN
+from autofit.storage.url import VARIABLE
 from autofit.worker.shipping import checked_excludes
 
 if TYPE_CHECKING:
@@ -132,7 +134,13 @@ def _followed(
     try:
         log.follow()
     except KeyboardInterrupt:
-        client.stop_job(job)
+        try:
+            client.stop_job(job)
+        except (RuntimeError, OSError) as error:
+            raise WorkerError(
+                f"job {job} at {url} cannot be told to stop ({_first_line(error)}): it may still"
+                f" run, `ray job stop {job}` ends it"
+            ) from error
         if not log.follow(STOPPED + _PAUSE):
             write(f"autofit: job {job} at {url} was told to stop and still runs\n")
         raise
@@ -208,10 +216,13 @@ def _first_line(error: object) -> str:
 def on_the_head(storage: str | None) -> str:
     """Return the store that a job is given for ``--storage``.
 
-    Raises ``UsageError`` for a file's path that means another one in each job.
+    Where none is asked for, a server that ``AUTOFIT_STORAGE`` names is it as well from there; a
+    file that it names is of this machine. Raises ``UsageError`` for a file's path that means
+    another one in each job.
     """
     if storage is None:
-        return STORE
+        named = os.environ.get(VARIABLE, "")
+        return named if "://" in named and not named.startswith("sqlite:") else STORE
     if not storage.startswith("sqlite:") and "://" in storage:
         return storage
     if storage.startswith(("/", "~", "sqlite:////")):

@@ -150,7 +150,7 @@ def _submit(url: str, options: SearchOptions, as_json: bool, storage: str | None
     line = ["search", "--address", "auto", "--storage", store]
     line += line_without("--submit", "--storage")
     code = submission.submit(url, line, options.script, write=_write_at_once)
-    if code == 0 and store != storage:
+    if code == 0 and storage is None and store == submission.STORE:
         click.echo(f"autofit: {submission.where(store)}", err=True)
     return code
 
