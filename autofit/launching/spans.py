@@ -22,9 +22,11 @@ def span(launch: Launch, gpus: int | None, asked: int | None) -> tuple[int | Non
     """Return the ranks of a training (``None``: nothing was said), and lines that say why.
 
     ``gpus``: what may be used; ``asked``: what each training was asked to span. Raises
-    ``UsageError`` where the launch line sets up more ranks than may be used.
+    ``UsageError`` where that, or what the launch line sets up, is more than may be used.
     """
     if asked is not None:
+        if gpus is not None and gpus < asked:
+            raise UsageError(f"--gpus {gpus} --gpus-per-trial {asked}: allow {asked} at least")
         return asked, differing(launch, asked)
     if launch.ranks is not None:
         if gpus is not None and gpus < launch.ranks:

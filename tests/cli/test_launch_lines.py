@@ -297,6 +297,8 @@ def test_a_launch_line_is_shown_while_it_says_the_ranks(asked: int | None, shown
 def test_a_launch_line_needs_the_gpus_it_names(launched: Callable[[int | None], Launch]) -> None:
     with pytest.raises(UsageError, match="--gpus 1: the launch line sets up 2 ranks"):
         span(launched(2), 1, None)
+    with pytest.raises(UsageError, match="--gpus 1 --gpus-per-trial 2: allow 2 at least"):
+        span(PLAIN, 1, 2)
 
 
 @pytest.mark.quick
