@@ -189,7 +189,8 @@ class Search:
     ) -> None:
         """Keep every slot busy with what is proposed, until nothing is and nothing runs."""
         while True:
-            self._crew.tend(self._ledger.say, idle=not self._flights)
+            while self._crew.tend(self._ledger.say, idle=not self._flights):
+                self._store.heartbeat(self._owner)
             for slot in self._crew.idle(self._flights):
                 if (plan := propose(None)) is None:
                     break

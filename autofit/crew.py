@@ -92,8 +92,12 @@ class Crew:
             " Finished trials are stored: the same command carries on from there"
         )
 
-    def tend(self, say: Say, *, idle: bool) -> None:
-        """Take note of workers that have come and gone, where they can; ``idle``: nothing runs."""
+    def tend(self, say: Say, *, idle: bool) -> bool:
+        """Take note of workers that have come and gone, where they can; ``idle``: nothing runs.
+
+        Return whether to call again, because one is waited for.
+        """
+        return False
 
     def label(self, slot: int) -> str:
         """Return which card a slot has, where there is more than one slot."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from autofit.asked import SearchOptions
@@ -15,7 +15,7 @@ from autofit.units import format_size
 from autofit.worker import nodes
 from autofit.worker.fleet import Arrival, Fleet
 from autofit.worker.guard import who
-from autofit.worker.nodes import Places
+from autofit.worker.nodes import Node, Places
 from autofit.worker.slot import Found
 from autofit.worker.versions import obstacles, of_node, remarks
 
@@ -56,11 +56,13 @@ class ClusterCrew(Crew):
         alive = nodes.look()
         self._places: Places = nodes.choose(alive.values(), options.gpus, self.ranks)
         self.device = self._places.device
-        self._seen = set(alive)
         self._looked = time.monotonic()
+        self._deserted: float | None = None
+        """When the last slot was lost."""
         self._fleet.settle(self.device, self.ranks)
-        for node, count in self._places.slots.items():
-            self._fleet.add(alive[node], count)
+        self._tried: set[str] = set()
+        """Nodes, by id, that have been used, or were to be."""
+        self._add(alive, self._places.slots)
         lines = [*self._places.lines]
         self._open(lines.append)
         self.lines = tuple(lines)
@@ -159,17 +161,19 @@ class ClusterCrew(Crew):
 
     # --- while the search runs -------------------------------------------------------------
 
-    def tend(self, say: Say, *, idle: bool) -> None:
+    def tend(self, say: Say, *, idle: bool) -> bool:
         """Take in what has come, give up what is gone; each is said.
 
-        Where nothing runs (``idle``) and no slot is left, new ones are waited for.
+        Return whether to call again: nothing runs (``idle``), no slot is left, one may yet come.
         """
-        until = time.monotonic() + FIRST
-        while True:
-            self._take_in(say)
-            if self._fleet.slots or not idle or time.monotonic() > until:
-                return
-            time.sleep(_PAUSE)
+        self._take_in(say)
+        if self._fleet.slots or not idle:
+            self._deserted = None
+            return False
+        now = time.monotonic()
+        self._deserted = self._deserted or now
+        time.sleep(_PAUSE)
+        return now - self._deserted < FIRST
 
     def _take_in(self, say: Say) -> None:
         for slot, arrived in self._fleet.arrivals(0):
@@ -184,12 +188,15 @@ class ClusterCrew(Crew):
             why = f"{self._host(slot)} is gone, or Ray is there: it is not used any more"
             self._give_up(slot, why)
             say(why)
-        new = [node for node in alive.values() if node.id not in self._seen]
-        self._seen |= set(alive)
+        new = [node for node in alive.values() if node.id not in self._tried]
         asked = self._options.gpus
         left = None if asked is None else asked // self.ranks - self._fleet.size
-        for node, count in nodes.more(self._places, new, self.ranks, left).items():
+        self._add(alive, nodes.more(self._places, new, self.ranks, left))
+
+    def _add(self, alive: Mapping[str, Node], counts: Mapping[str, int]) -> None:
+        for node, count in counts.items():
             self._fleet.add(alive[node], count)
+        self._tried |= counts.keys()
 
     def workers(self, stack: ExitStack) -> Fleet:
         """Return the fleet; raise ``WorkerError`` when no machine of it is left."""

@@ -37,6 +37,7 @@ class Fleet(Pool):
         self.slots: list[int] = []
         self._own_harness = harness
         self._script = script
+        self._folder = parcel.identity(script.cwd)
         self._ray = RaySession(address=address)
         self._numbers = itertools.count()
         self._nodes: dict[int, Node] = {}
@@ -122,7 +123,7 @@ class Fleet(Pool):
                 self._begin(slot)
                 return None
             return slot, WorkerError(first_line(error))
-        except UsageError as error:
+        except (UsageError, WorkerError) as error:  # the folder cannot be sent there
             return slot, error
         self._failed[slot] = 0
         self.slots = sorted([*self.slots, slot])
@@ -132,7 +133,8 @@ class Fleet(Pool):
     def _is_apart(self, slot: int, found: Found) -> bool:
         """Return whether a machine has just turned out not to see the working directory."""
         node = self._nodes[slot].id
-        apart = node not in self._apart and found.folder != parcel.identity(self._script.cwd)
+        now = parcel.identity(self._script.cwd)
+        apart = node not in self._apart and not parcel.is_seen(found.folder, self._folder, now)
         if apart:
             self._apart.add(node)
         return apart

@@ -24,13 +24,13 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 """In place of each file's time, so that the same contents have the same name."""
 
 
-def identity(folder: str) -> str:
-    """Return what tells a folder from a copy of it, wherever it is seen from; "" if it is not.
+def identity(folder: str) -> frozenset[bytes] | None:
+    """Return what tells a folder from a copy of it, wherever it is seen; ``None`` if it is not.
 
-    Of its files the inode, the size and the time of the last change of the inode, which nobody can
-    set: two machines that read the same belong to one file system, or are one machine.
+    Of each of its files the inode, the size and the time of the last change of the inode, which
+    nobody can set: two machines that read the same belong to one file system, or are one machine.
     """
-    seen = []
+    seen = set()
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -38,10 +38,27 @@ def identity(folder: str) -> str:
                     continue
                 stat = entry.stat(follow_symlinks=False)
                 file = not entry.is_dir(follow_symlinks=False)
-                seen.append((entry.name, stat.st_ino, file and (stat.st_size, stat.st_ctime_ns)))
+                what = (entry.name, stat.st_ino, file and (stat.st_size, stat.st_ctime_ns))
+                seen.add(hashlib.blake2b(repr(what).encode(), digest_size=8).digest())
     except OSError:
-        return ""
-    return hashlib.sha256(repr(sorted(seen, key=lambda each: each[0])).encode()).hexdigest()
+        return None
+    return frozenset(seen)
+
+
+def is_seen(
+    there: frozenset[bytes] | None,
+    before: frozenset[bytes] | None,
+    now: frozenset[bytes] | None,
+) -> bool:
+    """Return whether ``there``, what another machine has at its path, is a folder here.
+
+    By the files that are here ``now`` as they were ``before`` it looked: others, such as the log
+    that a search writes into its own working directory, may have changed in between.
+    """
+    if there is None or before is None or now is None:
+        return there == now
+    lasting = before & now
+    return lasting <= there if lasting else there == now
 
 
 def send_code() -> str:

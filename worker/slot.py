@@ -63,7 +63,7 @@ class Found:
     """The slot's GPUs."""
     free: int
     """Bytes nobody holds on each device of the slot, at least."""
-    folder: str
+    folder: frozenset[bytes] | None
     """``parcel.identity`` of the folder asked about."""
 
     @property

@@ -22,7 +22,7 @@ from autofit.muster import muster
 from autofit.plan import Plan
 from autofit.worker.fleet import Fleet
 from autofit.worker.nodes import Node, choose, look, more
-from autofit.worker.parcel import identity
+from autofit.worker.parcel import identity, is_seen
 from autofit.worker.ray_session import RaySession
 from autofit.worker.records import LaunchEnded, LaunchRequest, Script
 from autofit.worker.slot import Found, moved
@@ -115,7 +115,29 @@ def test_a_copy_of_a_folder_is_told_from_the_folder(tmp_path: Path) -> None:
     seen = identity(str(one))
     (one / "autofit.db-wal").write_text("a store that is in use")
     assert identity(str(one)) == seen
-    assert identity(str(tmp_path / "none")) == ""
+    assert identity(str(tmp_path / "none")) is None
+
+
+@pytest.mark.quick
+def test_a_folder_stays_the_same_while_a_log_is_written_into_it(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "train.py").write_text("pass")
+        (folder / "search.log").touch()
+    before = identity(str(one))
+    (one / "search.log").write_text("a line\n")
+    there = identity(str(one))
+    (one / "search.log").write_text("another line\n")
+    (one / "new").touch()
+    now = identity(str(one))
+    assert is_seen(there, before, now)
+    assert not is_seen(identity(str(other)), before, now)
+    assert not is_seen(identity(str(tmp_path / "none")), before, now)
+    (one / "train.py").write_text("nothing has stayed")
+    (one / "search.log").write_text("nor here")
+    assert is_seen(identity(str(one)), before, identity(str(one)))
+    assert not is_seen(identity(str(other)), before, identity(str(one)))
 
 
 @pytest.mark.quick
