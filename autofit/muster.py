@@ -26,6 +26,7 @@ FIRST = 120.0
 OTHERS = 20.0
 """Seconds, once there is a worker, for which the others are waited for; late ones join then."""
 _PAUSE = 0.5
+NOBODY = f"none has started a worker within {FIRST:.0f} s; others may hold its CPUs or GPUs"
 
 
 def muster(options: SearchOptions, stack: ExitStack) -> Crew:
@@ -85,7 +86,7 @@ class ClusterCrew(Crew):
                 if isinstance(each, UsageError):
                     raise each
             why = "; ".join(dict.fromkeys(self._lost.values()))
-            raise WorkerError(f"no machine of the cluster can be used: {why or 'none answers'}")
+            raise WorkerError(f"no machine of the cluster can be used: {why or NOBODY}")
         self.hardware = min((each.hardware for each in used), key=lambda h: h.total_bytes)
         self.free = min(each.free for each in used)
         if self.device == "cpu":
@@ -143,7 +144,8 @@ class ClusterCrew(Crew):
             if card.free < self._needed:
                 total = format_size(card.hardware.total_bytes)
                 return [f"{card.label} has {format_size(card.free)} of {total} free{who(card)}"]
-        return obstacles(found.versions, self._model.versions, builds=True)
+        host = self._model.host
+        return obstacles(found.versions, self._model.versions, builds=True, at=f"on {host}")
 
     def _give_up(self, slot: int, why: str) -> None:
         self._lost[slot] = why

@@ -40,19 +40,23 @@ def of_node() -> dict[str, str]:
     return found
 
 
-def obstacles(there: Mapping[str, str], here: Mapping[str, str], *, builds: bool) -> list[str]:
+def obstacles(
+    there: Mapping[str, str], here: Mapping[str, str], *, builds: bool, at: str = "here"
+) -> list[str]:
     """Return what differs between two machines so that they do not run the same training.
 
     ``builds``: the build counts too, which names the CUDA version (``2.11.0+cu128``); a driver on a
     machine without GPUs may have another than the nodes. Of Python the minor version counts.
+    ``at``: what to call the second machine.
     """
-    return _differences(there, here, DECIDES, lambda name, text: _essence(name, text, builds))
+    found = _differences(there, here, DECIDES, lambda name, text: _essence(name, text, builds))
+    return [f"{each} {at}" for each in found]
 
 
 def remarks(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return what else differs between two machines, and may show in the figures."""
     both = [name for name in LIBRARIES if name in there and name in here]
-    return _differences(there, here, both, lambda name, text: text)
+    return [f"{each} here" for each in _differences(there, here, both, lambda name, text: text)]
 
 
 def _differences(
@@ -62,7 +66,7 @@ def _differences(
     essence: Callable[[str, str], str],
 ) -> list[str]:
     return [
-        f"{name} {there.get(name, 'is not installed')} there, {here.get(name, 'none')} here"
+        f"{name} {there.get(name, 'is not installed')} there, {here.get(name, 'none')}"
         for name in names
         if essence(name, there.get(name, "")) != essence(name, here.get(name, ""))
     ]

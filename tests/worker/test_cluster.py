@@ -91,8 +91,8 @@ def test_what_versions_have_to_agree_in() -> None:
     here = {"python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.1"}
     same = {"python": "3.11.9", "torch": "2.13.0+cu128", DRIVER: "570.1"}
     assert obstacles(same, here, builds=False) == []
-    assert obstacles(same, {**same, "torch": "2.13.0+cu126"}, builds=True) == [
-        "torch 2.13.0+cu128 there, 2.13.0+cu126 here"
+    assert obstacles(same, {**same, "torch": "2.13.0+cu126"}, builds=True, at="on b") == [
+        "torch 2.13.0+cu128 there, 2.13.0+cu126 on b"
     ]
     other = {"python": "3.12.1", "transformers": "5.2", DRIVER: "570.1"}
     assert obstacles(other, here, builds=False) == [
