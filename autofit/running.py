@@ -85,13 +85,14 @@ def run(
         )
     ranks = ranks or 1
     _enough(device, ranks)
+    ground = replace(ground, facts=replace(ground.facts, world_size=ranks))
     environment = {**os.environ, **launched(script, device, ranks)}
     if memory is not None:
         environment |= meter.environment(device, memory, environment)
     attempts = _Attempts(
         script, device, memory or 0, environment, ranks, resume is not None, diary, say
     )
-    if ranks == 1 and (others := int(os.environ.get("WORLD_SIZE") or 1) - 1):
+    if ranks == 1 and (others := int(os.environ.get("WORLD_SIZE") or 1) - 1) > 0:
         say(f"one rank beside {others} that another launcher has started: what fails is its affair")
         code = attempts.start(1, plan, ()).code
         return code if code >= 0 else 128 - code

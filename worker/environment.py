@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autofit.plan import Plan
 from autofit.worker import meter
+from autofit.worker.ranks import RUN_ID, environment
 from autofit.worker.records import LaunchRequest, Script
 
 TRACKERS_OFF = {
@@ -47,9 +48,12 @@ ACCELERATE = "ACCELERATE_USE_CPU"
 def launched(script: Script, device: str, ranks: int) -> dict[str, str]:
     """Return what the launcher of ``script`` would have set, for so many ranks on a device.
 
-    Accelerate's ranks meet on the CPU only where they are told to use it.
+    Several are told of one another when they are started; a single one of ``torchrun`` here, on
+    a port of its own choice. Accelerate's meet on the CPU only where they are told to use it.
     """
     found = dict(script.environment)
+    if ranks == 1 and RUN_ID in found:
+        found = environment(0, 1, 0, found)
     if device == "cpu" and ranks > 1 and ACCELERATE in found:
         found[ACCELERATE] = "True"
     return found

@@ -206,6 +206,7 @@ class Group:
             case Agreeing():
                 self._agreeing[child.rank] = said
                 self._agree()
+                yield from self._left_waiting()
             case Raised(follows=True):
                 self._mourning.append((child, said))
             case Raised():
@@ -220,6 +221,8 @@ class Group:
                 if stopped or len(self._finished) == len(self._ranks):
                     self._over = stopped
                     yield self._finished[0]
+                else:
+                    yield from self._left_waiting()
             case Shortage():
                 self.speaker = child
                 yield self._labelled(child, said)
@@ -234,6 +237,13 @@ class Group:
             said = tuple(each for _, each in self._sorted())
             self._agreeing.clear()
             self.answer(Agreed(said=said))
+
+    def _left_waiting(self) -> Iterator[Event]:
+        """End the launch where others wait for a rank that was stopped alone: it never comes."""
+        stopped = next((said for said in self._finished.values() if said.stopped), None)
+        if stopped is not None and self._agreeing:
+            self._over = True
+            yield stopped
 
     def _sorted(self) -> list[tuple[int, Agreeing]]:
         return sorted(self._agreeing.items())

@@ -17,6 +17,8 @@ LOOPBACK = "127.0.0.1"
 """Where the ranks meet."""
 PORTS = range(20_000, 32_768)
 THREADS = "OMP_NUM_THREADS"
+RUN_ID, RUN = "TORCHELASTIC_RUN_ID", "autofit"
+"""By this variable a script sees that ``torchrun`` has started it."""
 _TRIES = 64
 
 
@@ -44,7 +46,7 @@ def environment(rank: int, ranks: int, port: int, base: Mapping[str, str]) -> di
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "autofit",
+        RUN_ID: RUN,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }

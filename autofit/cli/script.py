@@ -77,13 +77,15 @@ def script_argument(command: _F) -> _F:
 
 def some_launch(script: str | None, module: str | None) -> Launch | None:
     """Return what is asked to be started, if anything; raise ``UsageError`` if it cannot be."""
-    from autofit.launching import Launch, understand
+    from autofit.launching import MODULES, REPLACED, Launch, understand
     from autofit.worker.records import Script
 
     args = click.get_current_context().meta[_ARGS]
     cwd = str(Path.cwd())
     if script is not None and module is not None:
         raise UsageError(f"give SCRIPT or -m MODULE, not both: {script!r} and {module!r}")
+    if module in MODULES or module == REPLACED:
+        raise UsageError(f"-m {module} is a launcher: give its line after --, from python on")
     target = script if module is None else module
     if target is not None:
         found = Script(target=target, module=module is not None, args=args, cwd=cwd)

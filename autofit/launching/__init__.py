@@ -31,6 +31,8 @@ MODULES = {
     "accelerate.commands.accelerate_cli": (ACCELERATE, ("launch",)),
 }
 """Modules that are launchers under ``python -m``: which, and the words that then follow."""
+REPLACED = "torch.distributed.launch"
+"""The module that ``torchrun`` has replaced: it tells a script its rank in another way."""
 COMMANDS = {
     "torchrun": (TORCHRUN, ()),
     "accelerate-launch": (ACCELERATE, ()),
@@ -89,6 +91,8 @@ def _python(line: Sequence[str], cwd: str) -> Launch:
     if module and target in MODULES:
         launcher, following = MODULES[target]
         return _launched(launcher, line, at + 1, following, cwd, environment)
+    if module and target == REPLACED:
+        raise UsageError(f"python -m {REPLACED} is not understood: write torchrun in its place")
     script = Script(
         target=target, module=module, args=tuple(line[at + 1 :]), cwd=cwd, environment=environment
     )

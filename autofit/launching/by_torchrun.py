@@ -10,7 +10,7 @@ from torch.distributed.run import (
 
 from autofit.exceptions import UsageError
 from autofit.launching.lines import MEETING, OURS, RESTARTS, Line, given, refuse, unused
-from autofit.worker import ranks as rank
+from autofit.worker.ranks import RUN, RUN_ID
 
 HONOURED = {
     "nnodes",
@@ -46,8 +46,8 @@ def read(words: list[str]) -> Line:
         module=bool(said.module),
         args=tuple(said.training_script_args),
         ranks=ranks,
-        # Several ranks get theirs when they are started; a single one is not told elsewhere.
-        environment=rank.environment(0, 1, 0, {}) if ranks == 1 else {},
+        # The rest depends on how many are started: worker/environment.py.
+        environment={RUN_ID: RUN},
         lines=unused(options, {**dict.fromkeys(options, OURS), **REASONS}),
     )
 

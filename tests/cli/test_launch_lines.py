@@ -69,8 +69,7 @@ def test_torchrun(
     args = ("--nproc-per-node", "4") if args is None else args
     assert (found.ranks, found.target, found.module, found.args) == (ranks, target, module, args)
     assert found.lines == ()
-    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    assert told.items() <= found.environment.items() if ranks == 1 else not found.environment
+    assert found.environment == {"TORCHELASTIC_RUN_ID": "autofit"}
 
 
 @pytest.mark.quick
@@ -209,6 +208,7 @@ def test_python_is_no_launcher(line: str, script: Script) -> None:
         ("accelerate config", "'accelerate config' starts no training: "),
         ("python -W ignore train.py", "python -W: autofit starts Python itself"),
         ("python", "'python' names no script"),
+        ("python -m torch.distributed.launch train.py", "python -m torch.distributed.launch is"),
     ],
 )
 def test_a_line_that_is_none(line: str, said: str) -> None:
@@ -266,6 +266,13 @@ def test_a_mistake_in_a_launch_line_is_one_clear_line(
     error = capsys.readouterr().err
     assert error.startswith(f"autofit: {said}")
     assert error.count("\n") == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch"])
+def test_a_launcher_is_no_script(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "-m", module, "--", "train.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"autofit: -m {module} is a launcher: ")
 
 
 # --- over how many GPUs -----------------------------------------------------------------------

@@ -302,6 +302,18 @@ def test_a_plan_that_one_rank_refuses_ends_all(runner: Runner) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("beside", [(), ("torchrun", "--nproc-per-node", "2", "--no-python")])
+def test_what_does_not_hold_over_ranks_is_refused(runner: Runner, beside: tuple[str, ...]) -> None:
+    """The masters' gradients would be each rank's own: the ranks would drift apart unseen."""
+    runner.write(before="torch.set_default_dtype(torch.float32)")
+    line = ("train.py",) if beside else ("--", *TORCHRUN)
+    done = runner.run(*beside, *runner.command({"weights": "bf16_master"}, line=line))
+    assert done.returncode == 1
+    assert "autofit: refused: not under several ranks" in done.stderr
+    assert "done" not in done.stdout
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_every_rank(runner: Runner, number: signal.Signals) -> None:
     before = HANDLER.replace("signal.SIGTERM", str(int(number)))

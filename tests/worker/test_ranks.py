@@ -13,9 +13,13 @@ import pytest
 
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
-from autofit.worker import ranks
+from autofit.strategies import Facts
+from autofit.worker import meter, ranks
+from autofit.worker.environment import launched
 from autofit.worker.group import HEARING
+from autofit.worker.harness.stage import Stage
 from autofit.worker.launcher import Control, launch
+from autofit.worker.meter import Peak
 from autofit.worker.records import (
     LaunchEnded,
     LaunchEvent,
@@ -257,6 +261,47 @@ def test_ranks_that_hang_are_ended_and_it_says_who_waits(run: Run) -> None:
     assert report.verdict is Verdict.TIMED_OUT
     waits = "rank 0 is at an optimizer step, and waits for rank 1"
     assert report.reason == f"not done within 4 s: {waits}"
+
+
+def test_nobody_waits_for_a_rank_that_was_stopped_alone(run: Run) -> None:
+    """Memory ran out there while a plan was taken back: what is left is planned again."""
+    (end,) = run(
+        """
+        if rank == 1:
+            reporter.send(Finished(steps=3, stopped=True))
+            time.sleep(60)
+        peers.agree("a plan's proof", None)
+        """
+    )
+    assert isinstance(end, LaunchEnded)
+    assert end.stopped
+    assert end.seconds < 15
+
+
+def test_what_a_rank_counted_before_a_stage_is_not_in_its_figures() -> None:
+    """Ranks are told to one another as they were in the stage: the worst of each counts."""
+    stage = Stage(Plan(), 1, retries=7, compiled=3.0, seconds=[1.0], waits=[0.0], losses=[0.5])
+    figures = (Peak(1, 2, 3), 0, 0.0), (Peak(2, 2, 4), 2, 1.5)
+    found = stage.measurement(figures, Facts())
+    assert (found.allocation_retries, found.compile_seconds) == (2, 1.5)
+    assert (found.peak_device, found.rank_peaks) == (4, (3, 4))
+
+
+def test_a_single_rank_of_torchrun_is_told_so_whatever_its_line_says() -> None:
+    script = Script(target="train.py", cwd="/", environment=((ranks.RUN_ID, ranks.RUN),))
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    assert told.items() <= launched(script, "cpu", 1).items()
+    assert "RANK" not in launched(script, "cpu", 2)
+    assert launched(Script(target="train.py", cwd="/"), "cpu", 1) == {}
+
+
+@pytest.mark.parametrize("rank", ["-1", ""])
+def test_a_local_rank_that_is_none_names_no_card(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some scripts and their users set it to -1 where one process trains."""
+    monkeypatch.setenv(meter.LOCAL_RANK, rank)
+    assert meter.for_device("cuda")._index is None  # type: ignore[attr-defined]
 
 
 def test_a_launch_is_cancelled_as_one(run: Run, tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ class Conduct:
         if self._spec.mode == "run":
             from autofit.worker.harness.real import RealRun
 
-            self._session = RealRun(self._plan(0), self._reporter, self._meter)
+            ranks = self._spec.request.ranks
+            self._session = RealRun(self._plan(0), self._reporter, self._meter, ranks)
         else:
             from autofit.worker.harness.trial import Trial
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
+from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness.outside import Outside
 from autofit.worker.harness.reporter import Reporter
@@ -29,8 +31,9 @@ SELDOM = 100
 class RealRun(Session):
     """Keeps one plan on every root; a refusal ends the run before it trains otherwise."""
 
-    def __init__(self, plan: Plan, reporter: Reporter, meter: Meter) -> None:
+    def __init__(self, plan: Plan, reporter: Reporter, meter: Meter, ranks: int = 1) -> None:
         super().__init__(meter)
+        self.facts = Facts(world_size=ranks)
         self.index = 0
         self.over = False
         self._plan = plan
@@ -62,6 +65,12 @@ class RealRun(Session):
     def optimizer_refused(self, refusal: Refused) -> None:
         """End the run: without the plan it would be another training, or run out of memory."""
         raise refusal
+
+    def common(self, facts: RootFacts) -> RootFacts:
+        """Learn how many ranks train together, whoever has started them."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._learn(world_size=torch.distributed.get_world_size())
+        return facts
 
     def splits(self) -> bool:
         """Return whether the plan splits the batch."""

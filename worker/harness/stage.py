@@ -14,7 +14,7 @@ from autofit.worker.meter import Peak
 from autofit.worker.records import Measurement, OutOfMemory
 
 Figures = tuple[Peak, int, float]
-"""Of one rank: its peak, the allocator's retries and the seconds spent compiling."""
+"""Of one rank in a stage: its peak, the allocator's retries and the seconds spent compiling."""
 WARM_UP = 1
 """Steps dropped after every change: allocations, caches and optimizer state settle in them."""
 SETTLING = 8
@@ -64,10 +64,10 @@ class Stage:
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
             peak_device=peak.device,
-            allocation_retries=max(retries) - self.retries,
+            allocation_retries=max(retries),
             data_wait=sum(self.waits) / sum(self.seconds),
             losses=tuple(self.losses),
-            compile_seconds=max(compiled) - self.compiled,
+            compile_seconds=max(compiled),
             rank_peaks=tuple(each.device for each in peaks) if len(peaks) > 1 else (),
         )
 

@@ -210,8 +210,8 @@ class Trial(RankedSession):
         return stage.measurement(said, self.facts, self.share)
 
     def _figures(self, stage: Stage) -> Figures:
-        peak = self.meter.peak().worst(stage.peak)
-        return peak, self.meter.retries(), self._compiling.seconds()
+        compiled = self._compiling.seconds() - stage.compiled
+        return self.meter.peak().worst(stage.peak), self.meter.retries() - stage.retries, compiled
 
     def _end_plan(
         self, verdict: Verdict, reason: str, blamed: str | None = None, *, leaves: bool = False

@@ -111,8 +111,8 @@ def for_device(device: str) -> Meter:
     if _known(device) == "cuda":
         from autofit.worker.meter.cuda import CudaMeter
 
-        local = os.environ.get(LOCAL_RANK)
-        return CudaMeter(cap, None if local is None else int(local))
+        local = os.environ.get(LOCAL_RANK, "")  # some set it to -1 where there is one process
+        return CudaMeter(cap, int(local) if local.isdecimal() else None)
     from autofit.worker.meter.cpu import RlimitMeter, ShimMeter
 
     return ShimMeter.loaded() or RlimitMeter(cap)
