@@ -43,6 +43,8 @@ class Fleet(Pool):
         self._nodes: dict[int, Node] = {}
         self._failed: Counter[int] = Counter()
         """Times on end that a slot's actor was lost before it had answered."""
+        self._beside: dict[str, int] = {}
+        """Slots that were started on a node, by its id."""
         self._apart: set[str] = set()
         """Nodes, by id, that do not see the working directory."""
         self._sent: dict[str, str] = {}
@@ -56,6 +58,7 @@ class Fleet(Pool):
         """Start ``count`` slots on a machine; ``arrivals`` tells when they are there."""
         from ray.util import placement_group
 
+        self._beside[node.id] = count
         for slot in itertools.islice(self._numbers, count):
             self._nodes[slot] = node
             if self._gpus:
@@ -179,6 +182,7 @@ class Fleet(Pool):
             harness=self._own_harness,
             here=node.here,
             folder=self._script.cwd if apart else None,
+            beside=1 if self._gpus > 1 else self._beside[node.id],
         )
         return self._actor({**options, "runtime_env": carried}, setting)
 

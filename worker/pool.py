@@ -18,7 +18,7 @@ from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.ray_session import RaySession
 from autofit.worker.records import Answer, LaunchEnded, LaunchEvent, LaunchRequest
-from autofit.worker.slot import GOODBYE, Setting, Slot
+from autofit.worker.slot import GOODBYE, Setting, Slot, share
 
 Happening = tuple[int, LaunchEvent | WorkerError]
 """A slot, and what happened there; after a ``WorkerError`` the slot is free and usable again."""
@@ -174,7 +174,7 @@ class Pool:
         """
         if len(self.slots) == 1 or self._gpus > 1:
             return {}
-        return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(self.slots)))}
+        return {"OMP_NUM_THREADS": share(len(self.slots))}
 
     def _start(self, slot: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}

@@ -48,6 +48,8 @@ class Setting:
     """The actor sits on the machine where the search was started."""
     folder: str | None = None
     """Where the user's working directory is there; the actor's own is a copy of it."""
+    beside: int = 1
+    """Slots on the actor's machine that are to share its cores, where nobody has said how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class Slot:
             self._environment = _surroundings(setting)
         if setting.device == "cuda" and (given := _given_gpus()):
             self._environment[VISIBLE] = given
+        if setting.beside > 1:
+            self._environment.setdefault("OMP_NUM_THREADS", share(setting.beside))
         if setting.scratch is None:
             self._scratch = self._own_scratch()
         adopt_orphans()
@@ -160,6 +164,11 @@ class Slot:
         if not self._idle.is_set():
             self._control.stop()
             self._idle.wait(GOODBYE)
+
+
+def share(slots: int) -> str:
+    """Return the threads that each of so many trainings side by side may start on this machine."""
+    return str(max(1, len(os.sched_getaffinity(0)) // slots))
 
 
 def _end_with(parent: int) -> None:

@@ -243,6 +243,24 @@ def test_code_and_folder_travel_to_a_machine_that_does_not_have_them(
         time.sleep(0.2)
 
 
+@pytest.mark.full
+def test_trials_side_by_side_on_a_machine_share_its_cores(
+    ray_cluster: Any, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "train.py").write_text("import os\nprint(os.environ.get('OMP_NUM_THREADS'))\n")
+    script = Script(target="train.py", cwd=str(tmp_path))
+    ray_cluster.add("CPU=2")
+    cores = len(os.sched_getaffinity(0))
+    for count, expected in ((2, str(max(1, cores // 2))), (1, "None")):
+        with Fleet(ray_cluster.address, script) as fleet:
+            fleet.settle("cpu", 1)
+            fleet.add(max(look().values(), key=lambda each: each.cpus), count)
+            while fleet.coming:
+                assert all(isinstance(each, Found) for _, each in fleet.arrivals(60))
+            assert run(fleet, fleet.slots[0], script).strip() == expected
+
+
 def run(fleet: Fleet, slot: int, script: Script) -> str:
     """Run a script that takes no step; return what it printed."""
     request = LaunchRequest(
