@@ -118,7 +118,7 @@ def join(address: str, folder: str) -> None:
     parameters.dashboard_agent_listen_port = None
     node: Any = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
     sys.stdin.read()
-    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+    node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)  # it signs off
 
 
 if __name__ == "__main__":
