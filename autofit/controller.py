@@ -28,7 +28,7 @@ from autofit.progress import (
     TrialStarted,
 )
 from autofit.proposing import Proposer
-from autofit.results import kept, result_of, rivals
+from autofit.results import finalists, kept, result_of
 from autofit.rules import tainted
 from autofit.storage import (
     Owner,
@@ -94,6 +94,8 @@ class Search:
         self._on_end = 0
         self._warned = False
         self._safe_steps = 0
+        self._ahead: set[int] = set()  # slots on which a launch was started before its plan
+        self._spared = False  # one of them for the last word
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -191,11 +193,15 @@ class Search:
         while True:
             while self._crew.tend(self._ledger.say, idle=not self._flights):
                 self._store.heartbeat(self._owner)
+            if purpose is Purpose.SEARCH:
+                self._serve()
             for slot in self._crew.idle(self._flights):
                 if (plan := propose(None)) is None:
                     break
                 self._launch(slot, plan, purpose)
-            if not self._flights:
+            if purpose is Purpose.SEARCH:
+                self._look_ahead()
+            if all(flight.asking for flight in self._flights.values()):
                 return
             for slot, happening in self._workers().events(timeout=HEARTBEAT):
                 self._hear(slot, happening)
@@ -205,17 +211,55 @@ class Search:
         """Start a launch; in the search, one that asks for more plans when it is done."""
         self._workers()  # where there are none to be had, no trial is begun
         number = self._store.next_launch(self._ledger.study)
-        self._flights[slot] = Flight([self._begin(plan, number, purpose)])
+        self._flights[slot] = Flight([self._begin(plan, number, purpose)], launch=number)
         request = self._request(plan, purpose)
         self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
 
+    def _look_ahead(self) -> None:
+        """Start the script on idle slots before there is a plan for them: that may take longest.
+
+        While what plans are compared with is awaited; at the end, one for the last word.
+        """
+        idle, ranked = self._crew.idle(self._flights), self._ledger.ranked()
+        if self._crew.slots == 1 or not self._flights:
+            return
+        if self._proposer.awaiting():
+            for slot in set(idle) - self._ahead:
+                self._start_ahead(slot, Flight([]))
+        elif len(idle) > 1 and ranked and not self._spared:
+            self._spared = True
+            self._start_ahead(idle[-1], Flight([], ahead=ranked[0].plan.fixed, spare=True))
+
+    def _start_ahead(self, slot: int, flight: Flight) -> None:
+        self._ahead.add(slot)
+        flight.launch = self._store.next_launch(self._ledger.study)
+        request = self._request(flight.ahead, Purpose.SEARCH)
+        self._workers().submit(slot, replace(request, converses=True, waits=True))
+        self._flights[slot] = flight
+
+    def _serve(self) -> None:
+        """Answer launches that wait for a plan."""
+        for slot, flight in self._flights.items():
+            if flight.asking is not None:
+                self._answer(slot, flight, flight.asking)
+
     def _answer(self, slot: int, flight: Flight, asking: Asking) -> None:
         """Give a launch that asks its next plan; none where its weights may be spoilt."""
-        first = flight.trials[0]
-        plan = None if flight.spoilt else self._propose(first.plan.fixed, fresh=asking.fresh)
+        plan = None
+        if flight.purpose is Purpose.SEARCH and not flight.spoilt:
+            plan = self._propose(flight.fixed, fresh=asking.fresh)
+        if plan is None and not flight.trials and (flight.spare or self._proposer.awaiting()):
+            flight.asking = asking  # there may be one later
+        else:
+            self._give(slot, flight, plan, flight.purpose)
+
+    def _give(self, slot: int, flight: Flight, plan: Plan | None, purpose: Purpose) -> None:
+        """Tell a launch that has asked which plan is next; it ends where there is none."""
+        flight.asking = None
         if plan is not None:
-            flight.trials.append(self._begin(plan, first.launch, first.purpose))
-        answer = Answer(plan=plan, timeout=self._deadline(first.purpose))
+            flight.trials.append(self._begin(plan, flight.launch, purpose))
+        fits = self._ledger.baseline() is Verdict.MEASURED
+        answer = Answer(plan=plan, timeout=self._deadline(purpose), whole_fits=fits)
         self._workers().answer(slot, answer)
         if plan is not None:
             self._turned(slot, plan)
@@ -318,6 +362,9 @@ class Search:
         if flight.doubted is not None:
             self._run_reference(slot, flight.doubted, ended.steps, flight)
             return
+        if not flight.trials:  # it was started ahead, and nothing came of it
+            self._flights.pop(slot)
+            return
         first = flight.trials[0]
         if flight.reported == 0 and first.plan.neutral and first.purpose is Purpose.SEARCH:
             self._release(self._flights.pop(slot))
@@ -403,18 +450,13 @@ class Search:
     def _confirm(self) -> None:
         """Measure the winner again in a fresh process, and what may take its place."""
         ledger = self._ledger
+        terms = ledger.study.budget, self._options.horizon
         if self._crew.slots > 1 and not ledger.late():  # side by side; else one decides on the next
-            self._again(*self._finalists(ledger.ranked()[0])[: self._crew.slots])
-        for finalist in self._finalists(self._holding())[1:]:
-            if not ledger.late() and not ledger.confirmations(finalist):
-                self._again(finalist)
-
-    def _finalists(self, winner: TrialRecord) -> list[Plan]:
-        """Return the winner's plan and those that may take its place."""
-        ledger = self._ledger
-        finished = ledger.finished()
-        tied = rivals(finished, winner, ledger.study.budget, self._options.horizon)
-        return [kept(trial) for trial in (winner, *tied[: FINALISTS - 1])]
+            most = min(self._crew.slots, FINALISTS)
+            self._again(*finalists(ledger.finished(), ledger.ranked()[0], *terms, most))
+        for plan in finalists(ledger.finished(), self._holding(), *terms, FINALISTS)[1:]:
+            if not ledger.late() and not ledger.confirmations(plan):
+                self._again(plan)
 
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""
@@ -444,6 +486,10 @@ class Search:
         while before < self._undone():
             before = self._undone()
             left = [plan for plan in plans if not self._ledger.confirmations(plan)]
+            for slot, flight in self._flights.items():  # those that wait
+                alike = next((plan for plan in left if plan.fixed == flight.fixed), None)
+                left = [plan for plan in left if plan != alike]
+                self._give(slot, flight, alike, Purpose.CONFIRM)
             self._drive(in_turn(left), Purpose.CONFIRM)
 
     def _undone(self) -> int:

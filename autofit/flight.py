@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from autofit.plan import Plan
-from autofit.storage import TrialRecord
-from autofit.worker.records import Trace, TrialReport
+from autofit.storage import Purpose, TrialRecord
+from autofit.worker.records import Asking, Trace, TrialReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,24 @@ class Flight:
     """A plan may have left bad weights behind: the launch gets no other."""
     steps: int = 0
     """Where this launch runs the reference for the doubted trial's sake: for how long."""
+    launch: int = 0
+    """Its number in the study."""
+    ahead: Plan = field(default_factory=Plan)
+    """What is fixed in a launch that was started before there was a plan for it."""
+    spare: bool = False
+    """It was started ahead for the last word, and waits as long as the search does."""
+    asking: Asking | None = None
+    """It waits for a plan."""
+
+    @property
+    def fixed(self) -> Plan:
+        """What all its plans share."""
+        return self.trials[0].plan.fixed if self.trials else self.ahead
+
+    @property
+    def purpose(self) -> Purpose:
+        """What its trials are for."""
+        return self.trials[0].purpose if self.trials else Purpose.SEARCH
 
     def doubt(self, doubt: Doubt) -> None:
         """Put a trial off until the launch has ended."""

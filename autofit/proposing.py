@@ -100,6 +100,10 @@ class Proposer:
             )
         )
 
+    def awaiting(self) -> bool:
+        """Return whether the launch is out that shows what plans are compared with."""
+        return self._awaited({trial.plan for trial in self._ledger.running()})
+
     def _ground(self, space: Space) -> tuple[Footing, ...] | None:
         """Return the sets of levels of which a plan needs one; ``None`` if it fits without."""
         facts, budget = self._ledger.study.facts, self._ledger.study.budget

@@ -94,6 +94,13 @@ def rivals(
     return [trial for trial in tied if _peak(trial) <= (1 - LEANER) * _peak(winner)]
 
 
+def finalists(
+    trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int, most: int
+) -> list[Plan]:
+    """Return the winner's plan and those that may take its place, ``most`` in all."""
+    return [kept(trial) for trial in (winner, *rivals(trials, winner, budget, horizon))[:most]]
+
+
 def kept(trial: TrialRecord) -> Plan:
     """Return the plan that a measured trial is worth: with the micro-batch size that won."""
     return (trial.report.best if trial.report else None) or trial.plan

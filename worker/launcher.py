@@ -223,7 +223,7 @@ class _Account:
         self.final: Raised | Finished | None = None
         self.taken = ""
         """Who took the card, once memory ran out because of that: nothing after it counts."""
-        self._plans = list(request.plans)
+        self._plans = [] if request.waits else list(request.plans)
         self._timeout = request.timeout
         self._budget = request.budget
         self._guard = guard

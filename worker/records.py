@@ -437,6 +437,8 @@ class LaunchRequest:
     environment: tuple[tuple[str, str], ...] = ()
     converses: bool = False
     """It asks for more plans."""
+    waits: bool = False
+    """It asks for its first plan too: ``plans`` says what is fixed in all, and is not measured."""
     ranks: int = 1
     """Processes it consists of, on one machine, each with a device of its own (the CPU: shared);
     they find one another by what ``worker/ranks.py`` puts into their environment."""
@@ -450,6 +452,8 @@ class Answer:
     """``None`` when there is none: the launch ends."""
     timeout: float
     """Seconds from now after which the launch is ended."""
+    whole_fits: bool = False
+    """The script as it is is known to fit by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

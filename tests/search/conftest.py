@@ -131,7 +131,7 @@ def ray_host() -> Iterator[None]:
     init: Callable[..., object] = ray.init
 
     def with_room(**options: Any) -> object:
-        return init(**{**options, "num_cpus": 2})
+        return init(**{**options, "num_cpus": 3})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "init", with_room)

@@ -22,7 +22,9 @@ from autofit.progress import (
     TrialEnded,
     TrialStarted,
 )
-from autofit.worker.records import LaunchEnded, Script, Verdict
+from autofit.storage import Purpose, State, Store
+from autofit.worker.pool import Pool
+from autofit.worker.records import LaunchEnded, LaunchRequest, Script, Verdict
 
 
 @pytest.fixture
@@ -107,9 +109,44 @@ def test_finalists_are_measured_again_side_by_side(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "GAIN", -1.0)
-    monkeypatch.setattr(results, "TIE", 1.0)  # whatever needs less memory may win
+    monkeypatch.setattr(
+        results,
+        "rivals",
+        lambda trials, winner, *terms: [  # whatever fits
+            trial for trial in results.ranked(trials, *terms) if trial != winner
+        ],
+    )
     heard: list[Notice] = []
     search(options, heard.append)
     again = next(at for at, each in enumerate(heard) if isinstance(each, Remeasuring))
     first = [type(each) for each in heard[again:] if type(each) is not SizeMeasured]
     assert first[:4] == [Remeasuring, Remeasuring, TrialStarted, TrialStarted]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_the_script_is_started_ahead_of_its_plans(
+    options: SearchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the other slots, while the script as it is runs on one; at the end for the last word."""
+    monkeypatch.setattr(crew, "CPU_SLOTS", 3)
+    monkeypatch.setattr(choice, "GAIN", -1.0)
+    asked: list[LaunchRequest] = []
+    plain = Pool.submit
+
+    def noted(pool: Pool, slot: int, request: LaunchRequest) -> None:
+        asked.append(request)
+        plain(pool, slot, request)
+
+    monkeypatch.setattr(Pool, "submit", noted)
+    result = search(options)
+    first, *others = asked
+    assert not first.waits
+    assert [each.waits for each in others[:2]] == [True, True]
+    with Store(options.storage) as store:
+        study = store.study(result.study)
+        found = store.trials(study, state=State.FINISHED)
+        last = store.trials(study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+    assert {trial.launch for trial in found} >= {1, 2}, "those started ahead had plans"
+    assert last
+    assert len(asked) == result.launches

@@ -106,6 +106,7 @@ def talk(tmp_path: Path) -> Talk:
         timeout: float = 30.0,
         thinking: float = 0.0,
         budget: int = 1 << 30,
+        waits: bool = False,
     ) -> list[LaunchEvent]:
         if harness is None:
             harness = tmp_path / "harness.py"
@@ -117,6 +118,7 @@ def talk(tmp_path: Path) -> Talk:
             budget=budget,
             timeout=timeout,
             converses=True,
+            waits=waits,
         )
         control, left, heard = Control(), list(plans), []
         for event in launch(request, harness=harness, control=control):
@@ -182,6 +184,18 @@ def test_after_a_refusal_at_the_first_call_the_next_plan_comes_first(
     assert verdicts == [Verdict.REFUSED, Verdict.MEASURED, Verdict.MEASURED]
     assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False, False]
     assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+
+
+def test_started_ahead_it_asks_for_its_first_plan_too(talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    heard = talk("", ALL, harness=HARNESS, waits=True)
+    asked = [event.fresh for event in heard if isinstance(event, Asking)]
+    assert asked == [True, False]
+    assert reports(heard) == [(0, ALL, Verdict.MEASURED)]
+    assert [type(event) for event in talk("", harness=HARNESS, waits=True)][-2:] == [
+        Asking,
+        LaunchEnded,
+    ]
 
 
 def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_next_plan(

@@ -167,7 +167,7 @@ def test_a_plan_is_asked_for_once_and_given_to_all(tmp_path: Path) -> None:
         PRELUDE
         + textwrap.dedent(
             """
-            plan = reporter.ask(fresh=False)
+            plan = reporter.ask(fresh=False).plan
             (one, other) = peers.agree("the plan", plan)
             assert one == other == request.plans[0]
             reporter.send(Finished(steps=1, stopped=True))

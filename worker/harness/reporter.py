@@ -7,7 +7,6 @@ import queue
 import threading
 from multiprocessing.connection import Connection
 
-from autofit.plan import Plan
 from autofit.worker.child import CONTROL_FD, EVENTS_FD
 from autofit.worker.reaper import SESSION
 from autofit.worker.records import Agreed, Agreeing, Answer, Asking, ChildSpec, Event
@@ -34,13 +33,13 @@ class Reporter:
         with self._lock:
             self._connection.send(event)
 
-    def ask(self, *, fresh: bool) -> Plan | None:
-        """Ask for another plan, and wait for the answer; ``None`` when there is none."""
+    def ask(self, *, fresh: bool) -> Answer:
+        """Ask for another plan, and wait for the answer."""
         if os.getpid() != self._pid:  # nobody would answer a forked child
-            return None
+            return Answer(plan=None, timeout=0.0)
         if self.rank == 0:
             self.send(Asking(fresh=fresh))
-        return self._answers.get().plan
+        return self._answers.get()
 
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
         """Wait until every rank has said something, and return it, by rank.

@@ -62,10 +62,9 @@ class Trial(RankedSession):
         super().__init__(meter, Peers(reporter, request.ranks), reporter)
         self._batches = SameBatches()
         self.seams.order = self._batches.next
-        self.index = 0
-        """The plan that is being measured."""
+        self.index = 0  # of the plan that is being measured
         self._request = request
-        self._given = list(request.plans)
+        self._given = [] if request.waits else list(request.plans)
         """The plans of the launch so far."""
         self._started = started
         self._whole_fits = request.whole_fits
@@ -115,17 +114,18 @@ class Trial(RankedSession):
 
     def _each(self) -> Iterator[Plan]:
         """Yield the plans the launch began with, then those it is given when it asks."""
-        yield from self._request.plans
+        yield from tuple(self._given)
         while self._request.converses:
-            plan = self.reporter.ask(fresh=self._is_fresh())
-            if plan is None:
+            answer = self.reporter.ask(fresh=self._is_fresh())
+            if answer.plan is None:
                 return
-            self._given.append(plan)
-            yield plan
+            self._whole_fits |= answer.whole_fits
+            self._given.append(answer.plan)
+            yield answer.plan
 
     def _is_fresh(self) -> bool:
         """Return whether the script is in the first call of its only root so far."""
-        first_call = self._calls == 1 and self.phase == "forward"
+        first_call = self._calls <= 1 and self.phase == "forward"
         return self.steps == 0 and len(self.roots) == 1 and first_call
 
     def _sizes(self, plan: Plan) -> Schedule:
@@ -284,8 +284,8 @@ class Trial(RankedSession):
         return self._stage.plan if self._stage is not None else Plan()
 
     def plans(self) -> tuple[Plan, ...]:
-        """Return the plans of the launch so far."""
-        return tuple(self._given)
+        """Return the plans of the launch so far; before the first, what they will share."""
+        return tuple(self._given) or self._request.plans
 
     def changes_optimizers(self) -> bool:
         """Return whether a plan of the launch may: of those it asks for nothing is known yet."""
