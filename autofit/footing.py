@@ -41,7 +41,7 @@ class Footing:
     levels: tuple[tuple[str, str], ...]
     """A level for each of ``NAMES``, and whether the batch is split."""
     room: float
-    """Bytes that are expected to be left for activations."""
+    """Bytes that are expected to be left for activations; below zero where that is not sure."""
 
     @classmethod
     def of(cls, plan: Plan) -> Footing:
@@ -73,9 +73,11 @@ class Footing:
 def footings(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...] | None:
     """Return the sets of levels that bring what is held whatever the batch within ``budget``.
 
-    Those that train all of the model come first, with the fewest levels that train otherwise; then
-    those that split the batch, which leaves most for everything else, then the least loss of speed.
-    ``None`` where no set is needed, or nothing is known of the model.
+    Those that are expected to leave room come first, then those that may fit: how much an optimizer
+    keeps, or an allocator wastes, is not sure. Of either those that train all of the model, with
+    the fewest levels that train otherwise; then those that split the batch, which leaves most for
+    everything else, then the least loss of speed. ``None`` where no set is needed, or nothing is
+    known of the model.
     """
     plans = (Plan(), *space.plans())
     if not facts.roots or any(certain_bytes(p, facts, cuda=cuda) <= budget for p in plans):
@@ -83,9 +85,10 @@ def footings(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Fo
     found = []
     for levels in _sets(space):
         plan = Plan.of(levels)
-        room = budget - expected_bytes(plan, facts, budget, cuda=cuda)
-        if room > 0 and clash(plan) is None:
-            found.append((_order(plan, facts), Footing(tuple(levels.items()), room)))
+        if certain_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
+            room = budget - expected_bytes(plan, facts, budget, cuda=cuda)
+            order = (room <= 0, *_order(plan, facts))
+            found.append((order, Footing(tuple(levels.items()), room)))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
 
 

@@ -275,7 +275,6 @@ for batch in DataLoader(Slow(), batch_size=16, shuffle=True):
 
 WORKS = [
     Work(picked=("checkpointing", "third"), script=of_blocks(64, WAITING), share=0.95),
-    Work(picked=("checkpointing", "selective"), script=of_blocks(512, "self.inner(x)"), share=0.5),
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
     Work(picked=("attention", "sdpa"), script=PAIRS, share=0.6, beside=("precision",)),
     Work(picked=("zero_grad", "set_to_none"), script=ZEROS, share=0.9),
@@ -309,7 +308,7 @@ WORKS = [
         allow="recipe",
         needs="peft",
     ),
-    Work(picked=("weights", "bf16_master"), script=of_parameters("torch.optim.AdamW"), share=0.92),
+    Work(picked=("weights", "bf16_master"), script=of_parameters("torch.optim.AdamW"), share=0.95),
     Work(
         picked=("weights", "bf16"),
         script=of_parameters("torch.optim.AdamW"),
