@@ -63,7 +63,7 @@ UNCONTAINED = "what the script writes to disk is really written: no overlay is a
 AGAIN = 2
 """Times that a plan is run again whose worker was lost under it."""
 BREAKS = 3 * (AGAIN + 1)
-"""Workers lost on end, with no plan heard out in between, at which the search gives up."""
+"""Workers a slot lost on end, with no plan heard out in between, at which a search gives up."""
 LATE_STEPS = 50
 """Steps the neutral plan must survive where it is not known at which step a plan failed."""
 FINALISTS = 3
@@ -351,8 +351,9 @@ class Search:
                 f"{error}; under {running[0].plan} the {times}th time,"
                 " and nothing else has run yet: the same command tries again"
             )
-        if self._on_end >= BREAKS:
-            raise WorkerError(f"{error}; that makes {BREAKS} on end: something else is wrong")
+        if self._on_end >= BREAKS * self._crew.slots:  # one machine may hold many
+            on_end = f"that makes {self._on_end} on end"
+            raise WorkerError(f"{error}; {on_end}: something else is wrong")
         if times <= AGAIN:
             self._ledger.say(f"{error}; what ran there is tried again")
 
