@@ -171,8 +171,8 @@ def test_a_step_that_has_begun_is_not_repeated(runner: Runner) -> None:
     )
     runner.write(LOSS, before=hook, optimizer="Adam(model.parameters(), lr=0.01, foreach=True)")
     found = runner.tuned()
-    assert found.code == 1
     assert "can't allocate memory" in found.err
+    assert "attempt 2 starts from the beginning" in found.err, "in another process, if at all"
     assert "caches were cleared" not in found.err
 
 
