@@ -46,8 +46,7 @@ class Script:
     cwd: str
     """Absolute working directory."""
     environment: tuple[tuple[str, str], ...] = ()
-    """What the launcher would have set for it (``ACCELERATE_MIXED_PRECISION``, ...), sorted; what
-    tells ranks of one another is not in it."""
+    """What the launcher would have set for it, sorted; not what tells ranks of one another."""
     launcher: tuple[str, ...] = ()
     """The words before it on its launch line, as typed (``torchrun``, ...); for people alone."""
 
@@ -408,7 +407,6 @@ Event = (
 
 # --- a launch ---------------------------------------------------------------------------------
 
-
 STEPS = 5
 """Optimizer steps that a window has as a rule."""
 
@@ -440,8 +438,7 @@ class LaunchRequest:
     waits: bool = False
     """It asks for its first plan too: ``plans`` says what is fixed in all, and is not measured."""
     ranks: int = 1
-    """Processes it consists of, on one machine, each with a device of its own (the CPU: shared);
-    they find one another by what ``worker/ranks.py`` puts into their environment."""
+    """Processes it consists of, on one machine: see ``worker/ranks.py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
