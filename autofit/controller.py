@@ -154,7 +154,7 @@ class Search:
         before = self._store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
         if not options.fresh and endings.failed(before):  # there is nothing to carry on
             study, before = self._open_study(key, hardware, budget, fresh=True), ()
-        self._tell(studies.opened(study, options, slots=self._crew.slots, resumed=len(before)))
+        self._tell(studies.opened(study, options, devices=self._crew.devices, resumed=len(before)))
         for line in (*options.lines, *self._crew.lines):
             self._tell(Line(text=line))
         if study.facts is not None:

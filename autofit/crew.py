@@ -69,6 +69,11 @@ class Crew:
         self.slots = len(found.cards) // each
         self._cards = found.cards
 
+    @property
+    def devices(self) -> int:
+        """How many devices trials run on; ranks without GPUs share the one machine."""
+        return self.slots * (self.ranks if self.device == "cuda" else 1)
+
     def workers(self, stack: ExitStack) -> Pool:
         """Return the pool; it is started by the first call, and left with ``stack``.
 

@@ -21,8 +21,8 @@ class StudyOpened:
     """Short identifier, eight hexadecimal digits."""
     script: Script
     hardware: Hardware
-    slots: int
-    """Trials that run side by side."""
+    devices: int
+    """On which trials run: side by side, or together as the ranks of one."""
     budget: int
     """Bytes per device."""
     asked: bool

@@ -40,13 +40,15 @@ def budget(free: int, hardware: Hardware, asked: int | None, headroom: float) ->
     return asked
 
 
-def opened(study: StudyRecord, options: SearchOptions, *, slots: int, resumed: int) -> StudyOpened:
+def opened(
+    study: StudyRecord, options: SearchOptions, *, devices: int, resumed: int
+) -> StudyOpened:
     """Return the notice that a study is open; ``resumed``: trials it holds already."""
     return StudyOpened(
         study=study.id,
         script=options.script,
         hardware=study.hardware,
-        slots=slots,
+        devices=devices,
         budget=study.budget,
         asked=options.memory is not None,
         allow=str(options.allow),

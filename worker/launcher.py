@@ -15,9 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autofit.strategies.micro_batch import AUTO
 from autofit.worker import oom, ranks
 from autofit.worker.child import LAST_WORDS, Child, python
 from autofit.worker.environment import child_environment
@@ -294,13 +295,28 @@ class _Account:
             case None if end.interrupted:
                 yield self._report(Verdict.INTERRUPTED, "interrupted")
             case None if end.timed_out:
-                reason = f"not done within {self._timeout:g} s"
-                reason += f": {end.waiting}" if end.waiting else ""
-                yield self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
+                yield self._timed_out(end)
             case _ if end.out_of_memory:
                 yield self._starved(OutOfMemory(phase="outside the model", message=str(end)))
             case _ if end.returncode:
                 yield self._failed(str(end), end.output)
+
+    def _timed_out(self, end: _End) -> TrialReport:
+        """Report what time ran out on: sizes that fitted by then count, as far as they are its own.
+
+        What is made for one size is measured after the same plan without it, which is not it.
+        """
+        plan = self._plans[self._index]
+        reason = f"not done within {self._timeout:g} s"
+        reason += f": {end.waiting}" if end.waiting else ""
+        if not self._measurements or plan.unsized != plan:
+            return self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
+        done = sorted(self._measurements, key=lambda each: each.seconds, reverse=True)
+        best = plan
+        if plan["micro_batch"] == AUTO:
+            best = plan.replace(micro_batch=str(done[-1].micro_batch))
+        report = self._report(Verdict.MEASURED, reason)
+        return replace(report, measurements=tuple(done), best=best)
 
     def _was_taken(self, short: OutOfMemory, child: Child | Group) -> bool:
         """Note who took the card of the rank that speaks, where that is why memory ran out."""

@@ -76,7 +76,8 @@ def device_line(opened: StudyOpened) -> str:
     budget = f"{format_size(opened.budget)} {'as asked' if opened.asked else 'free'}"
     study = f"{many(opened.resumed, 'trial')} stored" if opened.resumed else "new"
     return (
-        f"{opened.slots} x {hardware.name}, {format_size(hardware.total_bytes)}, budget {budget}; "
+        f"{opened.devices} x {hardware.name}, {format_size(hardware.total_bytes)},"
+        f" budget {budget}; "
         f"allowed: {allowed(opened.allow)}; study {opened.study} ({study})"
     )
 

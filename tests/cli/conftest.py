@@ -21,7 +21,7 @@ def opened() -> StudyOpened:
         study="3f9c0000",
         script=SCRIPT,
         hardware=H200,
-        slots=1,
+        devices=1,
         budget=24 * GIB,
         asked=True,
         allow="rounding",

@@ -59,7 +59,7 @@ def test_a_search(gpus: int, tmp_path: Path) -> None:
     )
     result = search(options, heard.append)
     assert isinstance(heard[0], StudyOpened)
-    assert (heard[0].slots, heard[0].hardware.device) == (gpus, "cuda")
+    assert (heard[0].devices, heard[0].hardware.device) == (gpus, "cuda")
     assert GIB // 4 < result.measurement.peak_device <= 2 * GIB
     assert result.measurement.peak_reserved < result.measurement.peak_device
     cards = {each.on for each in heard if isinstance(each, TrialStarted)}

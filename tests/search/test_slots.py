@@ -48,7 +48,7 @@ def test_every_slot_is_kept_busy_with_plans_of_its_own(
     heard: list[Notice] = []
     result = search(options, heard.append)
     assert isinstance(heard[0], StudyOpened)
-    assert heard[0].slots == 2
+    assert heard[0].devices == 2
     plans = [each.report.plan for each in heard if isinstance(each, TrialEnded)]
     assert len(plans) == len(set(plans)) >= 3
     running: Counter[int] = Counter()

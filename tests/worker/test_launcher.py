@@ -251,6 +251,32 @@ def test_the_deadline_ends_the_launch(run: Run) -> None:
     assert "busy" in ended(heard).output
 
 
+MEASURES = """
+def measured(size, seconds):
+    each = replace(measurement, micro_batch=size, step_seconds=(seconds,))
+    events.send(Measured(index=0, measurement=each))
+
+from dataclasses import replace
+events.send(PlanStarted(index=0))
+measured(8, 0.2)
+measured(4, 0.1)
+measured(2, 0.3)
+time.sleep(60)
+"""
+
+
+def test_what_was_measured_before_the_deadline_counts(run: Run) -> None:
+    report = only_report(run(MEASURES, Plan.of({"micro_batch": "auto"}), timeout=1.5))
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "not done within 1.5 s")
+    assert [each.micro_batch for each in report.measurements] == [2, 8, 4]
+    assert report.best == Plan.of({"micro_batch": "4"})
+
+
+def test_what_stands_for_a_compiled_plan_before_the_deadline_does_not(run: Run) -> None:
+    plan = Plan.of({"micro_batch": "auto", "compile": "regional"})
+    assert only_report(run(MEASURES, plan, timeout=1.5)).verdict is Verdict.TIMED_OUT
+
+
 def test_a_child_that_hangs_after_its_last_word_is_not_waited_for(run: Run) -> None:
     started = time.monotonic()
     heard = run("raised('error', 'boom')\nsignal.pause()")
