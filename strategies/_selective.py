@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autofit.strategies.base import Forward
+from autofit.strategies._recomputing import casts_anew
 
 PRODUCTS = ("mm", "addmm", "convolution")
 """Products with weights. Not ``bmm``: attention written by hand has its scores there, which are
@@ -72,44 +71,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
     return first, _Once(again)
 
 
-@contextlib.contextmanager
-def _casts_anew() -> Iterator[None]:
-    """Let autocast keep no casts: when a block runs again it would make more than it had made."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``forward``; in backward all but its costly operations run again."""
-    with _casts_anew():
+    with casts_anew():
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
-
-
-def wrapper(forward: Forward) -> Forward:
-    """Run a block's calls with gradients so."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return selectively(forward, *args, **kwargs)
-
-    return call
-
-
-class Switched:
-    """The same as what a Hugging Face model keeps for its checkpointing.
-
-    In a pickle or a copy it is what the model itself would keep: plain checkpointing.
-    """
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer."""
-        return selectively(forward, *args, **kwargs)
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        """Reduce to plain checkpointing."""
-        return partial(checkpoint, use_reentrant=False).__reduce__()

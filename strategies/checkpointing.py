@@ -128,10 +128,10 @@ class Checkpointing(Strategy):
         blocks = repeated_blocks(module)[:: EVERY[level]]
         if not blocks:
             return None  # another root of this script has the blocks
-        wrapper = _checkpointed
-        if level == "selective":
-            from autofit.strategies._selective import wrapper
-        undos = [root.around_call(block, wrapper) for block in blocks]
+        from autofit.strategies._recomputing import wrapper
+
+        run = wrapper(_runs(level))
+        undos = [root.around_call(block, run) for block in blocks]
 
         def undo() -> None:
             for take_back in undos:
@@ -162,8 +162,7 @@ def _switch_on(module: Any, level: str) -> Undo:
     layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % EVERY[level] == 0
-    if level == "selective":
-        _select(module)
+    _replace_calls(module, level)
 
     def undo() -> None:
         for each, flag in zip(module.modules(), flags, strict=True):
@@ -179,13 +178,24 @@ def _switch_on(module: Any, level: str) -> Undo:
     return undo
 
 
-def _select(module: Any) -> None:
-    """Have the model's layers call selective checkpointing in the place of the plain one."""
-    from autofit.strategies._selective import Switched
+def _runs(level: str) -> Forward:
+    """Return what runs a block so that it runs again in backward."""
+    if level == "selective":
+        from autofit.strategies._selective import selectively
+
+        return selectively
+    from autofit.strategies._recomputing import plainly
+
+    return plainly
+
+
+def _replace_calls(module: Any, level: str) -> None:
+    """Have the model's layers call our way to checkpoint in the place of torch's."""
+    from autofit.strategies._recomputing import Switched
 
     for each in module.modules():
         if "_gradient_checkpointing_func" in vars(each):
-            each._gradient_checkpointing_func = Switched()
+            each._gradient_checkpointing_func = Switched(_runs(level))
 
 
 def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:
@@ -200,15 +210,3 @@ def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:
         vars(module).pop(name, None)
         if handle is not None:
             setattr(module, name, handle)
-
-
-def _checkpointed(forward: Forward) -> Forward:
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return call

@@ -7,12 +7,15 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -77,6 +80,20 @@ class Alike(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         after: torch.Tensor = self.other(self.one(x).tanh())
         return after
+
+
+def llama() -> nn.Module:
+    """Return a Hugging Face model, which checkpoints by itself."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.fixture
@@ -144,12 +161,13 @@ def test_what_runs_again(calls: Calls) -> None:
 
 
 @quick
-def test_two_calls_under_one_autocast(calls: Calls) -> None:
+@pytest.mark.parametrize("level", ["selective", "all"])
+def test_two_calls_under_one_autocast(level: str, calls: Calls) -> None:
     """The second finds no casts of the first: run again, it would make some it had not made."""
     module = Net()
     x = torch.randn(3, 7, 16)
     found = []
-    for levels in ({}, {"checkpointing": "selective"}):
+    for levels in ({}, {"checkpointing": level}):
         held = under(module, calls, **levels)
         module.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -159,6 +177,49 @@ def test_two_calls_under_one_autocast(calls: Calls) -> None:
         held.take_back()
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
     assert torch.is_autocast_cache_enabled()
+
+
+class Casts(TorchDispatchMode):
+    """Notes what is cast to bfloat16, while it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and found.dtype is torch.bfloat16:
+            self._made.append(weakref.ref(found))
+        return found
+
+    def held(self) -> int:
+        """Return the elements of those that are still there."""
+        return sum(cast.numel() for cast in (made() for made in self._made) if cast is not None)
+
+
+@quick
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [(Net, torch.randn(1, 2, 16)), (llama, torch.ones(1, 2, dtype=torch.int64))],
+    ids=["blocks", "transformer"],
+)
+def test_a_block_that_runs_again_leaves_no_casts_of_its_weights(
+    made: Callable[[], nn.Module], given: torch.Tensor, calls: Calls
+) -> None:
+    """When forward ends: without, autocast has those of all weights."""
+    found = {}
+    for level in ("as_is", "all"):
+        module = made()
+        held = under(module, calls, checkpointing=level)
+        with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
+            output = held.call((given,), {})
+            found[level] = casts.held()
+        del output
+    (blocks,) = (each for each in module.modules() if isinstance(each, nn.ModuleList))
+    weights = sum(weight.numel() for weight in blocks.parameters() if weight.ndim == 2)
+    assert found["as_is"] - found["all"] >= weights
 
 
 @quick
@@ -198,16 +259,7 @@ def test_why_it_is_left_out() -> None:
 
 @quick
 def test_a_pickled_transformer_checkpoints_plainly(calls: Calls) -> None:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama()
     tokens = torch.randint(32, (2, 7))
     plain = flops_of(model, under(model, calls), tokens)
     held = under(model, calls, checkpointing="selective")
