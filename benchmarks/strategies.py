@@ -60,7 +60,7 @@ class Row:
     reason: str = ""
     samples_per_second: float | None = None
     ratio: float | None = None
-    """Step time against the same plan without the level."""
+    """Time for a sample against the same plan without the level."""
     peak_device: int | None = None
     peak_reserved: int | None = None
     saved: int | None = None
@@ -193,7 +193,7 @@ class Benchmark:
         return Row(
             **known,
             samples_per_second=measured.samples_per_second,
-            ratio=measured.seconds / without.seconds if without else None,
+            ratio=(without.samples_per_second / measured.samples_per_second if without else None),
             peak_device=measured.peak_device,
             peak_reserved=measured.peak_reserved,
             saved=without.peak_device - measured.peak_device if without else None,
@@ -217,11 +217,11 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 INTRODUCTION = """\
-*Time* is the step time against the same plan without the level (below 1 is faster); *saved* is the
-device memory it frees, at the same batch. *Gradients* is the relative difference from the plain
-model's on a few samples, *loss* that of the first steps where the plan came first in its process.
-What frees memory may let the batch run in larger parts, which is faster: that is what a search
-finds out.
+*Time* is that for a sample against the same plan without the level (below 1 is faster; half a
+sample's tokens are half a sample); *saved* is the device memory it frees, at the same batch.
+*Gradients* is the relative difference from the plain model's on a few samples, *loss* that of the
+first steps where the plan came first in its process. What frees memory may let the batch run in
+larger parts, which is faster: that is what a search finds out.
 """
 
 

@@ -41,7 +41,7 @@ class Adapters(Strategy):
             name="lora",
             summary=f"LoRA of rank {RANK} in the blocks' linear layers",
             fidelity=Fidelity.RECIPE,
-            slowdown=0.8,
+            slowdown=1.08,
             keeps=0.05,
             lowers=frozenset({Memory.GRADIENTS, Memory.OPTIMIZER_STATE}),
             undo=False,

@@ -252,7 +252,7 @@ class OptimizerHandle(Protocol):
 
     @property
     def in_backward(self) -> bool:
-        """Whether the step that is taken now is one parameter's, in backward."""
+        """Whether the step that is taken now is that of some parameters, in backward."""
 
     def around_step(self, stepper: Stepper) -> Undo:
         """Let ``stepper`` take each step; a closure has been evaluated before."""

@@ -29,13 +29,13 @@ class DataLoading(Strategy):
         Level(
             name="workers",
             summary="up to four worker processes, two batches ahead each",
-            slowdown=0.9,
+            slowdown=0.85,
             refines=True,
         ),
         Level(
             name="pinned",
             summary="the same, into memory from which a GPU copies at full speed",
-            slowdown=0.89,
+            slowdown=0.84,
             refines=True,
         ),
     )

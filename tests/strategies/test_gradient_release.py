@@ -25,6 +25,7 @@ from autofit.strategies import Facts, RootFacts, _optimizer_offload, get
 from autofit.strategies.gradient_release import BY_ITSELF
 from autofit.worker import meter
 from autofit.worker.harness.optimizers import Optimizers
+from autofit.worker.harness.release import PART
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
@@ -140,6 +141,11 @@ def left(net: nn.Module) -> int:
     return sum(GRADIENT.__get__(p) is not None for p in net.parameters())
 
 
+def held(net: nn.Module) -> int:
+    """Return the bytes of the gradients a model holds."""
+    return sum(p.nbytes for p in net.parameters() if GRADIENT.__get__(p) is not None)
+
+
 def make(name: str, net: nn.Module) -> Optimizer:
     """Return an optimizer of that class; one for matrices gets no others."""
     cls = getattr(torch.optim, name)
@@ -179,7 +185,7 @@ def test_gradients_are_gone_after_backward(bench: Bench, level: str, micro_batch
     optimizer = AdamW(net.parameters(), lr=1e-2)
     bench.plan = Plan.of({"gradient_release": level, "micro_batch": micro_batch})
     waiting: list[int] = []
-    bench.seams.handler.parameter_steps = lambda *_: waiting.append(left(net))  # type: ignore[method-assign]
+    bench.seams.handler.parameter_steps = lambda *_: waiting.append(held(net))  # type: ignore[method-assign]
     for step in range(2):
         optimizer.zero_grad()
         before = weights(net)
@@ -191,7 +197,28 @@ def test_gradients_are_gone_after_backward(bench: Bench, level: str, micro_batch
         assert torch.equal(weights(net), after)
     parts_stay = level == "released" and micro_batch == "2"
     assert len(waiting) == 16
-    assert max(waiting) == (8 if parts_stay else 1)
+    sizes = [p.nbytes for name, p in net.named_parameters() if "unused" not in name]
+    most = sum(sizes) if parts_stay else max(sizes) + sum(sizes) // PART
+    assert max(sizes) <= max(waiting) <= most
+
+
+def test_small_parameters_step_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step for each would take longer than backward."""
+    steps: list[int] = []
+    module = sys.modules["torch.optim.adam"]
+    plain = module.adam
+
+    def counted(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        steps.append(len(params))
+        plain(params, *args, **kwargs)
+
+    monkeypatch.setattr(module, "adam", counted)
+    net = Net()
+    net.blocks.extend(nn.LayerNorm(WIDTH) for _ in range(60)).double()
+    bench.plan = RELEASED
+    bench.train(net, AdamW(net.parameters(), lr=1e-2), steps=1)
+    assert sum(steps) == 2 * 60 + 8
+    assert len(steps) < 2 * PART
 
 
 def test_beside_checkpointing_and_fused_kernels(bench: Bench) -> None:
@@ -496,6 +523,7 @@ import torch
 from torch import nn
 from autofit.plan import Plan
 from autofit.worker.harness.optimizers import Optimizers
+from autofit.worker.harness.release import PART
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 

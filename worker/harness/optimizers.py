@@ -75,7 +75,7 @@ class HarnessOptimizer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the step that is taken now is one parameter's, in backward."""
+        """Whether the step that is taken now is that of some parameters, in backward."""
         return self._release is not None and self._release.steps
 
     def modules(self) -> tuple[torch.nn.Module, ...]:

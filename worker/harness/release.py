@@ -2,7 +2,8 @@
 
 A hook of torch's own (``register_post_accumulate_grad_hook``) tells that a parameter's gradient has
 come in. In a call that is split it is complete with the last part, which the bridge says. Then the
-plan's step is taken for that parameter alone, and when the script steps there is little left to do.
+plan's step is taken for that parameter, small ones together, and when the script steps there is
+little left to do.
 
 What the script would see otherwise is noticed, and refused: gradients read or changed before its
 step, a second gradient, a rate that is set in between.
@@ -11,7 +12,7 @@ step, a second gradient, a rate that is set in between.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 STRATEGY = "gradient_release"
 READ = "the script reads the gradients between its backward and its step: it clips or logs them"
 AGAIN = "a second gradient comes before the optimizer's step"
+TOGETHER = 32 << 20
+"""Bytes of gradients that wait for one another, at most: a step takes some 0.2 ms of Python and of
+kernel launches, however little it is for."""
+PART = 32
+"""Of all gradients, no more than one in so many waits for others."""
 RATES = "the script changes the optimizer's settings between its backward and its step"
 
 
@@ -44,12 +50,16 @@ class Release:
         self._hooks: list[RemovableHandle] = []
         self._groups: dict[int, int] = {}
         """Parameters (by ``id``) with a hook of ours, and the group of each."""
+        self._waiting: dict[int, torch.Tensor] = {}
+        """Parameters whose gradient is complete, by ``id``: they step together."""
+        self._most = 0
+        """Bytes of gradients at which they do."""
         self._stepped: set[int] = set()
         """Those that have taken the step that the script has not asked for yet."""
         self._settings: list[dict[str, Any]] = []
         """Of the groups, when the first of them did."""
         self.steps = False
-        """A parameter takes its step, in backward."""
+        """Some parameters take their step, in backward."""
         self._ours = False
         """We read gradients ourselves."""
         self._look_again()
@@ -69,6 +79,7 @@ class Release:
     def step(self) -> None:
         """Take the step that the script asks for: of what has not stepped in backward."""
         optimizer = self._handle.optimizer
+        self._waiting.clear()
         with self._by_us():
             if self._stepped:
                 if not _alike(self._settings, _settings(optimizer)):
@@ -94,19 +105,16 @@ class Release:
             return
         self._forget()
         self._groups = found
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived)
-            for p in _parameters(optimizer)
-            if p.requires_grad
-        ]
+        trained = [p for p in _parameters(optimizer) if p.requires_grad]
+        self._most = min(TOGETHER, sum(p.nbytes for p in trained) // PART)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
 
     def _forget(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        """Step for ``parameter``, whose gradient has come: in backward, maybe in its thread."""
-        optimizer = self._handle.optimizer
+        """Take in that the gradient of ``parameter`` has come: in backward, maybe its thread."""
         if torch.is_grad_enabled():
             raise Refused("the script differentiates gradients (create_graph)", STRATEGY)
         if id(parameter) in self._stepped:
@@ -118,12 +126,23 @@ class Release:
                 return
             if self._aside is not None:
                 self._aside.bring(parameter)
-            if not self._stepped:
-                self._settings = _settings(optimizer)
+            self._waiting[id(parameter)] = parameter
+            if sum(each.nbytes for each in self._waiting.values()) >= self._most:
+                self._step_together()
+
+    def _step_together(self) -> None:
+        """Step for those whose gradients wait, and free these."""
+        optimizer = self._handle.optimizer
+        complete = {key: each for key, each in self._waiting.items() if each.grad is not None}
+        self._waiting.clear()
+        if not self._stepped:
+            self._settings = _settings(optimizer)
+        for parameter in complete.values():
             self._seams.handler.parameter_steps(optimizer, parameter)
-            with self._stepping(), alone(optimizer, parameter, self._groups[id(parameter)]):
-                self._handle.take()
-            self._stepped.add(id(parameter))
+        with self._stepping(), alone(optimizer, complete):
+            self._handle.take()
+        self._stepped.update(complete)
+        for parameter in complete.values():
             parameter.grad = None
             torch.autograd.graph.increment_version(parameter)  # whoever wrote it, and however
 
@@ -149,11 +168,11 @@ class Release:
 
 
 @contextmanager
-def alone(optimizer: Optimizer, parameter: torch.Tensor, group: int) -> Iterator[None]:
-    """Within it, ``optimizer`` holds one parameter, of that group."""
+def alone(optimizer: Optimizer, some: Container[int]) -> Iterator[None]:
+    """Within it, ``optimizer`` holds no parameters but ``some``, given by ``id``."""
     whole = [each["params"] for each in optimizer.param_groups]
-    for number, each in enumerate(optimizer.param_groups):
-        each["params"] = [parameter] if number == group else []
+    for each in optimizer.param_groups:
+        each["params"] = [parameter for parameter in each["params"] if id(parameter) in some]
     try:
         yield
     finally:
