@@ -87,6 +87,11 @@ def mean(loss: Tensor, ranks: Ranks) -> float:
 
 
 def leave() -> None:
-    """Part from the other ranks."""
+    """Part from the other ranks.
+
+    Before that all wait: gloo's threads may not be done with the last reduction, and would need the
+    interpreter's lock to let go of it while the main thread, which has it, waits for them.
+    """
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()

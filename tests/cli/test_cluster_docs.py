@@ -46,7 +46,7 @@ for step in range(40):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-torch.distributed.barrier()  # gloo may abort a rank that leaves before the others are done
+torch.distributed.barrier()  # else gloo may stop or abort the process at its end
 torch.distributed.destroy_process_group()
 """
 

@@ -65,7 +65,8 @@ def over_ranks(root: Path, tmp_path: Path) -> Callable[..., list[float]]:
 
     def run(ranks: int, *arguments: str) -> list[float]:
         file = tmp_path / "losses"
-        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        start += ["--nproc-per-node", str(ranks)]
         script = [str(root / "examples" / "decoder_lm.py"), "--device", "cpu"]
         command = [*start, *script, "--losses", str(file), "--steps", "4", *arguments]
         finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -33,6 +33,7 @@ dist.init_process_group("gloo")
 total = torch.ones(())
 dist.all_reduce(total)
 os.write(1, f"{dist.get_rank()} {int(total)} {sys.argv[1:]} {os.environ['SET']}\\n".encode())
+dist.barrier()  # else gloo may stop or abort the process at its end
 dist.destroy_process_group()
 """
 

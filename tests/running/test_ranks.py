@@ -49,6 +49,7 @@ for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 8):
 say(f"done {rank}")
 if rank == 0:
     torch.save(net.state_dict(), "final.pt")
+dist.barrier()  # else gloo may stop or abort the process at its end
 dist.destroy_process_group()
 """
 

@@ -35,4 +35,5 @@ for epoch in range(4):
         print(f"epoch {epoch} loss {total.item() / dist.get_world_size():.12f}")
 if dist.get_rank() == 0:
     torch.save(model.module.state_dict(), args.out)
+dist.barrier()  # else gloo may stop or abort the process at its end
 dist.destroy_process_group()
