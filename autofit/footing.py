@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autofit import strategies
 from autofit.plan import Plan
+from autofit.rules import FRAGMENTED, lost
 from autofit.space import Space, clash, expected
 from autofit.static import KINDS, certain_bytes, expected_bytes, kept
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
+from autofit.strategies.allocator import EXPANDABLE
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records import Verdict
 
 MORE = 0.05
 """Share of the budget by which a set must leave more room than one that has run out of memory."""
 PATIENCE = 2
-"""Sets that may run out of memory before the one that leaves most room is tried, as the last."""
+"""Sets that may run out of memory before those that leave most room are tried, as the last."""
 NAMES = tuple(
     strategy.name
     for strategy in strategies.REGISTRY
@@ -42,6 +44,8 @@ class Footing:
     """A level for each of ``NAMES``, and whether the batch is split."""
     room: float
     """Bytes that are expected to be left for activations; below zero where that is not sure."""
+    alone: bool = False
+    """It is tried first in a process of its own, with segments that grow where there are any."""
 
     @classmethod
     def of(cls, plan: Plan) -> Footing:
@@ -60,28 +64,38 @@ class Footing:
 
     def leanest(self, space: Space) -> Plan | None:
         """Return the plan on it that is expected to need least for activations, then least time."""
+        grows = self.alone and EXPANDABLE in space.choices("allocator")
         found = [
             plan
             for plan in self.plans(space)
             if plan.unsized == plan and plan["allocator"] == plan["data_loading"] == AS_IS
         ]
         order = {plan: (kept(plan, Memory.ACTIVATIONS), expected(plan)) for plan in found}
-        return min(found, key=order.__getitem__, default=None)
+        plan = min(found, key=order.__getitem__, default=None)
+        return plan.replace(allocator=EXPANDABLE) if plan is not None and grows else plan
+
+
+def footings(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...] | None:
+    """Return the sets of levels of which a plan needs one; ``None`` where it can do without.
+
+    So it is where what a plan that a search would combine holds at least is within ``budget``, or
+    nothing is known of the model.
+    """
+    plans = (Plan(), *space.plans())
+    if not facts.roots or any(certain_bytes(p, facts, cuda=cuda) <= budget for p in plans):
+        return None
+    return sets_within(space, facts, budget, cuda=cuda)
 
 
 @lru_cache(maxsize=4)
-def footings(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...] | None:
+def sets_within(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...]:
     """Return the sets of levels that bring what is held whatever the batch within ``budget``.
 
     Those that are expected to leave room come first, then those that may fit: how much an optimizer
     keeps, or an allocator wastes, is not sure. Of either those that train all of the model, with
     the fewest levels that train otherwise; then those that split the batch, which leaves most for
-    everything else, then the least loss of speed. ``None`` where no set is needed, or nothing is
-    known of the model.
+    everything else, then the least loss of speed.
     """
-    plans = (Plan(), *space.plans())
-    if not facts.roots or any(certain_bytes(p, facts, cuda=cuda) <= budget for p in plans):
-        return None
     found = []
     for levels in _sets(space):
         plan = Plan.of(levels)
@@ -97,24 +111,52 @@ def following(
 ) -> Footing | None:
     """Return the set to try next while no plan fits; ``None`` after the last.
 
-    One that ran out of memory is followed by one that leaves clearly more room; after ``PATIENCE``
-    of them by the one that leaves most.
+    One that ran out of memory is followed by one that leaves clearly more room, or by itself alone
+    where the heap was in pieces. After ``PATIENCE`` of them comes the one that leaves most, alone:
+    of those that train all of the model, then of each kind of adapters, which may free less.
     """
+    ended = _ended(found, space, finished)
+    short = [each for each in ended if ended[each][-1].verdict is Verdict.OUT_OF_MEMORY]
+    left = [each for each in found if each not in ended]
+    if not short:
+        return next(iter(left), None)
+    doubted = [each for each in short if not _ruled_out(each, space, ended[each])]
+    for each in doubted:
+        if lost(ended[each][-1]) >= FRAGMENTED:
+            return replace(each, alone=True)
+    enough = max(each.room for each in short) + MORE * max(trial.budget for trial in finished)
+    roomier = [each for each in left if each.room >= enough]
+    if roomier and len(short) < PATIENCE:
+        return roomier[0]
+    for level in space.choices("adapters"):
+        alike = [each for each in (*short, *left) if ("adapters", level) in each.levels]
+        most = max(alike, key=lambda each: each.room, default=None)
+        if most is not None and (most in left or most in doubted):
+            return replace(most, alone=True)
+    return None
+
+
+def _ended(
+    found: Sequence[Footing], space: Space, finished: Sequence[TrialRecord]
+) -> dict[Footing, list[TrialRecord]]:
+    """Return the trials that were to show whether a set is enough, by set, each in their order."""
     known = {each.levels: each for each in found}
-    ended: dict[Footing, Verdict] = {}
+    ended: dict[Footing, list[TrialRecord]] = {}
     for trial in finished:
         footing = known.get(Footing.of(trial.plan).levels)
-        if footing is not None and trial.plan == footing.leanest(space):
-            ended[footing] = trial.verdict or Verdict.INTERRUPTED
-    short = [each for each in ended if ended[each] is Verdict.OUT_OF_MEMORY]
-    left = [each for each in found if each not in ended]
-    if short:
-        budget = max(trial.budget for trial in finished)
-        enough = max(each.room for each in short) + MORE * budget
-        left = [each for each in left if each.room >= enough]
-    if len(short) >= PATIENCE:
-        return max(left, key=lambda each: each.room, default=None)
-    return next(iter(left), None)
+        if footing is not None and trial.plan in (
+            footing.leanest(space),
+            replace(footing, alone=True).leanest(space),
+        ):
+            ended.setdefault(footing, []).append(trial)
+    return ended
+
+
+def _ruled_out(footing: Footing, space: Space, trials: Sequence[TrialRecord]) -> bool:
+    """Return whether a set ran out of memory by itself: no plan before it, no heap in pieces."""
+    lean = replace(footing, alone=True).leanest(space)
+    first = [trial for trial in trials if trial.report is not None and trial.report.index == 0]
+    return any(trial.plan == lean or lost(trial) < FRAGMENTED for trial in first)
 
 
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from autofit import strategies
 from autofit.choice import Situation
-from autofit.footing import Footing, following, footings
+from autofit.footing import Footing, following, footings, sets_within
 from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
@@ -21,6 +21,9 @@ from autofit.worker.records import HORIZON, Verdict
 
 REFINED = 3
 """Plans beside which levels that refine are tried: the fastest that fit, or the leanest of all."""
+LOSSES = 5
+"""Plans that run out of memory, the script as it is among them, before sets of levels that need
+less are tried although arithmetic asked for none; while no plan fits."""
 
 
 def within_reach(
@@ -73,8 +76,11 @@ class Proposer:
         options, space = ledger.options, self._space()
         ground = self._ground(space)
         ledger.require_baseline(reachable=bool(ground))
+        footing = self._footing(ground, space, finished)
+        if footing is not None:
+            return self._footed(footing, space, flying, fixed, fresh=fresh)
         if ground is not None and not ledger.ranked():
-            return self._footed(ground, space, flying, fixed, fresh=fresh)
+            return None
         holds = self._holds if ground is not None else None
         tried = within_reach(space, finished, ledger.study.budget, options.horizon, holds=holds)
         untried = [plan for plan in tried if plan not in known]
@@ -116,29 +122,41 @@ class Proposer:
         facts, cuda = self._ledger.study.facts or Facts(), self._hardware.device == "cuda"
         return certain_bytes(plan, facts, cuda=cuda) <= self._ledger.study.budget
 
+    def _footing(
+        self, ground: Sequence[Footing] | None, space: Space, finished: Sequence[TrialRecord]
+    ) -> Footing | None:
+        """Return the set of levels to try next: where one is needed, or nothing else has fitted."""
+        if self._ledger.ranked():
+            return None
+        study, cuda = self._ledger.study, self._hardware.device == "cuda"
+        short = sum(trial.verdict is Verdict.OUT_OF_MEMORY for trial in finished)
+        if ground is None and short >= LOSSES and study.facts is not None and study.facts.roots:
+            ground = sets_within(space, study.facts, study.budget, cuda=cuda)
+        return following(ground or (), space, finished)
+
     def _footed(
         self,
-        ground: Sequence[Footing],
+        footing: Footing,
         space: Space,
         flying: set[Plan],
         fixed: Plan | None,
         *,
         fresh: bool,
     ) -> Plan | None:
-        """Return the plan that shows whether one of these sets is enough; one at a time.
+        """Return the plan that shows whether a set of levels is enough; one at a time.
 
         On an exact set, what others are compared with comes before it.
         """
-        finished = self._ledger.finished()
-        footing = following(ground, space, finished)
-        if footing is None or (fixed is None and flying):
+        if fixed is None and flying:
             return None
-        known = {trial.plan for trial in finished} | flying
-        leading = self._leading([plan for plan in footing.plans(space) if plan not in known])
+        known = {trial.plan for trial in self._ledger.finished()} | flying
+        others = [plan for plan in footing.plans(space) if plan not in known]
+        leading = None if footing.alone else self._leading(others)
         plan = leading or footing.leanest(space)
         if plan is None or plan in flying:
             return None
-        here = plan.fixed == fixed and (fresh or (not leading and plan not in self._ledger.alone))
+        first = leading or plan in self._ledger.alone
+        here = plan.fixed == fixed and not footing.alone and (fresh or not first)
         return plan if fixed is None or here else None
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:

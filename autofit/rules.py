@@ -84,7 +84,7 @@ def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) ->
         return f"{plain} comes first"
     if _whole(trial, batch):
         return f"{plain} fits with the whole batch"
-    if _lost(trial) < FRAGMENTED:
+    if lost(trial) < FRAGMENTED:
         return f"{plain} loses next to nothing to fragmentation"
     return None
 
@@ -104,7 +104,7 @@ def _unawaited(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     return None
 
 
-def _lost(trial: TrialRecord) -> float:
+def lost(trial: TrialRecord) -> float:
     """Return the share of the memory that the allocator held and could not use."""
     if trial.verdict is Verdict.OUT_OF_MEMORY and trial.report and trial.report.out_of_memory:
         found = UNALLOCATED.search(trial.report.out_of_memory.message)

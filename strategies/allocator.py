@@ -5,6 +5,8 @@ from __future__ import annotations
 from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Strategy
 from autofit.strategies.facts import Hardware
 
+EXPANDABLE = "expandable"
+
 
 class Allocator(Strategy):
     """Segments that grow, so that memory freed in one size serves another.
@@ -20,7 +22,7 @@ class Allocator(Strategy):
     levels = (
         Level(name=AS_IS, summary="the allocator as the environment has it"),
         Level(
-            name="expandable",
+            name=EXPANDABLE,
             summary="segments that grow: less is lost to fragmentation",
             slowdown=1.01,
             keeps=0.3,

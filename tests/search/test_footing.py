@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -33,7 +34,7 @@ from autofit.worker.records import (
 
 GIB = 1 << 30
 OOM = Verdict.OUT_OF_MEMORY
-OTHER_TRAINING = frozenset({"adapters", "batch_size", "sequence_length"})
+OTHER_TRAINING = ("adapters", "batch_size", "sequence_length")
 """What a full fine-tune does without."""
 H200 = Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 * GIB, capability=(9, 0))
 SEVEN = 6_738_415_616
@@ -90,13 +91,13 @@ class Llama:
         moved += 0.25 * (plan["gradient_release"] == "hosted") * math.ceil(16 / size)
         return compute + moved + 1.6 * (plan["weights"] == "bf16_master")
 
-    def launched(self, plan: Plan, facts: Facts) -> tuple[TrialReport, Facts]:
+    def launched(self, plan: Plan, facts: Facts, index: int) -> tuple[TrialReport, Facts]:
         """Return what a trial says, and what is known of the script after it."""
 
         def short(phase: str, size: int | None = None) -> TrialReport:
             error = OutOfMemory(phase=phase, message="no memory", requested=GIB, micro_batch=size)
             return TrialReport(
-                index=0, plan=plan, verdict=Verdict.OUT_OF_MEMORY, out_of_memory=error
+                index=index, plan=plan, verdict=Verdict.OUT_OF_MEMORY, out_of_memory=error
             )
 
         made = (2 if plan["weights"] != AS_IS else 4) * SEVEN
@@ -106,7 +107,7 @@ class Llama:
         stepped = replace(begun, stepped=True, gradients_read=self.clips)
         if self.clips and plan["gradient_release"] != AS_IS:
             report = TrialReport(
-                index=0,
+                index=index,
                 plan=plan,
                 verdict=Verdict.REFUSED,
                 reason="the script clips",
@@ -130,49 +131,64 @@ class Llama:
         )
         best = plan.replace(micro_batch=str(fitting[-1]))
         report = TrialReport(
-            index=0, plan=plan, verdict=Verdict.MEASURED, best=best, measurements=measured
+            index=index, plan=plan, verdict=Verdict.MEASURED, best=best, measurements=measured
         )
         return report, stepped
+
+
+class Simulated(Protocol):
+    """A script on a card."""
+
+    def launched(self, plan: Plan, facts: Facts, index: int) -> tuple[TrialReport, Facts]:
+        """Return what a trial says, the so-manieth of its process, and what is known then."""
+
+
+def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: str) -> Ledger:
+    """Return a new study of a script in ``folder`` on an H200."""
+    (folder / "train.py").touch()
+    script = Script(target="train.py", cwd=str(folder))
+    study = store.open_study(
+        StudyKey.of(script, gpu=H200.name, gpus=1, memory=budget, allow=str(allow)),
+        script=script,
+        hardware=H200,
+        budget=budget,
+        versions={},
+    )
+    options = SearchOptions(
+        script=script, storage=store.url, allow=allow, without=frozenset(without)
+    )
+    return Ledger(store, study, options, lambda _: None, 0.0)
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], Ledger]]:
     """A new study of such a script."""
-    (tmp_path / "train.py").touch()
-    script = Script(target="train.py", cwd=str(tmp_path))
     with Store(str(tmp_path / "autofit.db")) as store:
-
-        def make(allow: Fidelity, budget: int) -> Ledger:
-            study = store.open_study(
-                StudyKey.of(script, gpu="NVIDIA H200", gpus=1, memory=budget, allow=str(allow)),
-                script=script,
-                hardware=H200,
-                budget=budget,
-                versions={},
-            )
-            options = SearchOptions(
-                script=script, storage=store.url, allow=allow, without=OTHER_TRAINING
-            )
-            return Ledger(store, study, options, lambda _: None, 0.0)
-
-        yield make
+        yield lambda allow, budget: opened(store, tmp_path, allow, budget, *OTHER_TRAINING)
 
 
-def searched(ledger: Ledger, model: Llama) -> int:
-    """Search as the controller does, one card; return the launches it took."""
-    proposer, launches = Proposer(ledger, H200), 0
+def searched(ledger: Ledger, model: Simulated, *, most: int = 1000) -> int:
+    """Search as the controller does, one card, ``most`` plans; return the launches it took.
+
+    Where memory has run out in a model that was called, the process goes on: as if nothing had
+    run in it, as long as no plan was measured.
+    """
+    proposer, launches, index, fresh = Proposer(ledger, H200), 0, 0, True
     facts = Facts()
     plan, fixed = proposer.next(), None
-    while plan is not None:
+    while plan is not None and len(ledger.finished()) < most:
         launches += fixed is None
+        index, fresh = (0, True) if fixed is None else (index + 1, fresh)
         (trial,) = ledger.store.add_trials(
             ledger.study, [plan], launch=launches, owner=Owner.current()
         )
-        report, facts = model.launched(plan, facts)
+        report, facts = model.launched(plan, facts, index)
         ledger.learn(facts)
         ledger.finish(trial, report, 0)
-        fixed = plan.fixed if report.verdict is Verdict.MEASURED else None
-        plan = proposer.next(fixed) if fixed is not None else None
+        fresh = fresh and report.verdict is OOM
+        goes_on = report.verdict is Verdict.MEASURED or (facts.called and report.verdict is OOM)
+        fixed = plan.fixed if goes_on else None
+        plan = proposer.next(fixed, fresh=fresh) if fixed is not None else None
         if plan is None:
             plan, fixed = proposer.next(), None
         assert launches < 30
