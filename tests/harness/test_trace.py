@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from autofit.sketches import pairs, total
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.shown import show
 from autofit.worker.harness.sketch import BUCKETS, MOST_SUMS, PIECE, Sketcher, pack, shape_of
 from autofit.worker.harness.trace import CHECKED, Tracer
 
@@ -194,3 +196,26 @@ def test_two_optimizers_count_and_tracing_leaves_the_draws_alone(model: Model) -
     changes = pairs(trace.steps[0].changes, trace.steps[0].changes, trace.buckets)
     assert all(row.norm > 0.0 for row in changes)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_weights_in_another_form_are_never_all_there_as_they_were() -> None:
+    """Where they are made in bfloat16 there is no room for the model in float32."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16()
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def view(parameter: torch.Tensor, here: bool) -> torch.Tensor:
+        nonlocal most
+        values = parameter.detach().float()
+        made.append(weakref.ref(values))
+        most = max(most, sum(each() is not None for each in made))
+        return values
+
+    undo = show(view, lambda parameter, values: None)
+    try:
+        x = torch.randn(4, 64).bfloat16()
+        Tracer().call(root_of(model), True, (x,), {}, lambda: model(x))
+    finally:
+        undo()
+    assert len(made) == 12
+    assert most <= 2

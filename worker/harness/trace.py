@@ -8,7 +8,7 @@ measured, as a rule, in no other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,13 +111,13 @@ class Tracer:
         named = list(root.module.named_parameters())
         self._names |= {id(parameter): name for name, parameter in named}
         if first and self._start is None:
-            self._start = self._sum([plainly(parameter) for _, parameter in named])
+            self._start = self._sum(plainly(parameter) for _, parameter in named)  # one at a time
 
     def _arguments(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         tensors = [leaf for leaf in Batch.of(args, kwargs).leaves if isinstance(leaf, torch.Tensor)]
         return self._sum(tensors, len(self._step.inputs)) if tensors else None
 
-    def _sum(self, tensors: Sequence[torch.Tensor], salt: int = 0) -> torch.Tensor:
+    def _sum(self, tensors: Iterable[torch.Tensor], salt: int = 0) -> torch.Tensor:
         assert self._sketcher is not None
         found = [self._sketcher.fold(t, 101 * salt + n).cpu() for n, t in enumerate(tensors)]
         return torch.stack(found).sum(0) if found else torch.zeros(BUCKETS, dtype=torch.float64)
