@@ -434,6 +434,7 @@ def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
             (net(x) - 1).square().mean().backward()
             optimizer.step()
         assert session.roots[0].elastic is not None
+        assert not session.facts.autocast  # it is the plan's, not the script's
         with torch.no_grad():
             assert float(net(x).mean()) > float(before.mean())
         if weights == "bf16_master":

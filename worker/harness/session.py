@@ -172,10 +172,14 @@ class Session:
         self.calls.wrap(module, lambda _: lambda *args, **kwargs: self._call(root, args, kwargs))
 
     def inner_call(self) -> None:
-        """Notice autocast that the script entered inside a root, where no plan did."""
+        """Notice autocast that the script entered inside a root, where no plan did.
+
+        Nor anything that a plan has put around each call, as it does where weights come in bf16.
+        """
         if not self.roots:  # inside a backward: a checkpoint around the whole model, say
             return
-        if not self.facts.autocast and self.roots[-1].plan.neutral and learn.autocast_on():
+        plain = self.roots[-1].plan.neutral and not self.seams.around
+        if not self.facts.autocast and plain and learn.autocast_on():
             self._learn(autocast=True)
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
