@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.worker.harness.digest import differences, digest
+from autofit.worker.harness.digest import differences, digest, fold
 from autofit.worker.harness.fixed_draws import fixed_draws
 
 pytestmark = pytest.mark.quick
@@ -38,3 +38,14 @@ def test_nothing_arrives_in_grad(model: nn.Sequential) -> None:
     assert not heard
     assert all(parameter.grad is None for parameter in parameters)
     assert not found[-1].any(), "an unused parameter has no gradient"
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 1024), (2048, 512), (768, 3072)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1], ids=["outputs", "inputs"])
+def test_a_gradient_that_adds_up_to_zero_along_a_dimension_is_seen(
+    shape: tuple[int, int], dim: int
+) -> None:
+    """As that of a layer before a LayerNorm does over its outputs: its digest is as large."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gradient -= gradient.mean(dim, keepdim=True)
+    assert float(fold(gradient).norm() / gradient.norm()) == pytest.approx(1.0, abs=0.05)

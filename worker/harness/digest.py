@@ -12,7 +12,9 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-BUCKETS = 4096
+BUCKETS = 4093
+"""A prime: in as many sums as a layer has inputs each would be over all of its outputs, and those
+of a gradient that a normalisation sent back add up to zero; what is left is rounding."""
 
 Digest = list[torch.Tensor]
 """One float64 vector a parameter, of at most ``BUCKETS`` entries."""
