@@ -93,8 +93,10 @@ def run(
         script, device, memory or 0, environment, ranks, resume is not None, diary, say
     )
     if ranks == 1 and (others := int(os.environ.get("WORLD_SIZE") or 1) - 1) > 0:
-        say(f"one rank beside {others} that another launcher has started: what fails is its affair")
-        code = attempts.start(1, plan, ()).code
+        if code := attempts.start(1, plan, ()).code:
+            say(
+                f"one rank beside {others} that another launcher has started: it is not tried again"
+            )
         return code if code >= 0 else 128 - code
     code, last, attempt = supervise(
         attempts.start, plan, ground, resume=resume, say=say, budget=memory

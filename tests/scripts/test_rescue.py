@@ -34,7 +34,7 @@ SAID = re.compile(
     r"[\d.]+ \w+ asked; smaller from here on"
 )
 # Not here: scripts whose peak is not the model's (LBFGS's history, a loss over all pairs of the
-# batch), and transformers' Trainer, which was not seen to reach this cap.
+# batch or all of its logits), and transformers' Trainer, which was not seen to reach this cap.
 QUICK = ("loss_inside.py",)
 STYLES = (
     "accumulation.py",
@@ -57,7 +57,6 @@ STYLES = (
     "batch_encoding.py",
     "padded.py",
     "padded_inside.py",
-    "rows_per_sample.py",
     "batch_second.py",
     "accelerate_accumulate.py",
     "lightning_trainer.py",
