@@ -74,7 +74,8 @@ def find_layout(
         try:
             if layout.size(batch) < 2:
                 raise Refused("the model sees one sample at a time already")
-            _refuse_pointers(batch, layout)
+            if reason := pointing(batch, layout):
+                raise Refused(reason)
             return _find_frugally(_Probe(module, forward, batch, gradients), layout, leanly)
         except Refused as refusal:
             reasons.append(refusal)
@@ -248,11 +249,14 @@ class _Probe:
 
 
 def batched_leaves(batch: Batch, dim: int) -> tuple[int, ...]:
-    """Return the arguments that have as many entries along ``dim`` as the first tensor has."""
+    """Return the arguments that have as many entries along ``dim`` as the first tensor has.
+
+    Sparse ones are none of them: the adjacency of a graph's nodes.
+    """
     tensors = [
         (index, leaf)
         for index, leaf in enumerate(batch.leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.ndim > dim
     ]
     if not tensors:
         return ()
@@ -296,16 +300,18 @@ def few(batch: Batch, layout: Layout, samples: Sequence[int]) -> Batch:
     return Batch(leaves, batch.spec)
 
 
-def _refuse_pointers(batch: Batch, layout: Layout) -> None:
-    """Refuse arguments that point at samples of the batch: edges of a graph, bounds of sequences.
+def pointing(batch: Batch, layout: Layout) -> str | None:
+    """Say whether arguments point at samples of the batch: edges of a graph, bounds of sequences.
 
-    Before anything runs: on CUDA an index out of range ends the context.
+    Asked before a part runs: on CUDA an index out of range ends the context.
     """
     size = layout.size(batch)
     if size <= SAMPLES:
-        return
+        return None
     for index, leaf in enumerate(batch.leaves):
-        if not isinstance(leaf, torch.Tensor) or not 1 < leaf.numel() <= LARGEST:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            continue
+        if not 1 < leaf.numel() <= LARGEST:
             continue
         if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
             continue
@@ -313,11 +319,12 @@ def _refuse_pointers(batch: Batch, layout: Layout) -> None:
             top, low = int(leaf.max()), int(leaf.min())
             ordered = bool((leaf == torch.arange(leaf.shape[-1], device=leaf.device)).all())
             if SAMPLES <= top <= size and low >= 0 and not ordered:
-                raise Refused("an argument of whole numbers may point at samples of the batch")
+                return "an argument of whole numbers may point at samples of the batch"
         elif leaf.ndim == 1:
             order = torch.arange(size).to(leaf)
             if bool((leaf.sort().values == order).all()) and not bool((leaf == order).all()):
-                raise Refused("an argument may be an order of the samples of the batch")
+                return "an argument may be an order of the samples of the batch"
+    return None
 
 
 def _need_gradients(part: Batch, batch: Batch) -> None:

@@ -31,6 +31,7 @@ from autofit.worker.harness.probe import (
     SAMPLES,
     batched_leaves,
     few,
+    pointing,
     preserved,
     tolerance,
 )
@@ -123,12 +124,29 @@ def _applied(root: HarnessRoot, batch: Batch) -> Effects:
 def _beside_plain(
     root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
 ) -> tuple[Effects, Effects]:
-    """Apply ``plan``; return what a few samples do without it and under it."""
+    """Apply ``plan``; return what a few samples do without it and under it.
+
+    All of them, where the model cannot run on a few: the nodes of a graph, or a batch whose state
+    from the call before is as large as all of it.
+    """
+    ways = _ways(root)
+    if not (_size(batch) and pointing(batch, _layout(batch))):
+        try:
+            return _first_that_fits(root, plan, batch, call, ways)
+        except _Indivisible:
+            pass
+    size = _size(batch)
+    every = dict.fromkeys((name, size, saved) for name, _, saved in ways)
+    return _first_that_fits(root, plan, batch, call, [*every])
+
+
+def _first_that_fits(
+    root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
+) -> tuple[Effects, Effects]:
+    """Apply ``plan``; return both in the first of ``ways`` that memory has room for."""
     error: Exception | None = None
-    for name, most, saved in _ways(root):
-        found, error = _try_beside_plain(
-            root, plan, _samples(batch, most), saved, (name, most, *call)
-        )
+    for name, most, saved in ways:
+        found, error = _try_beside_plain(root, plan, batch, most, saved, (name, most, *call))
         if found is not None:
             return found
         assert error is not None, "it is one or the other"
@@ -136,6 +154,10 @@ def _beside_plain(
         root.take_back()
     assert error is not None
     raise error
+
+
+class _Indivisible(Exception):
+    """The model runs on all samples of a call, or on none."""
 
 
 def _ways(root: HarnessRoot) -> list[Way]:
@@ -159,19 +181,27 @@ def _ways(root: HarnessRoot) -> list[Way]:
 def _try_beside_plain(
     root: HarnessRoot,
     plan: Plan,
-    samples: Batch,
+    batch: Batch,
+    most: int,
     saved: Saved,
     key: tuple[object, ...],
 ) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
     """Return both, or the error where memory ran out.
 
     ``key``: of what the samples do without the plan; plan after plan may be proven in one call.
+    Raises ``_Indivisible`` where fewer samples than there are do not run without the plan either.
     """
     sharded = is_sharded(root.module)
+    samples = _samples(batch, most)
     try:
         if key not in root.plainly:
-            with saved(), casts_noticed(root):
-                root.plainly[key] = _gradients(root, root.plain, samples)
+            try:
+                with saved(), casts_noticed(root):
+                    root.plainly[key] = _gradients(root, root.plain, samples)
+            except RuntimeError as error:
+                if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
+                    raise
+                raise _Indivisible from error
         root.apply(plan)
         if sharded or saved is nullcontext:
             with saved():
@@ -212,16 +242,24 @@ def _shown(plan: Plan) -> Plan:
     return Plan.of({**touching, "micro_batch": AS_IS})
 
 
+def _layout(batch: Batch) -> Layout:
+    return Layout(0, batched_leaves(batch, 0), ())
+
+
+def _size(batch: Batch) -> int:
+    """Return the samples in a call; none where no argument shows them."""
+    layout = _layout(batch)
+    return layout.size(batch) if layout.batched else 0
+
+
 def _samples(batch: Batch, most: int) -> Batch:
     """Return a copy of the first samples: the model may change its arguments."""
-    layout = Layout(0, batched_leaves(batch, 0), ())
-    return few(batch, layout, range(min(most, layout.size(batch)) if layout.batched else 0))
+    return few(batch, _layout(batch), range(min(most, _size(batch))))
 
 
 def _chunk(plan: Plan, batch: Batch) -> int:
     """Return the samples that will run at a time, all of one size."""
-    batched = batched_leaves(batch, 0)
-    size = Layout(0, batched, ()).size(batch) if batched else 0
+    size = _size(batch)
     if not size or plan["micro_batch"] == AS_IS:
         return size
     first, last = equal_cuts(size, int(plan["micro_batch"]))[-1]

@@ -1,0 +1,112 @@
+"""The proof of a plan for a model that runs on all samples of a call, or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies import Facts
+from autofit.worker.harness.facts import describe
+from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.probe import find_layout
+from autofit.worker.harness.proof import prove
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
+from tests.strategies.bystander import Bystander
+
+pytestmark = pytest.mark.quick
+NODES = 12
+
+
+class Carried(nn.Module):
+    """Takes its state from the call before, with the batch in its second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        return self.lstm(x, state)
+
+
+class Graph(nn.Module):
+    """Mixes the nodes of a graph, as its adjacency or the ends of its edges say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        hidden = torch.tanh(self.inner(x))
+        if not edges.is_floating_point():
+            mixed = torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]])
+        elif edges.layout is torch.strided:
+            mixed = (edges.to(hidden.dtype)[:, :, None] * hidden[None]).sum(1)
+        else:
+            with torch.autocast("cpu", enabled=False):
+                mixed = torch.sparse.mm(edges, hidden.float())
+        found: torch.Tensor = self.outer(mixed)
+        return found
+
+
+def ring() -> torch.Tensor:
+    return torch.eye(NODES).roll(1, 0)
+
+
+def ends() -> torch.Tensor:
+    return torch.stack([torch.arange(NODES), torch.arange(NODES).roll(1)])
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    made = Calls()
+    yield made
+    made.clear()
+
+
+def proven(module: nn.Module, calls: Calls, *args: Any) -> HarnessRoot:
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    prove(held, Plan.of({"precision": "bf16"}), args, {}, Facts())
+    return held
+
+
+def test_a_state_as_large_as_the_batch(calls: Calls) -> None:
+    state = torch.zeros(1, 6, 16)
+    held = proven(Carried(), calls, torch.randn(6, 3, 8), (state, state))
+    assert held.difference is not None
+    assert 0 < held.difference < 0.1
+
+
+@pytest.mark.parametrize("edges", [ring(), ring().to_sparse()])
+def test_nodes_that_are_mixed(calls: Calls, edges: torch.Tensor) -> None:
+    held = proven(Graph(), calls, torch.randn(NODES, 8), edges)
+    assert held.difference is not None
+    assert 0 < held.difference < 0.1
+
+
+def test_nodes_that_edges_point_at_are_never_a_few(calls: Calls) -> None:
+    graph = Graph()
+    held = proven(graph, calls, torch.randn(NODES, 8), ends())
+    assert held.difference is not None
+    assert set(graph.sizes) == {NODES}
+
+
+def test_what_fails_on_all_of_them_is_an_error(calls: Calls) -> None:
+    with pytest.raises(RuntimeError, match="hidden"):
+        proven(Carried(), calls, torch.randn(6, 3, 8), (torch.zeros(1, 5, 16),) * 2)
+
+
+def test_a_sparse_argument_carries_no_batch() -> None:
+    args = (torch.randn(NODES, 8), ring().to_sparse())
+    assert describe(Graph(), args, {}).batch == NODES
+    graph = Graph()
+    with pytest.raises(Refused, match="cannot run on a part"):
+        find_layout(graph, graph.forward, Batch.of(args, {}))
