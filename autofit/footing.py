@@ -153,10 +153,15 @@ def _ended(
 
 
 def _ruled_out(footing: Footing, space: Space, trials: Sequence[TrialRecord]) -> bool:
-    """Return whether a set ran out of memory by itself: no plan before it, no heap in pieces."""
+    """Return whether a set ran out of memory by itself: no plan before it, no heap in pieces.
+
+    So is one that by itself would be the very plan that ran out: a study tries no plan twice.
+    """
     lean = replace(footing, alone=True).leanest(space)
+    if any(trial.plan == lean for trial in trials):
+        return True
     first = [trial for trial in trials if trial.report is not None and trial.report.index == 0]
-    return any(trial.plan == lean or lost(trial) < FRAGMENTED for trial in first)
+    return any(lost(trial) < FRAGMENTED for trial in first)
 
 
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:

@@ -136,6 +136,17 @@ def test_a_search_gives_up_after_what_needs_least_has_run_out_by_itself(
     assert launches <= (6 if allow is Fidelity.RECIPE else 3)
 
 
+def test_where_no_segments_grow_what_needs_least_is_tried_once(tmp_path: Path) -> None:
+    """By itself it would be the same plan again, of which a study keeps one verdict: on a CPU."""
+    budget = 33 * GIB // 10
+    with Store(str(tmp_path / "autofit.db")) as store:
+        found = opened(store, tmp_path, Fidelity.ROUNDING, budget, "allocator")
+        searched(found, VisionTransformer(budget, least=2.6), most=12)
+        plans = [trial.plan for trial in found.finished()]
+        assert {*verdicts(found)} == {OOM}
+        assert len(plans) == len({*plans}) == 12
+
+
 def test_what_needs_least_is_tried_where_arithmetic_alone_asked_for_nothing(
     ledger: Callable[..., Ledger],
 ) -> None:
