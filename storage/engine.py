@@ -5,10 +5,12 @@ The file is shared with Optuna, which owns ``alembic_version``: ours is ``VERSIO
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +138,29 @@ def _begin_in_postgresql(connection: Connection) -> None:
 
 @contextmanager
 def alone(engine: Engine) -> Iterator[None]:
-    """Let one process at a time in, where the database has a lock for it: PostgreSQL.
+    """Let one process at a time in: by a lock of PostgreSQL's, or of the folder of a file.
 
     Not the lock of a transaction that writes: what is done within may write by other connections.
     """
     if engine.dialect.name != "postgresql":
-        yield
+        with _folder_alone(Path(engine.url.database or "").absolute().parent):
+            yield
         return
     with engine.begin() as connection:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITING + 1})")
         yield
+
+
+@contextmanager
+def _folder_alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, where its file system has one."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _writes(connection: Connection) -> bool:

@@ -72,7 +72,7 @@ class Store:
         return self._location.render_as_string(hide_password=False)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Let nobody else make tables on a server meanwhile: Optuna does not expect it."""
+        """Let nobody else make tables meanwhile: Optuna does not expect it."""
         return engine.alone(self._reader)
 
     def close(self) -> None:

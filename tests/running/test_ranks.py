@@ -69,6 +69,8 @@ for x in data:
     optimizer.step()
 who, world = accelerator.process_index, accelerator.num_processes
 os.write(1, f"{who} of {world} in {accelerator.mixed_precision}: {sys.argv[1:]}\\n".encode())
+accelerator.wait_for_everyone()  # else gloo may stop or abort the process at its end
+accelerator.end_training()
 """
 
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "train.py")

@@ -160,10 +160,8 @@ with Store(sys.argv[1]) as store:
 """
 
 
-def test_searches_that_begin_at_once_on_a_server_make_optunas_tables_once(
-    postgresql: Callable[[], str],
-) -> None:
-    command = [sys.executable, "-c", MAKE_OPTUNAS, postgresql()]
+def test_searches_that_begin_at_once_make_optunas_tables_once(location: str) -> None:
+    command = [sys.executable, "-c", MAKE_OPTUNAS, location]
     ran = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
