@@ -121,4 +121,5 @@ if args.out and rank == 0:
     torch.save(model.state_dict(), args.out)
     Path(args.out).with_suffix(".json").write_text(json.dumps({"reductions": reductions}))
 if args.amiss != "alone":
+    dist.barrier()  # else gloo may stop or abort the process at its end
     dist.destroy_process_group()
