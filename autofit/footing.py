@@ -144,10 +144,8 @@ def _ended(
     ended: dict[Footing, list[TrialRecord]] = {}
     for trial in finished:
         footing = known.get(Footing.of(trial.plan).levels)
-        if footing is not None and trial.plan in (
-            footing.leanest(space),
-            replace(footing, alone=True).leanest(space),
-        ):
+        plan = trial.plan.replace(allocator=AS_IS)  # alone or not
+        if footing is not None and plan == footing.leanest(space):
             ended.setdefault(footing, []).append(trial)
     return ended
 
