@@ -49,6 +49,7 @@ from autofit.worker.records import (
     LaunchRequest,
     Learned,
     Measured,
+    Proven,
     Traced,
     TrialReport,
     Uncontained,
@@ -92,7 +93,6 @@ class Search:
         self._broken: Counter[tuple[Plan, Purpose]] = Counter()
         """Workers lost, by what ran there."""
         self._on_end = 0
-        self._warned = False
         self._safe_steps = 0
         self._ahead: set[int] = set()  # slots on which a launch was started before its plan
         self._spared = False  # one of them for the last word
@@ -280,6 +280,7 @@ class Search:
             timeout=self._deadline(purpose),
             whole_fits=self._ledger.baseline() is Verdict.MEASURED,
             ranks=self._crew.ranks,
+            proven=tuple(self._ledger.proven.values()),
         )
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:
@@ -308,11 +309,11 @@ class Search:
             return
         match happening:
             case Uncontained():
-                if not self._warned:
-                    self._warned = True
-                    self._ledger.say(UNCONTAINED)
+                self._ledger.say_once(UNCONTAINED)
             case Learned(facts=facts):
                 self._ledger.learn(facts)
+            case Proven(key=key):
+                self._ledger.proven[key] = happening
             case Measured(index=index, measurement=measurement):
                 plan = flight.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))

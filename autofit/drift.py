@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autofit.sketches import Pair, pairs, total
 from autofit.strategies import Fidelity
-from autofit.worker.records import Trace, TracedStep
+from autofit.worker.traces import Trace, TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

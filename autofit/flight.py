@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from autofit.plan import Plan
 from autofit.storage import Purpose, TrialRecord
-from autofit.worker.records import Asking, Trace, TrialReport
+from autofit.worker.records import Asking, TrialReport
+from autofit.worker.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from autofit.results import fits, ranked
 from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
-from autofit.worker.records import Trace, TrialReport, Verdict
+from autofit.worker.records import Proven, TrialReport, Verdict
+from autofit.worker.traces import Trace
 
 
 class Ledger:
@@ -41,10 +42,19 @@ class Ledger:
         self.mirror.catch_up(store.trials(study, purpose=Purpose.SEARCH))
         self._started = started
         self._stored_seconds = 0.0
+        self._said: set[str] = set()
+        self.proven: dict[str, Proven] = {}
+        """What the launches so far have proven of the model, by key; for those to come."""
 
     def say(self, line: str) -> None:
         """Tell a line for people."""
         self.tell(Line(text=line))
+
+    def say_once(self, line: str) -> None:
+        """Tell a line, the first time it comes up."""
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
 
     # --- what is known ---------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from autofit.space import expected, order_of_retreat
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.records import Trace, TrialReport, Verdict
+from autofit.worker.records import TrialReport, Verdict
+from autofit.worker.traces import Trace
 
 PARTS = 16
 """Of the batch, in which a reference that cannot win is measured: small ones, to fit."""

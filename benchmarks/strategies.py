@@ -31,7 +31,8 @@ from autofit.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, Trace, Traced, TrialReport, Verdict
+from autofit.worker.records import LaunchRequest, Script, Traced, TrialReport, Verdict
+from autofit.worker.traces import Trace
 
 PAGE = HERE.parent / "docs" / "strategies.md"
 STEPS = 6

@@ -31,7 +31,8 @@ from autofit.storage.records import (
 )
 from autofit.storage.url import default_url
 from autofit.strategies.facts import Facts, Hardware
-from autofit.worker.records import Script, Trace, TrialReport, Verdict
+from autofit.worker.records import Script, TrialReport, Verdict
+from autofit.worker.traces import Trace
 
 LEASE = timedelta(seconds=60)
 """How long a process on another host is taken for alive after its last heartbeat."""

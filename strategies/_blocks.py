@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,25 +15,41 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     Blocks are two or more children of one class in a ``ModuleList`` or ``Sequential``, which may be
     the model itself, each with submodules of its own (a list of bare linear layers has nothing
-    inside to recompute). Blocks inside a block are not looked for.
+    inside to recompute). Where no list has blocks alone, they are what most members of one are:
+    those between the stem and the head of a model in one ``Sequential``. Blocks inside a block are
+    not looked for.
     """
-    return list(_walk(model))
+    return list(_walk(model, _all_alike)) or list(_walk(model, _most_alike))
 
 
-def _walk(module: nn.Module) -> Iterator[nn.Module]:
+def _walk(
+    module: nn.Module, alike: Callable[[list[nn.Module]], list[nn.Module]]
+) -> Iterator[nn.Module]:
     from torch import nn
 
     members = list(module.children())
-    if (
-        isinstance(module, (nn.ModuleList, nn.Sequential))
-        and len(members) >= 2
-        and len({type(member) for member in members}) == 1
-        and all(_composite(member) for member in members)
-    ):
-        yield from members
+    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+    if listed and (blocks := alike(members)):
+        yield from blocks
         return
     for child in members:
-        yield from _walk(child)
+        yield from _walk(child, alike)
+
+
+def _all_alike(members: list[nn.Module]) -> list[nn.Module]:
+    """Return the members of a list of blocks; none where it is not one."""
+    blocks = _most_alike(members)
+    return blocks if len(blocks) == len(members) else []
+
+
+def _most_alike(members: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks among the members of a list, where most are of one class."""
+    if len(members) < 2:
+        return []
+    kind, count = Counter(type(member) for member in members).most_common(1)[0]
+    blocks = [member for member in members if type(member) is kind]
+    most = count >= 2 and 2 * count > len(members)
+    return blocks if most and all(_composite(block) for block in blocks) else []
 
 
 def _composite(module: nn.Module) -> bool:

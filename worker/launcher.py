@@ -40,6 +40,7 @@ from autofit.worker.records import (
     OutOfMemory,
     PlanEnded,
     PlanStarted,
+    Proven,
     Raised,
     Shortage,
     Traced,
@@ -270,7 +271,7 @@ class _Account:
             case Shortage():
                 self._shortage = event.out_of_memory
                 yield event
-            case Learned() | Traced() | Uncontained() | Asking():
+            case Learned() | Proven() | Traced() | Uncontained() | Asking():
                 yield event
             case PlanEnded():
                 self._reported.add(event.report.index)

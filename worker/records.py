@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from autofit.plan import Plan
 from autofit.strategies.facts import Facts
+from autofit.worker.traces import Trace
 
 HORIZON = 10_000
 """Optimizer steps over which the time to compile is charged, where nothing else is asked."""
@@ -151,47 +152,6 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
-    """What one optimizer step did, as sketches: see ``worker/harness/sketch.py``.
-
-    A sketch is a text, the base64 of ``Trace.buckets`` little-endian float32 sums for each row.
-    """
-
-    losses: tuple[float, ...] = ()
-    """Of each backward pass the script started in the step."""
-    inputs: str = ""
-    """Of the tensors given to the first root, in one row; empty where it was given none."""
-    gradients: str = ""
-    """As the optimizers were given them; empty in a step without any."""
-    changes: str = ""
-    """Of the parameters, over the step."""
-    drew: bool = False
-    """A root drew random numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """The first optimizer steps of a launch, small enough to be kept and compared.
-
-    One row a parameter, in the optimizers' order; neighbours share one where there are very many.
-    """
-
-    names: tuple[str, ...]
-    """Of the rows."""
-    sizes: tuple[int, ...]
-    """Elements in each row."""
-    rounding: tuple[float, ...]
-    """Norm of one rounding error in each element of a row."""
-    epsilon: float
-    """Relative rounding error of one operation in the forward pass, as the script has it."""
-    buckets: int
-    """Sums a row."""
-    start: str
-    """Sketch of the first root's parameters before its first call, in one row."""
-    steps: tuple[TracedStep, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
     """What became of one plan of a launch."""
 
@@ -232,6 +192,15 @@ class Learned:
     """What is known of the script by now; a later one replaces an earlier one."""
 
     facts: Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """Something was proven of the model that later launches need not prove again."""
+
+    key: str
+    content: bytes
+    """Pickled; only the harness knows what it says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,6 +362,7 @@ Event = (
     | Ran
     | Uncontained
     | Learned
+    | Proven
     | PlanStarted
     | Measured
     | Traced
@@ -439,6 +409,8 @@ class LaunchRequest:
     """It asks for its first plan too: ``plans`` says what is fixed in all, and is not measured."""
     ranks: int = 1
     """Processes it consists of, on one machine: see ``worker/ranks.py``."""
+    proven: tuple[Proven, ...] = ()
+    """What earlier launches have proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -495,6 +467,14 @@ class LaunchEnded:
 
 
 LaunchEvent = (
-    Uncontained | Learned | Measured | Traced | Shortage | TrialReport | Asking | LaunchEnded
+    Uncontained
+    | Learned
+    | Proven
+    | Measured
+    | Traced
+    | Shortage
+    | TrialReport
+    | Asking
+    | LaunchEnded
 )
 """What a launch yields to the controller, in order, ``LaunchEnded`` last."""

@@ -118,7 +118,7 @@ def test_each_rank_measures_its_own_card(tmp_path: Path, amiss: str) -> None:
     plans = (Plan(), Plan.of({"micro_batch": "1024", "checkpointing": "all"}))
     before = [card.free for card in meter.cards()]
     found, _ = heard(tmp_path, *plans, amiss=amiss)
-    assert [report.verdict for report in found] == [Verdict.MEASURED] * 2
+    assert [(report.verdict, report.reason) for report in found] == [(Verdict.MEASURED, "")] * 2
     for report in found:
         assert report.measurement is not None
         first, second = report.measurement.rank_peaks
@@ -163,9 +163,8 @@ def test_a_bug_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_the_decoder_is_searched(root: Path, tmp_path: Path, parallel: str) -> None:
-    script = (root / "examples" / "decoder_lm.py").read_text()
-    (tmp_path / "train.py").write_text(script)
-    command = ["-m", "autofit", "search", "train.py", "--gpus", "2", "--gpus-per-trial", "2"]
+    script = str(root / "examples" / "decoder_lm.py")
+    command = ["-m", "autofit", "search", script, "--gpus", "2", "--gpus-per-trial", "2"]
     options = ["--memory", "4GiB", "--trials", "4", "--without", "compile", "--json"]
     done = subprocess.run(
         [sys.executable, *command, *options, "--", "--parallel", parallel, "--steps", "400"],

@@ -13,7 +13,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.facts import describe
-from autofit.worker.harness.proof import prove
+from autofit.worker.harness.proof import prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
@@ -157,6 +157,7 @@ def test_blocks_that_run_again_stand_for_the_plain_model_once_that_is_proven(cal
     held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.facts = describe(module, batch, {})
     prove(held, PLAN, batch, {}, Facts())
+    remember(held, PLAN)
     assert {key[0] for key in held.plainly} == {"on the host"}
     prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())
     assert {key[0] for key in held.plainly} == {"on the host", "leanly"}

@@ -15,15 +15,8 @@ from autofit.drift import compare
 from autofit.plan import Plan
 from autofit.strategies import Fidelity, get
 from autofit.worker.launcher import launch
-from autofit.worker.records import (
-    LaunchRequest,
-    Learned,
-    Script,
-    Trace,
-    Traced,
-    TrialReport,
-    Verdict,
-)
+from autofit.worker.records import LaunchRequest, Learned, Script, Traced, TrialReport, Verdict
+from autofit.worker.traces import Trace
 
 pytestmark = pytest.mark.full
 

@@ -22,16 +22,8 @@ from autofit.rules import culprit
 from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import Facts, Fidelity, RootFacts
 from autofit.worker.launcher import launch
-from autofit.worker.records import (
-    LaunchRequest,
-    Measurement,
-    Script,
-    Trace,
-    Traced,
-    TracedStep,
-    TrialReport,
-    Verdict,
-)
+from autofit.worker.records import LaunchRequest, Measurement, Script, Traced, TrialReport, Verdict
+from autofit.worker.traces import Trace, TracedStep
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 Write = Callable[..., Path]

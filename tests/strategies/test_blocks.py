@@ -18,6 +18,12 @@ class Layer(nn.Module):
         self.inner = nn.ModuleList([nn.TransformerEncoderLayer(4, 1), nn.Linear(4, 4)])
 
 
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Layer(), Layer())
+
+
 @pytest.mark.parametrize(
     ("model", "count"),
     [
@@ -27,6 +33,9 @@ class Layer(nn.Module):
         (lambda: nn.Sequential(Layer()), 0),
         (lambda: nn.Sequential(Layer(), nn.Linear(4, 4)), 0),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Layer(), Layer(), Layer(), nn.Linear(4, 4)), 3),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Layer(), Layer(), nn.Linear(4, 4)), 0),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Stage(), Stage(), Stage()), 6),
         (lambda: nn.ModuleDict({"a": nn.ModuleList([Layer(), Layer()])}), 2),
     ],
 )

@@ -18,8 +18,10 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.worker.harness.comparison import Undecided
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.known import Known
 from autofit.worker.oom import Kind, classify
 
+LAYOUT = "how a call is split"
 KINDS = 8
 """Kinds of calls that differ in numbers only; further numbers are taken for more of the same."""
 SMALL = 1 << 22
@@ -45,14 +47,26 @@ class _Proven:
     """The whole numbers seen in arguments that have one for each sample."""
     refused: dict[Traits, Refused] = field(default_factory=dict)
     """What further traits did to the promise."""
+    key: Key = ()
+    """By which a later launch knows it."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether it means the same in another process: it points to nothing in this one."""
+        if isinstance(self.layout, Refused) or self.layout.moved:
+            return False
+        return all(join.labels is None or join.labels.weights is None for join in self.layout.joins)
 
 
 class Layouts:
     """The layouts of one root."""
 
-    def __init__(self, module: Callable[[], nn.Module], find: Find) -> None:
+    def __init__(self, module: Callable[[], nn.Module], find: Find, known: Known) -> None:
         self._module = module
         self._find = find
+        self._known = known
+        self._doubted = False
+        """What is known was found wrong; it is proven in this process or not at all."""
         self._kinds: dict[Key, dict[Key, _Proven]] = {}
         self._scripts: dict[Attribute, Any] = {}
         """What the script has where a plan has put something else: ``None`` where nothing."""
@@ -75,7 +89,8 @@ class Layouts:
         if proven is None and len(alike) >= KINDS:
             proven = next(reversed(alike.values()))
         if proven is None:
-            proven = alike[exact] = self._prove(batch, gradients)
+            key = (LAYOUT, *coarse, *self._everywhere(module, exact))
+            proven = alike[exact] = self._recall(key) or self._prove(batch, gradients, key)
             if isinstance(proven.layout, Undecided):
                 del alike[exact]
         if isinstance(proven.layout, Refused):
@@ -89,20 +104,39 @@ class Layouts:
     def doubt(self) -> None:
         """Forget what is proven: a call has shown otherwise."""
         self._kinds.clear()
+        self._doubted = True
+
+    def _everywhere(self, module: nn.Module, exact: tuple[Key, frozenset[Any]]) -> Key:
+        """Return numbers and attributes with modules by their position: the same in any process."""
+        numbers, found = exact
+        position = {id(each): index for index, each in enumerate(module.modules())}
+        return numbers, sorted((position[place], name, value) for (place, name), value in found)
+
+    def _recall(self, key: Key) -> _Proven | None:
+        held = None if self._doubted else self._known.get(*key)
+        if held is None:
+            return None
+        layout, traits, ranges = held
+        return _Proven(layout, traits, ranges, key=key)
+
+    def _keep(self, proven: _Proven) -> None:
+        if proven.tells:
+            self._known.put((proven.layout, proven.traits, proven.ranges), *proven.key)
 
     def _attributes(self, module: nn.Module) -> frozenset[tuple[Attribute, Any]]:
         """Return the modules' numbers, as the script has them."""
         found = attributes(module) | self._scripts
         return frozenset((place, value) for place, value in found.items() if value is not None)
 
-    def _prove(self, batch: Batch, gradients: bool) -> _Proven:
+    def _prove(self, batch: Batch, gradients: bool, key: Key) -> _Proven:
         try:
             layout = self._find(batch, gradients)
         except Refused as refusal:
             return _Proven(refusal)
-        proven = _Proven(layout)
+        proven = _Proven(layout, key=key)
         if layout.fits(batch):
             proven.traits, proven.ranges = _traits(batch, layout)
+        self._keep(proven)
         return proven
 
     def _again(self, proven: _Proven, layout: Layout, batch: Batch, gradients: bool) -> Layout:
@@ -127,6 +161,7 @@ class Layouts:
             raise
         proven.traits |= traits
         proven.ranges |= wider
+        self._keep(proven)
         return proven.layout
 
     def _find_again(self, batch: Batch, gradients: bool) -> Layout:

@@ -56,6 +56,7 @@ gradient is off by far more.
 """
 
 
+PLAN = "what of a plan shows in the gradients"
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
 """Proven, it stands for the plain model where that does not fit."""
 
@@ -65,7 +66,7 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     root.difference = None
     shown = _shown(plan)
     fidelity = shown.fidelity(facts)
-    known = shown in root.proven and not any(strategy.sized for strategy, _ in shown)
+    known = _is_proven(root, shown) and not any(strategy.sized for strategy, _ in shown)
     if shown.neutral or fidelity is Fidelity.RECIPE or known:
         root.apply(plan)
         return
@@ -76,7 +77,17 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     with silenced(root.module) if redraws else nullcontext():
         told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
         _prove(root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
-    root.proven.add(shown)
+
+
+def remember(root: HarnessRoot, plan: Plan) -> None:
+    """Take down that ``plan`` has kept its promise on ``root``."""
+    shown = _shown(plan)
+    if not shown.neutral and not _is_proven(root, shown):
+        root.known.put(True, PLAN, shown.changes)
+
+
+def _is_proven(root: HarnessRoot, shown: Plan) -> bool:
+    return root.known.get(PLAN, shown.changes) is not None
 
 
 def _prove(
@@ -173,7 +184,7 @@ def _ways(root: HarnessRoot) -> list[Way]:
     if is_sharded(root.module):
         return [few if root.whole_fits else on_host]
     ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
-    if root.leanly is not None and _shown(CHECKPOINTED) in root.proven:
+    if root.leanly is not None and _is_proven(root, _shown(CHECKPOINTED)):
         ways.insert(2, ("leanly", fewest, root.leanly))
     return ways
 

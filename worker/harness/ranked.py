@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ import torch
 from autofit.exceptions import Refused, UsageError, WorkerError
 from autofit.plan import Plan
 from autofit.strategies.facts import Facts, RootFacts
+from autofit.worker.harness.known import Known
 from autofit.worker.harness.peers import Peers, common
+from autofit.worker.harness.proof import remember
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
 from autofit.worker.harness.stage import Figures
 from autofit.worker.meter import Meter
-from autofit.worker.records import Event
+from autofit.worker.records import Event, Proven
 
 NOT_DISTRIBUTED = (
     "{0} ranks were asked for (--gpus-per-trial {0}), and the script does not set up "
@@ -29,8 +32,11 @@ ENDING = 10.0
 class RankedSession(Session):
     """Agrees with its peers before a plan holds; with none, it is a session as any other."""
 
-    def __init__(self, meter: Meter, peers: Peers, reporter: Reporter) -> None:
+    def __init__(
+        self, meter: Meter, peers: Peers, reporter: Reporter, proven: Sequence[Proven] = ()
+    ) -> None:
         super().__init__(meter)
+        self.known = Known(proven, self.tell)
         self.peers = peers
         self.reporter = reporter
         self.facts = Facts(world_size=peers.ranks)
@@ -51,7 +57,7 @@ class RankedSession(Session):
             return
         own = None
         try:
-            super().turn_to(root, plan, args, kwargs)
+            self.prove(root, plan, args, kwargs)
             root.refuse_what_a_call_would(args, kwargs)
             self.optimizers.prepare()
         except Refused as refusal:
@@ -60,6 +66,7 @@ class RankedSession(Session):
         if refusals:
             self._agreed = refusals[0]
             raise refusals[0]
+        remember(root, plan)
 
     def common(self, facts: RootFacts) -> RootFacts:
         """Return what all ranks take a root for; raise ``UsageError`` where they do not meet."""

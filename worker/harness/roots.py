@@ -23,6 +23,7 @@ from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
 from autofit.worker.harness.facts import unwrapped
 from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.known import Known
 from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.seams import Calls, Seams, inside
@@ -36,7 +37,12 @@ class HarnessRoot:
     """One root of the script; implements ``strategies.base.Root``."""
 
     def __init__(
-        self, module: nn.Module, seams: Seams, calls: Calls, on_shortage: OnShortage
+        self,
+        module: nn.Module,
+        seams: Seams,
+        calls: Calls,
+        on_shortage: OnShortage,
+        known: Known | None = None,
     ) -> None:
         self._outer = weakref.ref(module)
         self._seams = seams
@@ -54,8 +60,6 @@ class HarnessRoot:
         self.facts: RootFacts | None = None
         self.casts = False
         """Its own forward enters autocast, as a proof has shown."""
-        self.proven: set[Plan] = set()
-        """What of plans shows in the gradients, as far as it has been proven in this process."""
         self.plainly: dict[tuple[object, ...], Any] = {}
         """What a few samples of the present call do without a plan, once that was computed."""
         self.difference: float | None = None
@@ -72,7 +76,9 @@ class HarnessRoot:
         """A call of it is known to fit as the script has it."""
         self.standby: Standby | None = None
         """Rescues calls that run whole."""
-        self._layouts = Layouts(lambda: self.module, self._find_layout)
+        self.known = known or Known()
+        """What has been proven of it, here or in an earlier launch of the search."""
+        self._layouts = Layouts(lambda: self.module, self._find_layout, self.known)
         self.own_call: Forward = seams.wrapped(calls.plain(module))
         """The root's own call, inside nothing of ours."""
         self._call = self.own_call

@@ -28,8 +28,9 @@ from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.known import Known
 from autofit.worker.harness.optimizers import Optimizers, changes_of
-from autofit.worker.harness.proof import prove
+from autofit.worker.harness.proof import prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.shown import Process
@@ -67,6 +68,8 @@ class Session:
         self._quiet_steps = 0
         self._undos: list[Undo] = []
         """Of what the first plan has changed in the process."""
+        self.known = Known()
+        """What has been proven of the roots."""
         self._proofs = 0
         """Made of all roots when that was looked at last."""
 
@@ -165,7 +168,8 @@ class Session:
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
-        root = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
+        known = self.known.of(len(self.roots), module)
+        root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known)
         root.strict = self.strict
         self.roots.append(root)
         self._quiet_steps = 0
@@ -305,6 +309,7 @@ class Session:
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply ``plan``, which is new, to ``root``; raise ``Refused`` with the reason if not."""
         self.prove(root, plan, args, kwargs)
+        remember(root, plan)
 
     def common(self, facts: RootFacts) -> RootFacts:
         """Return what all ranks take a root for that this one has met."""

@@ -23,7 +23,7 @@ from autofit.worker.harness.random_state import RandomState
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.shown import plainly
 from autofit.worker.harness.sketch import BUCKETS, Sketcher, pack, shape_of, together
-from autofit.worker.records import Trace, TracedStep
+from autofit.worker.traces import Trace, TracedStep
 
 CHECKED = 3
 """Optimizer steps that are traced: the first update, and two that follow from it."""

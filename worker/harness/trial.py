@@ -59,7 +59,7 @@ class Trial(RankedSession):
     def __init__(
         self, request: LaunchRequest, reporter: Reporter, meter: Meter, started: float
     ) -> None:
-        super().__init__(meter, Peers(reporter, request.ranks), reporter)
+        super().__init__(meter, Peers(reporter, request.ranks), reporter, request.proven)
         self._batches = SameBatches()
         self.seams.order = self._batches.next
         self.index = 0  # of the plan that is being measured

@@ -1,0 +1,187 @@
+"""What a launch has proven is handed to the next one, which proves it no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.plan import Plan
+from autofit.strategies import Facts
+from autofit.worker.harness.joining import Batch, Rule
+from autofit.worker.harness.known import Known
+from autofit.worker.harness.proof import prove, remember
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Proven, Script, TrialReport, Verdict
+from tests.strategies.bystander import Bystander
+
+pytestmark = pytest.mark.quick
+
+CALLED: list[int] = []
+"""The samples in each call of the model."""
+CHECKPOINTED = Plan.of({"checkpointing": "all"})
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """Returns the mean loss over what is not padded."""
+
+    def __init__(self, width: int = 8, weights: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+        self.weights = weights
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        CALLED.append(len(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.scale * nn.functional.cross_entropy(self.head(x), target, self.weights)
+
+
+@dataclass
+class Process:
+    """What a process of the search sees of a model: proofs are told, and given to the next."""
+
+    calls: Calls
+    told: dict[str, Proven] = field(default_factory=dict)
+    held: list[nn.Module] = field(default_factory=list)
+
+    def root(self, module: nn.Module, position: int = 0) -> HarnessRoot:
+        def tell(proven: Proven) -> None:
+            self.told[proven.key] = proven
+
+        known = Known(tuple(self.told.values()), tell).of(position, module)
+        seams = Seams(Bystander())
+        self.held.append(module)
+        return HarnessRoot(module, seams, self.calls, lambda *args: False, known)
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    made = Calls()
+    yield Process(made)
+    made.clear()
+
+
+def batch(samples: int = 8, width: int = 8, classes: int = 2) -> Batch:
+    target = torch.arange(samples) % classes + 3 - classes
+    return Batch.of((torch.randn(samples, width), target), {})
+
+
+def proofs(root: HarnessRoot, of: Batch) -> int:
+    """Return how many calls of the model it takes to say how ``of`` is split."""
+    before = len(CALLED)
+    layout = root.layout(of)
+    assert [join.rule for join in layout.joins] == [Rule.TOKENS]
+    return len(CALLED) - before
+
+
+def test_a_split_is_proven_once(process: Process) -> None:
+    assert proofs(process.root(Net()), batch()) > 0
+    assert proofs(process.root(Net()), batch()) == 0
+
+
+def test_a_batch_that_shows_more_is_proven_once_too(process: Process) -> None:
+    assert proofs(process.root(Net()), batch()) > 0
+    again = process.root(Net())
+    assert proofs(again, batch(classes=3)) > 0, "classes that none before it had"
+    assert proofs(process.root(Net()), batch(classes=3)) == 0
+
+
+@pytest.mark.parametrize("other", ["width", "place", "mode", "attribute", "arguments"])
+def test_what_differs_is_proven_for_itself(process: Process, other: str) -> None:
+    assert proofs(process.root(Net()), batch()) > 0
+    module = Net(width=16 if other == "width" else 8)
+    module.train(other != "mode")
+    module.scale = 2.0 if other == "attribute" else 1.0
+    samples = batch(width=16 if other == "width" else 8)
+    if other == "arguments":
+        samples.leaves[0] = samples.leaves[0].requires_grad_()
+    assert proofs(process.root(module, position=int(other == "place")), samples) > 0
+
+
+def test_what_points_into_the_process_is_not_handed_on(process: Process) -> None:
+    weighted = Net(weights=torch.tensor([1.0, 2.0, 3.0]))
+    layout = process.root(weighted).layout(batch())
+    assert layout.joins[0].labels is not None
+    assert layout.joins[0].labels.weights is not None
+    assert not process.told
+
+
+def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
+    proofs(process.root(Net()), batch())
+    root = process.root(Net())
+    root._layouts.doubt()
+    assert proofs(root, batch()) > 0
+
+
+def test_a_plan_is_proven_once(process: Process) -> None:
+    def calls_made() -> int:
+        root, before = process.root(Net()), len(CALLED)
+        prove(root, CHECKPOINTED, *batch().call(batch().leaves), Facts())
+        remember(root, CHECKPOINTED)
+        assert root.plan == CHECKPOINTED
+        root.take_back()
+        return len(CALLED) - before
+
+    assert calls_made() > 0
+    assert calls_made() == 0
+
+
+def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], list[str]]:
+    """Run a trial; return its report, what it proved, and how often it had called its model."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from tests.harness.test_known import CALLED, Net\n"
+        "torch.manual_seed(0)\n"
+        "net = Net()\n"
+        "optimizer = torch.optim.AdamW(net.parameters())\n"
+        "x, target = torch.randn(16, 8), torch.arange(16) % 3\n"
+        "for step in range(40):\n"
+        "    net(x, target).backward()\n"
+        "    print('calls', len(CALLED), flush=True)\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    request = LaunchRequest(
+        script=Script(target=str(script), cwd=str(Path(__file__).parents[2])),
+        plans=(Plan.of({"checkpointing": "all", "micro_batch": "4"}),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60.0,
+        environment=(("PYTHONPATH", str(Path(__file__).parents[2])),),
+        proven=proven,
+    )
+    events: list[Any] = list(launch(request))
+    (report,) = [each for each in events if isinstance(each, TrialReport)]
+    told = [each for each in events if isinstance(each, Proven)]
+    return report, told, [s for s in events[-1].output.splitlines() if s.startswith("calls")]
+
+
+def test_a_launch_that_is_told_calls_the_model_for_its_chunks_alone(tmp_path: Path) -> None:
+    first, told, calls = heard(tmp_path)
+    assert first.verdict is Verdict.MEASURED
+    assert len({each.key for each in told}) == 2, "the split, and the checkpoints"
+    assert int(calls[0].split()[1]) > 4
+    again, more, calls = heard(tmp_path, *told)
+    assert again.verdict is Verdict.MEASURED
+    assert not more
+    assert [int(line.split()[1]) for line in calls[:3]] == [4, 8, 12]
