@@ -6,6 +6,7 @@ is real.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ import torch
 from torch import nn
 
 from autofit.plan import Plan
+from autofit.strategies.facts import Facts
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.records import Pressed, Ran
+from autofit.worker.harness.stage import Stage
+from autofit.worker.launcher import launch
+from autofit.worker.meter import Peak
+from autofit.worker.records import LaunchRequest, Pressed, Ran, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -71,3 +76,63 @@ def test_the_end_tells_what_it_came_to() -> None:
     (ran,) = train([0, 0, 1]).of(Ran)
     assert (ran.steps, ran.retries) == (3, 1)
     assert ran.peak_device >= ran.peak_allocated
+
+
+TRAIN = """\
+import torch
+from autofit.worker import meter
+from torch import nn
+
+CHUNKS = []
+type(meter.for_device("cpu")).retries = lambda self: sum(chunk >= 8 for chunk in CHUNKS)
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        CHUNKS.append(len(x))
+        return super().forward(x)
+
+
+model = Net(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(200):
+    optimizer.zero_grad()
+    model(torch.randn(16, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_size_at_which_a_run_would_not_stay_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"micro_batch": "8"}), Plan.of({"micro_batch": "auto"}), Plan()),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60.0,
+    )
+    fixed, ramped, whole = [each for each in launch(request) if isinstance(each, TrialReport)]
+    assert fixed.verdict is Verdict.OUT_OF_MEMORY
+    assert fixed.reason == "the allocator empties its cache in step after step"
+    assert ramped.verdict is Verdict.MEASURED
+    assert ramped.measurement is not None
+    assert ramped.measurement.micro_batch < 8
+    assert whole.verdict is Verdict.MEASURED, "there is nothing smaller to go to"
+
+
+@pytest.mark.parametrize(
+    ("size", "retried", "holds"),
+    [
+        ("8", [False, True, True, False], False),
+        ("8", [True, True], False),
+        ("8", [True, False, True, False], True),
+        ("1", [True, True], True),
+    ],
+)
+def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
+    stage = Stage(Plan.of({"micro_batch": size}), steps=len(retried), retries=0)
+    for each in retried:
+        stage.count(1.0, 0.0, 0.5, retried=each)
+    facts = Facts(roots=(), world_size=1)
+    measurement = stage.measurement([(Peak(1, 1, 1), 0, 0.0)], facts)
+    assert (stage.does_not_hold(measurement, budget=2) is None) is holds

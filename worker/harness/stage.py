@@ -11,6 +11,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.facts import Facts
 from autofit.worker.meter import Peak
+from autofit.worker.oom import Kind, classify_retries
 from autofit.worker.records import Measurement, OutOfMemory
 
 Figures = tuple[Peak, int, float]
@@ -43,6 +44,8 @@ class Stage:
     """Seconds, wait, loss and peak of traced steps, which count where there are few others."""
     peak: Peak = field(default_factory=lambda: Peak(0, 0, 0))
     """Of traced steps that count."""
+    emptied: list[int] = field(default_factory=list)
+    """In how many steps by then the allocator has emptied its cache, after each that counts."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
 
@@ -69,6 +72,35 @@ class Stage:
             losses=tuple(self.losses),
             compile_seconds=max(compiled),
             rank_peaks=tuple(each.device for each in peaks) if len(peaks) > 1 else (),
+        )
+
+    def count(self, seconds: float, wait: float, loss: float, *, retried: bool) -> None:
+        """Enter a step of the window."""
+        self.seconds.append(seconds)
+        self.waits.append(wait)
+        self.losses.append(loss)
+        self.emptied.append(sum(self.emptied[-1:]) + retried)
+
+    def does_not_hold(self, measurement: Measurement, budget: int) -> OutOfMemory | None:
+        """Return why a run would not stay at this size, though no allocation has failed.
+
+        More on the device than the cap on torch's allocator can see (the context, libraries); or
+        the allocator emptying its cache on end, at which a real run cuts the batch smaller too.
+        """
+        excess = measurement.peak_device - budget
+        pressed = classify_retries([0, *self.emptied]).kind is not Kind.NOT_OOM
+        message, asked = "", None
+        if excess > 0:
+            message, asked = f"{excess} bytes more on the device than the budget", excess
+        elif pressed and self.plan["micro_batch"] != AS_IS and measurement.micro_batch > 1:
+            message = "the allocator empties its cache in step after step"
+        if not message:
+            return None
+        return OutOfMemory(
+            phase="the whole step",
+            message=message,
+            requested=asked,
+            micro_batch=measurement.micro_batch,
         )
 
     def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:

@@ -82,6 +82,7 @@ class Trial(RankedSession):
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
+        self._retries = 0  # of the allocator, by then
         self.strict = True
         self.reads.start()
         self._clock = 0.0
@@ -191,14 +192,8 @@ class Trial(RankedSession):
             self._shortage = stage.shortage
             return None
         measurement = self._measurement(stage)
-        excess = measurement.peak_device - self._request.budget
-        if excess > 0:  # what the cap on torch's allocator cannot see: the context, libraries
-            self._shortage = OutOfMemory(
-                phase="the whole step",
-                message=f"{excess} bytes more on the device than the budget",
-                requested=excess,
-                micro_batch=measurement.micro_batch,
-            )
+        if (short := stage.does_not_hold(measurement, self._request.budget)) is not None:
+            self._shortage = short
             return None
         self._measured.append((plan, measurement))
         self.tell(Measured(index=self.index, measurement=measurement))
@@ -445,6 +440,7 @@ class Trial(RankedSession):
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
         compiled, self._compiled = self._compiled, self._compiling.seconds()
+        retries, self._retries = self._retries, self.meter.retries()
         own = Seen(
             seconds=seconds,
             wait=self.seams.data_seconds,
@@ -452,6 +448,7 @@ class Trial(RankedSession):
             calls=self._calls,
             proven=self.proven(),
             compiled=self._compiled > compiled,
+            retried=self._retries > retries,
             shortage=stage.shortage,
         )
         seen = Seen.by_all(self.peers.agree("an optimizer step", own))
@@ -473,9 +470,7 @@ class Trial(RankedSession):
                 self.meter.release()  # what the proof has left in the allocator's cache
             self.meter.reset()  # the proof's own peak, and the first step's, do not count
         else:
-            stage.seconds.append(seen.seconds)
-            stage.waits.append(seen.wait)
-            stage.losses.append(sum(seen.losses))
+            stage.count(seen.seconds, seen.wait, sum(seen.losses), retried=seen.retried)
         if enough(stage.seconds, stage.steps):
             self._advance()
 
