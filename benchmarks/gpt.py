@@ -130,6 +130,7 @@ def main() -> None:
     line = {"median": median, "low": low, "high": high, "steps": len(seconds)}
     sys.stdout.write(json.dumps(line) + "\n")
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # else gloo may stop or abort the process at its end
         torch.distributed.destroy_process_group()
 
 

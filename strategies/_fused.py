@@ -132,7 +132,10 @@ def _flags(optimizer: Any, **flags: bool) -> Iterator[None]:
 
 
 def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
-    """Put each ``step`` counter where the kernels want it: the first tells of them all."""
+    """Put each ``step`` counter where the kernels want it.
+
+    Each by itself: where parameters step in backward, some have been there alone.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
@@ -140,10 +143,7 @@ def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
                 continue
             step = state["step"]
             at_home = group["fused"] or group.get("capturable", False)
-            moved = _on_device(step, parameter) if on_device or at_home else _on_host(step)
-            if moved is step:
-                break
-            state["step"] = moved
+            state["step"] = _on_device(step, parameter) if on_device or at_home else _on_host(step)
 
 
 def show(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -116,16 +116,16 @@ def test_a_model_trains_where_its_float32_weights_would_not_fit(
 
 @pytest.mark.parametrize("script", [CLASS, MOVED], ids=["made there", "moved there"])
 def test_a_search_finds_what_only_several_levels_together_hold(tmp_path: Path, script: str) -> None:
-    """2 GiB of float32 weights within 2.3 GiB, the context's among them: none of it was called."""
+    """2 GiB of float32 weights within 2.6 GiB, of which the context and libraries take 0.8."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("HERE", script))
-    without = ["--without", "adapters", "--memory", "2300MiB", "--allow", "recipe", "--json"]
+    without = ["--without", "adapters", "--memory", "2700MiB", "--allow", "recipe", "--json"]
     command = [sys.executable, "-m", "autofit", "search", "train.py", *without]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(ran.stdout)
     assert found["plan"]["weights"] in ("bf16_master", "bf16")
     assert found["plan"]["gradient_release"] != "as_is"
-    assert found["peak_bytes"] <= 2300 << 20
+    assert found["peak_bytes"] <= 2700 << 20
     assert found["launches"] <= 12
 
 

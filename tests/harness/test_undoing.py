@@ -72,6 +72,21 @@ def test_the_plan_that_was_to_come_is_told_nothing(tmp_path: Path) -> None:
     assert report.verdict is Verdict.MEASURED, "and there was room for it"
 
 
+def test_nothing_is_taken_back_for_another_size(tmp_path: Path) -> None:
+    """Under the ballast there is no room for it: the chunks alone change."""
+    (tmp_path / "train.py").write_text(BALLAST.replace("randn(2, 512)", "randn(16, 512)"))
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(MASTERS.replace(micro_batch="auto"),),
+        device="cpu",
+        budget=265 * MIB,
+        timeout=60,
+    )
+    (report,) = [each for each in launch(request) if isinstance(each, TrialReport)]
+    assert report.verdict is Verdict.MEASURED
+    assert len({each.micro_batch for each in report.measurements}) > 1
+
+
 def test_what_was_not_taken_back_can_be_taken_back_later() -> None:
     done: list[int] = []
     short = [True]

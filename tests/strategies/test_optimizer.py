@@ -184,6 +184,20 @@ def test_an_optimizer_is_freed_with_the_script_s_last_reference(under: Under) ->
         assert reference() is None
 
 
+def test_counters_are_placed_each_by_itself(under: Under) -> None:
+    """In backward some parameters step alone: the first has its counter there, others have not."""
+    under.plan = FUSED
+    net = model(torch.float32)
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    train(net, optimizer, steps=1)
+    first, *others = (optimizer.state[p] for p in net.parameters())
+    for state in others:
+        state["step"] = state["step"].double()
+    assert first["step"].dtype is torch.float32
+    train(net, optimizer, steps=1)
+    assert {state["step"].dtype for state in (first, *others)} == {torch.float32}
+
+
 def test_an_error_in_a_step_leaves_the_flags_as_they_were(
     under: Under, monkeypatch: pytest.MonkeyPatch
 ) -> None:

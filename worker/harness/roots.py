@@ -149,6 +149,19 @@ class HarnessRoot:
             raise
         self.plan = plan
 
+    def resize(self, plan: Plan) -> bool:
+        """Let the size of the chunks be all that changes, where it is; return whether it was.
+
+        Nothing is taken back and done again for it: converting weights takes long, and memory.
+        """
+        size = plan["micro_batch"]
+        same = self.plan.replace(micro_batch=size) == plan and plan.unsized == plan
+        if self.elastic is None or not same or size == AS_IS:
+            return False
+        self.elastic.micro_batch = int(size)
+        self.plan = plan
+        return True
+
     def _apply(self, plan: Plan) -> None:
         for strategy, level in plan:
             try:

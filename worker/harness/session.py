@@ -301,7 +301,7 @@ class Session:
             if root.plan != plan and not plan.neutral:
                 raise Refused(TRANSFORMED, plan.changes[0][0])
             return root.own_call(*args, **kwargs)
-        if root.plan != plan:
+        if root.plan != plan and not root.resize(plan):
             self.turn_to(root, plan, args, kwargs)
         self.optimizers.prepare()
         return root.call(args, kwargs)

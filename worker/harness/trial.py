@@ -302,8 +302,11 @@ class Trial(RankedSession):
         return self._request.converses or any(p["micro_batch"] != AS_IS for p in self._given)
 
     def spoilt(self, failure: NotTakenBack) -> NoReturn:
-        """End the launch: the plan that was to come gets another; one that ran out did so."""
-        if self._stage is not None and self._stage.shortage is not None:
+        """End the launch: the plan to come gets another; what was measured or ran out, counts."""
+        if self._measured and (plan := self._given[self.index]).unsized == plan:
+            self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
+            self._end_plan(Verdict.MEASURED, "", leaves=True)
+        elif self._stage is not None and self._stage.shortage is not None:
             self._end_caught()
         self._end()
 
