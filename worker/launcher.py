@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -303,16 +303,21 @@ class _Account:
                 yield self._failed(str(end), end.output)
 
     def _timed_out(self, end: _End) -> TrialReport:
-        """Report what time ran out on: sizes that fitted by then count, as far as they are its own.
+        """Report what time ran out on: sizes that fitted by then count."""
+        reason = f"not done within {self._timeout:g} s"
+        reason += f": {end.waiting}" if end.waiting else ""
+        report = self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
+        return self._so_far(reason, self._measurements) or report
+
+    def _so_far(self, reason: str, sizes: Sequence[Measurement]) -> TrialReport | None:
+        """Return what the sizes measured by now come to; nothing where they are not the plan's own.
 
         What is made for one size is measured after the same plan without it, which is not it.
         """
         plan = self._plans[self._index]
-        reason = f"not done within {self._timeout:g} s"
-        reason += f": {end.waiting}" if end.waiting else ""
-        if not self._measurements or plan.unsized != plan:
-            return self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
-        done = sorted(self._measurements, key=lambda each: each.seconds, reverse=True)
+        if not sizes or plan.unsized != plan:
+            return None
+        done = sorted(sizes, key=lambda each: each.seconds, reverse=True)
         best = plan
         if plan["micro_batch"] == AUTO:
             best = plan.replace(micro_batch=str(done[-1].micro_batch))
@@ -333,7 +338,11 @@ class _Account:
         reason = raised.message.partition("\n")[0]
         if raised.starved(end.oom_kills):
             shortage = OutOfMemory(
-                phase=raised.phase, message=reason, requested=raised.requested, room=raised.room
+                phase=raised.phase,
+                message=reason,
+                requested=raised.requested,
+                micro_batch=raised.micro_batch,
+                room=raised.room,
             )
             return self._starved(shortage)
         return self._failed(reason, raised.traceback, blamed=raised.blamed)
@@ -343,7 +352,9 @@ class _Account:
             self.taken = self._guard.takers([])  # before CUDA had even started
             return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
-        return self._report(Verdict.OUT_OF_MEMORY, shortage.message)
+        smaller = [m for m in self._measurements if m.micro_batch < (shortage.micro_batch or 0)]
+        report = self._report(Verdict.OUT_OF_MEMORY, shortage.message)
+        return self._so_far("", smaller) or report
 
     def _failed(self, reason: str, traceback: str, blamed: str | None = None) -> TrialReport:
         neutral = self._plans[self._index].neutral

@@ -274,6 +274,8 @@ class Raised:
     """The model had been called."""
     room: int | None = None
     """As in ``OutOfMemory``, when it left the script."""
+    micro_batch: int | None = None
+    """Samples at a time that were being measured."""
     follows: bool = False
     """It only says that another rank is gone."""
 
@@ -284,6 +286,7 @@ class Raised:
             phase=self.phase,
             message=self.message,
             requested=self.requested,
+            micro_batch=self.micro_batch,
             place=self.place,
             held=self.held,
             started=self.started,

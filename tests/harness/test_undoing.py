@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from autofit.plan import Plan
+from autofit.worker.harness.stage import Stage
 from autofit.worker.harness.undoing import NotTakenBack, take_back
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchEnded, LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.records import (
+    LaunchEnded,
+    LaunchRequest,
+    Measurement,
+    Script,
+    TrialReport,
+    Verdict,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -103,3 +111,24 @@ def test_what_was_not_taken_back_can_be_taken_back_later() -> None:
     short.clear()
     take_back(undos)
     assert (done, undos) == ([3, 2, 1], [])
+
+
+@pytest.mark.parametrize(("ran_out", "kept"), [("8", [2, 4]), ("4", [2]), ("2", [])])
+def test_smaller_sizes_of_the_plan_itself_count(ran_out: str, kept: list[int]) -> None:
+    """Not what was measured of a compiled plan before it was compiled."""
+    plan, plain = Plan.of({"compile": "regional", "micro_batch": "auto"}), Plan()
+
+    def one(of: Plan, size: int, seconds: float) -> tuple[Plan, Measurement]:
+        measured = Measurement(
+            micro_batch=size,
+            effective_batch=8,
+            step_seconds=(seconds,),
+            peak_allocated=1,
+            peak_reserved=1,
+            peak_device=1,
+        )
+        return of.replace(micro_batch=str(size)), measured
+
+    measured = [one(plain, 1, 1.0), one(plan, 4, 2.0), one(plan, 2, 3.0)]
+    stage = Stage(plan.replace(micro_batch=ran_out), steps=2, retries=0)
+    assert [each.micro_batch for _, each in stage.smaller(plan, measured)] == kept

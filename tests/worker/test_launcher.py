@@ -251,6 +251,7 @@ def test_the_deadline_ends_the_launch(run: Run) -> None:
     assert "busy" in ended(heard).output
 
 
+AUTO = Plan.of({"micro_batch": "auto"})
 MEASURES = """
 def measured(size, seconds):
     each = replace(measurement, micro_batch=size, step_seconds=(seconds,))
@@ -266,10 +267,21 @@ time.sleep(60)
 
 
 def test_what_was_measured_before_the_deadline_counts(run: Run) -> None:
-    report = only_report(run(MEASURES, Plan.of({"micro_batch": "auto"}), timeout=1.5))
+    report = only_report(run(MEASURES, AUTO, timeout=1.5))
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "not done within 1.5 s")
     assert [each.micro_batch for each in report.measurements] == [2, 8, 4]
     assert report.best == Plan.of({"micro_batch": "4"})
+
+
+@pytest.mark.parametrize(("size", "best"), [(16, "4"), (8, "4"), (4, "2"), (2, None), (None, None)])
+def test_smaller_sizes_than_the_one_that_ran_out_count(
+    run: Run, size: int | None, best: str | None
+) -> None:
+    end = f"raised('oom', 'CUDA out of memory', micro_batch={size})"
+    report = only_report(run(MEASURES.replace("time.sleep(60)", end), AUTO))
+    assert report.out_of_memory is not None
+    assert report.verdict is (Verdict.MEASURED if best else Verdict.OUT_OF_MEMORY)
+    assert report.best == (Plan.of({"micro_batch": best}) if best else None)
 
 
 def test_what_stands_for_a_compiled_plan_before_the_deadline_does_not(run: Run) -> None:

@@ -93,6 +93,11 @@ class Session:
                 stack.callback(root.take_back)
         self._undos.clear()
 
+    @property
+    def size(self) -> int | None:
+        """The samples at a time that are being measured."""
+        return None
+
     # --- what a session decides ------------------------------------------------------------
 
     def plan_for(self, root: HarnessRoot) -> Plan:

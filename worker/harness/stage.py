@@ -74,6 +74,22 @@ class Stage:
             rank_peaks=tuple(each.device for each in peaks) if len(peaks) > 1 else (),
         )
 
+    @property
+    def size(self) -> int | None:
+        """The samples at a time; ``None`` where the batch is not split."""
+        size = self.plan["micro_batch"]
+        return None if size == AS_IS else int(size)
+
+    def smaller(
+        self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
+    ) -> list[tuple[Plan, Measurement]]:
+        """Return what was measured of ``plan`` with fewer samples at a time, the fastest last."""
+        own = [
+            pair for pair in measured if pair[0].replace(micro_batch=plan["micro_batch"]) == plan
+        ]
+        smaller = [pair for pair in own if pair[1].micro_batch < (self.size or 0)]
+        return sorted(smaller, key=lambda pair: pair[1].seconds, reverse=True)
+
     def count(self, seconds: float, wait: float, loss: float, *, retried: bool) -> None:
         """Enter a step of the window."""
         self.seconds.append(seconds)

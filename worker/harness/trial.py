@@ -94,6 +94,11 @@ class Trial(RankedSession):
         """The script has been given an error for want of memory."""
         self._startup = 0.0  # seconds before the first step, of the plan that began the launch
 
+    @property
+    def size(self) -> int | None:
+        """The samples at a time that the present stage measures."""
+        return self._stage.size if self._stage is not None else None
+
     # --- the schedule ----------------------------------------------------------------------
 
     def _plans(self) -> Schedule:
@@ -130,11 +135,10 @@ class Trial(RankedSession):
         return self.steps == 0 and len(self.roots) == 1 and first_call
 
     def _sizes(self, plan: Plan) -> Schedule:
-        unsized = plan.unsized
         if plan["micro_batch"] != AUTO:
             yield from self._window(plan, self._request.steps)
-        elif unsized != plan:
-            yield from self._at_its_size(plan, unsized)
+        elif plan.unsized != plan:
+            yield from self._at_its_size(plan, plan.unsized)
         else:
             yield from self._ramp(plan)
 
@@ -303,10 +307,7 @@ class Trial(RankedSession):
 
     def spoilt(self, failure: NotTakenBack) -> NoReturn:
         """End the launch: the plan to come gets another; what was measured or ran out, counts."""
-        if self._measured and (plan := self._given[self.index]).unsized == plan:
-            self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
-            self._end_plan(Verdict.MEASURED, "", leaves=True)
-        elif self._stage is not None and self._stage.shortage is not None:
+        if self._measured or (self._stage is not None and self._stage.shortage is not None):
             self._end_caught()
         self._end()
 
@@ -380,10 +381,12 @@ class Trial(RankedSession):
             self._end()
 
     def _end_caught(self) -> None:
-        """End the plan whose shortage the script has caught."""
+        """End the plan whose shortage the script has caught; smaller sizes that fitted count."""
         assert self._stage is not None
         self._shortage = self._stage.shortage
-        self._end_plan(Verdict.OUT_OF_MEMORY, "", leaves=True)
+        self._measured = self._stage.smaller(self._given[self.index], self._measured)
+        verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
+        self._end_plan(verdict, "", leaves=True)
 
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first of all starts the schedule."""
@@ -481,8 +484,7 @@ class Trial(RankedSession):
         """Return whether the step that has ended was traced, the plan being the same all along."""
         if self._tracer.full:
             return False
-        if self._tracer.steps == 0:
-            self._traced = self.index
+        self._traced = self._traced if self._tracer.steps else self.index
         self._tracer.close_step(losses)
         if self._tracer.full:
             self.reads.stop()
