@@ -17,7 +17,8 @@ def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None)
     """Raise the error of a search without a plan to keep; ``timeout``: in seconds, if it is up."""
     if timeout is not None and closest(finished) is None:
         raise UsageError(out_of_time(timeout))
-    raise NothingFits(none_fits(finished, budget))
+    late = "" if timeout is None else f"; --timeout {format_duration(timeout)} was up: give it more"
+    raise NothingFits(none_fits(finished, budget) + late)
 
 
 def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
@@ -38,10 +39,10 @@ def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
     short = trial.report.out_of_memory
     where = short.phase if short.phase.startswith("outside") else f"in {short.phase}"
     asked = f", {format_size(short.requested)} asked" if short.requested else ""
-    return (
-        f"none of the {len(finished)} plans tried fits in {size}; closest came {trial.plan},"
-        f" out of memory {where}{asked}"
-    )
+    what = f"{trial.plan}, out of memory {where}{asked}"
+    if len(finished) == 1:
+        return f"the only plan tried does not fit in {size}: {what}"
+    return f"none of the {len(finished)} plans tried fits in {size}; closest came {what}"
 
 
 def failed(finished: Sequence[TrialRecord]) -> bool:

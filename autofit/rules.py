@@ -9,6 +9,7 @@ from dataclasses import replace
 from autofit import strategies
 from autofit.ladder import leaner
 from autofit.plan import Plan
+from autofit.space import order_of_retreat
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS
 from autofit.units import parse_size
@@ -20,6 +21,8 @@ FRAGMENTED = 0.05
 """Share of the memory lost to fragmentation from which another allocator setting is worth a try."""
 WAITING = 0.05
 """Share of a step spent waiting for data from which another way to load it is worth a try."""
+PHASES = ("outside the model", "forward", "backward", "optimizer step", "the whole step")
+"""Of a step, in their order."""
 UNALLOCATED = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
 """In the error of torch's CUDA allocator."""
 
@@ -184,11 +187,14 @@ def _compared(trial: TrialRecord) -> bool:
 
 
 def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:
-    """Return the trial that ran out of memory by the least."""
+    """Return the trial that ran out of memory last in a step; of several, the leanest plan's."""
     short = [trial for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
-    return min(short, key=_missing, default=None)
+    return max(
+        short, key=lambda trial: (_reached(trial), order_of_retreat(trial.plan)), default=None
+    )
 
 
-def _missing(trial: TrialRecord) -> float:
+def _reached(trial: TrialRecord) -> int:
+    """Return how far into a step a trial came; the bytes it asked for last say nothing of it."""
     shortage = trial.report.out_of_memory if trial.report else None
-    return float(shortage.requested) if shortage and shortage.requested else float("inf")
+    return PHASES.index(shortage.phase) if shortage and shortage.phase in PHASES else -1

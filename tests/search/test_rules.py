@@ -40,12 +40,10 @@ Ended = Callable[..., TrialRecord]
 def ended(
     measurement: Callable[..., Measurement], finished: Callable[[TrialReport], TrialRecord]
 ) -> Ended:
-    """A finished trial of a plan: measured with these chunks, or short of so many bytes."""
+    """A finished trial of a plan: measured with these chunks, or short of memory in a phase."""
 
-    def make(
-        plan: Plan, *sizes: int, verdict: Verdict, requested: int | None = None
-    ) -> TrialRecord:
-        short = OutOfMemory(phase="forward", message="no memory", requested=requested)
+    def make(plan: Plan, *sizes: int, verdict: Verdict, phase: str = "forward") -> TrialRecord:
+        short = OutOfMemory(phase=phase, message="no memory")
         report = TrialReport(
             index=0,
             plan=plan,
@@ -318,15 +316,17 @@ def test_what_made_one_plan_drift_is_not_tried_in_another(ended: Ended) -> None:
     assert not tainted(BF16, drifted(Plan()), [])
 
 
-def test_closest_asked_for_the_least(ended: Ended) -> None:
-    far, near = (
-        ended(plan, verdict=Verdict.OUT_OF_MEMORY, requested=size)
-        for plan, size in ((HALF, 900), (ALL, 100))
-    )
-    silent = ended(BF16, verdict=Verdict.OUT_OF_MEMORY)
+def test_closest_came_furthest_into_a_step(ended: Ended) -> None:
+    def short(plan: Plan, phase: str) -> TrialRecord:
+        return ended(plan, verdict=Verdict.OUT_OF_MEMORY, phase=phase)
+
+    unmade, as_is = short(ALL, "outside the model"), short(Plan(), "forward")
+    half, lean = short(HALF, "forward"), short(ALL, "forward")
+    stepping = short(BF16, "optimizer step")
     fitting = ended(SPLIT, 8, verdict=Verdict.MEASURED)
-    assert closest([far, silent, near, fitting]) is near
-    assert closest([silent]) is silent
+    assert closest([unmade, as_is, stepping, lean, half, fitting]) is stepping
+    assert closest([unmade, as_is, lean, half, fitting]) is lean
+    assert closest([unmade, as_is]) is as_is
     assert closest([fitting]) is None
 
 
