@@ -137,23 +137,21 @@ def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
     Each by itself: where parameters step in backward, some have been there alone.
     """
     for group in optimizer.param_groups:
+        there = on_device or group["fused"] or group.get("capturable", False)
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
-            if not state or not isinstance(state.get("step"), torch.Tensor):
+            if not state or not isinstance(step := state.get("step"), torch.Tensor):
                 continue
-            step = state["step"]
-            at_home = group["fused"] or group.get("capturable", False)
-            state["step"] = _on_device(step, parameter) if on_device or at_home else _on_host(step)
+            if not there:
+                state["step"] = _on_host(step)
+            elif step.is_cuda != parameter.is_cuda or step.dtype is not torch.float32:
+                state["step"] = step.to(device=parameter.device, dtype=torch.float32)
 
 
 def show(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state as the plain implementation would have it."""
     step = state.get("step")
     return {**state, "step": _on_host(step)} if isinstance(step, torch.Tensor) else state
-
-
-def _on_device(step: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    return step.to(device=parameter.device, dtype=torch.float32)
 
 
 def _on_host(step: torch.Tensor) -> torch.Tensor:

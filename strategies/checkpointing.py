@@ -35,7 +35,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 aten = torch.ops.aten
 kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default]
 contexts = partial(create_selective_checkpoint_contexts, kept)
-lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+kinds = torch.nn.ModuleList, torch.nn.Sequential
+lists = [m for m in model.modules() if isinstance(m, kinds)]
+lists = [[block for block in m if list(block.children())] for m in lists]
 for block in max(lists, key=len):
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 """
@@ -112,7 +114,9 @@ class Checkpointing(Strategy):
             from torch.utils.checkpoint import checkpoint
 
             # A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
-            lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+            kinds = torch.nn.ModuleList, torch.nn.Sequential
+            lists = [m for m in model.modules() if isinstance(m, kinds)]
+            lists = [[block for block in m if list(block.children())] for m in lists]
             for block in max(lists, key=len){step}:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             """

@@ -146,7 +146,9 @@ class Compile(Strategy):
             )
         return ByHand(
             prepare="""
-            lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+            kinds = torch.nn.ModuleList, torch.nn.Sequential
+            lists = [m for m in model.modules() if isinstance(m, kinds)]
+            lists = [[block for block in m if list(block.children())] for m in lists]
             for block in max(lists, key=len):
                 block.compile()  # in place: the checkpoint's names stay
             """

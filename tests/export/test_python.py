@@ -114,3 +114,10 @@ def test_all_of_a_plan_at_once(
     weights, losses = trained(program(make_result(plan)))
     torch.testing.assert_close(weights, plain[0], rtol=0.05, atol=0.05)
     assert losses[-1] < losses[0]
+
+
+def test_blocks_between_a_stem_and_a_head(make_result: MakeResult) -> None:
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+    model = nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4))
+    program(make_result(Plan.of({"checkpointing": "all"})))["prepare"](model)
+    assert ["forward" in vars(each) for each in model] == [False, True, True, True, False]

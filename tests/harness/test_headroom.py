@@ -6,6 +6,7 @@ is real.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 from torch import nn
 
 from autofit.plan import Plan
+from autofit.rules import UNALLOCATED
 from autofit.strategies.facts import Facts
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.harness.stage import Stage
+from autofit.worker.harness.stage import Stage, Step
 from autofit.worker.launcher import launch
-from autofit.worker.meter import Peak
 from autofit.worker.records import LaunchRequest, Pressed, Ran, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -113,7 +114,7 @@ def test_a_size_at_which_a_run_would_not_stay_is_not_kept(tmp_path: Path) -> Non
     )
     fixed, ramped, whole = [each for each in launch(request) if isinstance(each, TrialReport)]
     assert fixed.verdict is Verdict.OUT_OF_MEMORY
-    assert fixed.reason == "the allocator empties its cache in step after step"
+    assert fixed.reason.startswith("the allocator empties its cache in step after step; ")
     assert ramped.verdict is Verdict.MEASURED
     assert ramped.measurement is not None
     assert ramped.measurement.micro_batch < 8
@@ -132,7 +133,12 @@ def test_a_size_at_which_a_run_would_not_stay_is_not_kept(tmp_path: Path) -> Non
 def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
     stage = Stage(Plan.of({"micro_batch": size}), steps=len(retried), retries=0)
     for each in retried:
-        stage.count(1.0, 0.0, 0.5, retried=each)
-    facts = Facts(roots=(), world_size=1)
-    measurement = stage.measurement([(Peak(1, 1, 1), 0, 0.0)], facts)
-    assert (stage.does_not_hold(measurement, budget=2) is None) is holds
+        stage.window.append(Step(1.0, 0.0, 0.5, each))
+    measurement = stage.measurement([stage.figures(meter.for_device("cpu"), 0.0)], Facts())
+    gone = replace(measurement, peak_allocated=1 << 30, peak_reserved=3 << 30)
+    short = stage.does_not_hold(gone, budget=1 << 60)
+    assert (short is None) is holds
+    if short is not None:
+        found = UNALLOCATED.search(short.message)
+        assert found is not None
+        assert found[1] == "2.0 GiB", "another allocator may help"

@@ -15,7 +15,7 @@ from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.joining import Batch, Rule
 from autofit.worker.harness.known import Known
-from autofit.worker.harness.proof import prove, remember
+from autofit.worker.harness.proof import is_known, prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
@@ -67,7 +67,8 @@ class Process:
         def tell(proven: Proven) -> None:
             self.told[proven.key] = proven
 
-        known = Known(tuple(self.told.values()), tell).of(position, module)
+        held = {each.key: each.content for each in self.told.values()}
+        known = Known(held, tell).of(position, module)
         seams = Seams(Bystander())
         self.held.append(module)
         return HarnessRoot(module, seams, self.calls, lambda *args: False, known)
@@ -128,21 +129,52 @@ def test_what_points_into_the_process_is_not_handed_on(process: Process) -> None
 def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
     proofs(process.root(Net()), batch())
     root = process.root(Net())
+    assert proofs(root, batch()) == 0
     root._layouts.doubt()
+    assert proofs(process.root(Net()), batch()) > 0, "nor in the launches to come"
     assert proofs(root, batch()) > 0
+
+
+def test_modules_that_a_plan_has_replaced_have_no_place(process: Process) -> None:
+    root, other = process.root(module := Net()), Block(8)
+    root._layouts.around(lambda: module.blocks.__setitem__(0, other))
+    assert proofs(root, batch()) > 0
+    assert not process.told
 
 
 def test_a_plan_is_proven_once(process: Process) -> None:
     def calls_made() -> int:
         root, before = process.root(Net()), len(CALLED)
-        prove(root, CHECKPOINTED, *batch().call(batch().leaves), Facts())
-        remember(root, CHECKPOINTED)
+        known = is_known(root, CHECKPOINTED)
+        if prove(root, CHECKPOINTED, *batch().call(batch().leaves), Facts(), known=known):
+            remember(root, CHECKPOINTED)
         assert root.plan == CHECKPOINTED
         root.take_back()
         return len(CALLED) - before
 
     assert calls_made() > 0
     assert calls_made() == 0
+
+
+class Casting(Net):
+    """Enters autocast by itself."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x, target)
+
+
+def test_what_a_proof_has_shown_of_the_model_is_handed_on(process: Process) -> None:
+    """That it casts by itself: what is proven after it may differ by so much."""
+    shown = []
+    for _ in range(2):
+        root = process.root(Casting())
+        known = is_known(root, CHECKPOINTED)
+        if prove(root, CHECKPOINTED, *batch().call(batch().leaves), Facts(), known=known):
+            remember(root, CHECKPOINTED)
+        shown.append((known, root.casts))
+        root.take_back()
+    assert shown == [(False, True), (True, True)]
 
 
 def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], list[str]]:

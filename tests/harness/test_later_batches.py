@@ -29,3 +29,32 @@ def test_a_split_that_later_batches_do_not_allow_is_refused(tmp_path: Path) -> N
     assert (split.verdict, split.blamed) == (Verdict.REFUSED, "micro_batch")
     assert "a later batch cannot be split: the model cannot run on a part" in split.reason
     assert whole.verdict is Verdict.MEASURED
+
+
+ZEROED = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(100):
+    nn.functional.cross_entropy(net(torch.randn(16, 64)), torch.arange(16) % 3).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+"""
+
+
+def test_what_the_first_size_shows_of_the_script_refuses_the_next(tmp_path: Path) -> None:
+    """A gradient set to zero counts as one: no step in backward would know it."""
+    (tmp_path / "train.py").write_text(ZEROED)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"gradient_release": "released", "micro_batch": "auto"}),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60.0,
+    )
+    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    assert (report.verdict, report.blamed) == (Verdict.REFUSED, "gradient_release")
+    assert report.reason == "a gradient that the script has set to zero counts as one"

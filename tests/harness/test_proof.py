@@ -156,7 +156,7 @@ def test_blocks_that_run_again_stand_for_the_plain_model_once_that_is_proven(cal
     module, batch = Row(), (torch.randn(6, 8),)
     held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.facts = describe(module, batch, {})
-    prove(held, PLAN, batch, {}, Facts())
+    assert prove(held, PLAN, batch, {}, Facts())
     remember(held, PLAN)
     assert {key[0] for key in held.plainly} == {"on the host"}
     prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())

@@ -17,6 +17,7 @@ from autofit.worker.records import (
     LaunchEvent,
     LaunchRequest,
     Learned,
+    Proven,
     Script,
     TrialReport,
     Verdict,
@@ -209,3 +210,55 @@ def test_sharded_weights_where_the_script_does_not_fit_as_it_is(train: Train) ->
     assert whole.verdict is Verdict.OUT_OF_MEMORY
     assert checkpointed.verdict is Verdict.MEASURED, checkpointed.reason
     assert checkpointed.gradient_difference == 0.0
+
+
+UNEVEN = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 33 - rank), nn.Linear(33 - rank, 64, bias=False)
+
+    def forward(self, x):
+        return x + all_reduce(self.down(torch.tanh(self.up(x))))
+
+
+torch.manual_seed(0)
+net = nn.Sequential(Block(), Block(), Block(), nn.Linear(64, 3))
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(60):
+    nn.functional.cross_entropy(net(torch.randn(8, 64)), torch.arange(8) % 3).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_another_shape_are_told_what_is_theirs(tmp_path: Path) -> None:
+    """Tensor parallel by hand: a rank that proves communicates, so all do, or none."""
+    (tmp_path / "train.py").write_text(UNEVEN)
+    told: tuple[Proven, ...] = ()
+    for known in (False, True):
+        request = LaunchRequest(
+            script=Script(target="train.py", cwd=str(tmp_path)),
+            plans=(Plan.of({"precision": "bf16"}),),
+            device="cpu",
+            budget=1 << 30,
+            timeout=120,
+            ranks=2,
+            proven=told[:1] if known else (),
+        )
+        heard = list(launch(request))
+        (report,) = reports(heard)
+        assert report.verdict is Verdict.MEASURED, report
+        told = tuple(event for event in heard if isinstance(event, Proven))
+        assert len(told) == 2, "by each rank; that one is known to one rank alone helps neither"

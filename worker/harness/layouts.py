@@ -48,12 +48,12 @@ class _Proven:
     refused: dict[Traits, Refused] = field(default_factory=dict)
     """What further traits did to the promise."""
     key: Key = ()
-    """By which a later launch knows it."""
+    """By which a later launch knows it; none where a plan has replaced modules."""
 
     @property
     def tells(self) -> bool:
         """Whether it means the same in another process: it points to nothing in this one."""
-        if isinstance(self.layout, Refused) or self.layout.moved:
+        if not self.key or isinstance(self.layout, Refused) or self.layout.moved:
             return False
         return all(join.labels is None or join.labels.weights is None for join in self.layout.joins)
 
@@ -89,7 +89,7 @@ class Layouts:
         if proven is None and len(alike) >= KINDS:
             proven = next(reversed(alike.values()))
         if proven is None:
-            key = (LAYOUT, *coarse, *self._everywhere(module, exact))
+            key = _everywhere(module, coarse, *exact)
             proven = alike[exact] = self._recall(key) or self._prove(batch, gradients, key)
             if isinstance(proven.layout, Undecided):
                 del alike[exact]
@@ -103,17 +103,14 @@ class Layouts:
 
     def doubt(self) -> None:
         """Forget what is proven: a call has shown otherwise."""
+        for proven in [each for alike in self._kinds.values() for each in alike.values()]:
+            if proven.tells:
+                self._known.put(None, *proven.key)
         self._kinds.clear()
         self._doubted = True
 
-    def _everywhere(self, module: nn.Module, exact: tuple[Key, frozenset[Any]]) -> Key:
-        """Return numbers and attributes with modules by their position: the same in any process."""
-        numbers, found = exact
-        position = {id(each): index for index, each in enumerate(module.modules())}
-        return numbers, sorted((position[place], name, value) for (place, name), value in found)
-
     def _recall(self, key: Key) -> _Proven | None:
-        held = None if self._doubted else self._known.get(*key)
+        held = self._known.get(*key) if key and not self._doubted else None
         if held is None:
             return None
         layout, traits, ranges = held
@@ -173,6 +170,20 @@ class Layouts:
                 raise
             clear_frames(error.__traceback__)  # they hold what did not fit
         raise Undecided("memory ran out while the split was proven on another kind of batch")
+
+
+def _everywhere(
+    module: nn.Module, coarse: Key, numbers: Key, found: frozenset[tuple[Attribute, Any]]
+) -> Key:
+    """Return a kind of call with modules by their position, as any process of the script has it.
+
+    Nothing where a plan has replaced some: those of the script have no position now.
+    """
+    position = {id(each): index for index, each in enumerate(module.modules())}
+    if any(place not in position for (place, _), _ in found):
+        return ()
+    places = sorted(((position[place], name), repr(value)) for (place, name), value in found)
+    return LAYOUT, *coarse, numbers, places
 
 
 def _union(one: Range, other: Range) -> Range:

@@ -68,8 +68,6 @@ class Seen:
     """Something was proven in it."""
     compiled: bool
     """Something was compiled in it."""
-    retried: bool
-    """The allocator emptied its cache in it."""
     shortage: OutOfMemory | None
 
     @classmethod
@@ -86,7 +84,6 @@ class Seen:
             calls=max(rank.calls for rank in ranks),
             proven=any(rank.proven for rank in ranks),
             compiled=any(rank.compiled for rank in ranks),
-            retried=any(rank.retried for rank in ranks),
             shortage=next((rank.shortage for rank in ranks if rank.shortage), None),
         )
 

@@ -61,15 +61,19 @@ CHECKPOINTED = Plan.of({"checkpointing": "all"})
 """Proven, it stands for the plain model where that does not fit."""
 
 
-def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -> None:
-    """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold."""
+def prove(
+    root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
+) -> bool:
+    """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold.
+
+    ``known``: it does, as far as it does not depend on a size. Returns whether it was proven.
+    """
     root.difference = None
     shown = _shown(plan)
-    fidelity = shown.fidelity(facts)
-    known = _is_proven(root, shown) and not any(strategy.sized for strategy, _ in shown)
-    if shown.neutral or fidelity is Fidelity.RECIPE or known:
+    known = known and not any(strategy.sized for strategy, _ in shown)
+    if shown.neutral or shown.fidelity(facts) is Fidelity.RECIPE or known:
         root.apply(plan)
-        return
+        return False
     root.proofs += 1
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
@@ -77,17 +81,19 @@ def prove(root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts) -
     with silenced(root.module) if redraws else nullcontext():
         told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
         _prove(root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
+    return True
 
 
 def remember(root: HarnessRoot, plan: Plan) -> None:
-    """Take down that ``plan`` has kept its promise on ``root``."""
-    shown = _shown(plan)
-    if not shown.neutral and not _is_proven(root, shown):
-        root.known.put(True, PLAN, shown.changes)
+    """Take down that ``plan`` has kept its promise on ``root``, and what that has shown of it."""
+    root.known.put(root.casts, PLAN, _shown(plan).changes)
 
 
-def _is_proven(root: HarnessRoot, shown: Plan) -> bool:
-    return root.known.get(PLAN, shown.changes) is not None
+def is_known(root: HarnessRoot, plan: Plan) -> bool:
+    """Return whether ``plan`` has kept its promise on ``root``, here or in an earlier launch."""
+    casts = root.known.get(PLAN, _shown(plan).changes)
+    root.casts = root.casts or bool(casts)
+    return casts is not None
 
 
 def _prove(
@@ -184,7 +190,7 @@ def _ways(root: HarnessRoot) -> list[Way]:
     if is_sharded(root.module):
         return [few if root.whole_fits else on_host]
     ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
-    if root.leanly is not None and _is_proven(root, _shown(CHECKPOINTED)):
+    if root.leanly is not None and is_known(root, CHECKPOINTED):
         ways.insert(2, ("leanly", fewest, root.leanly))
     return ways
 

@@ -12,7 +12,7 @@ from autofit.plan import Plan
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.peers import Peers, common
-from autofit.worker.harness.proof import remember
+from autofit.worker.harness.proof import is_known, remember
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
@@ -36,7 +36,8 @@ class RankedSession(Session):
         self, meter: Meter, peers: Peers, reporter: Reporter, proven: Sequence[Proven] = ()
     ) -> None:
         super().__init__(meter)
-        self.known = Known(proven, self.tell)
+        held = {each.key: each.content for each in proven}
+        self.known = Known(held, reporter.send, reporter.rank)
         self.peers = peers
         self.reporter = reporter
         self.facts = Facts(world_size=peers.ranks)
@@ -55,9 +56,10 @@ class RankedSession(Session):
         if self.peers.alone:
             super().turn_to(root, plan, args, kwargs)
             return
-        own = None
+        known = all(self.peers.agree("what is proven", is_known(root, plan)))
+        own, proven = None, False
         try:
-            self.prove(root, plan, args, kwargs)
+            proven = self.turn(root, plan, args, kwargs, known=known)
             root.refuse_what_a_call_would(args, kwargs)
             self.optimizers.prepare()
         except Refused as refusal:
@@ -66,7 +68,8 @@ class RankedSession(Session):
         if refusals:
             self._agreed = refusals[0]
             raise refusals[0]
-        remember(root, plan)
+        if proven:
+            remember(root, plan)
 
     def common(self, facts: RootFacts) -> RootFacts:
         """Return what all ranks take a root for; raise ``UsageError`` where they do not meet."""

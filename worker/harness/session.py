@@ -30,7 +30,7 @@ from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.optimizers import Optimizers, changes_of
-from autofit.worker.harness.proof import prove, remember
+from autofit.worker.harness.proof import is_known, prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.shown import Process
@@ -306,26 +306,30 @@ class Session:
             if root.plan != plan and not plan.neutral:
                 raise Refused(TRANSFORMED, plan.changes[0][0])
             return root.own_call(*args, **kwargs)
-        if root.plan != plan and not root.resize(plan):
+        if root.plan != plan:
             self.turn_to(root, plan, args, kwargs)
         self.optimizers.prepare()
         return root.call(args, kwargs)
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply ``plan``, which is new, to ``root``; raise ``Refused`` with the reason if not."""
-        self.prove(root, plan, args, kwargs)
-        remember(root, plan)
+        if self.turn(root, plan, args, kwargs, known=is_known(root, plan)):
+            remember(root, plan)
+
+    def turn(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
+        """Apply ``plan``, proven if it is not ``known``; return whether it was."""
+        for strategy, level in plan:
+            if reason := strategy.inapplicable(level, self.facts):
+                raise Refused(reason, strategy.name)
+        return not root.resize(plan) and self.prove(root, plan, args, kwargs, known=known)
 
     def common(self, facts: RootFacts) -> RootFacts:
         """Return what all ranks take a root for that this one has met."""
         return facts
 
-    def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+    def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply ``plan`` to ``root``; raise ``Refused`` unless it keeps its promise here."""
-        for strategy, level in plan:
-            if reason := strategy.inapplicable(level, self.facts):
-                raise Refused(reason, strategy.name)
-        prove(root, plan, args, kwargs, self.facts)
+        return prove(root, plan, args, kwargs, self.facts, known=known)
 
     def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         root.facts = learn.describe(root.outer, args, kwargs)

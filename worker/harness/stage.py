@@ -5,21 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.facts import Facts
-from autofit.worker.meter import Peak
-from autofit.worker.oom import Kind, classify_retries
+from autofit.units import format_size
+from autofit.worker.meter import Meter, Peak
 from autofit.worker.records import Measurement, OutOfMemory
 
-Figures = tuple[Peak, int, float]
-"""Of one rank in a stage: its peak, the allocator's retries and the seconds spent compiling."""
+Figures = tuple[Peak, int, float, bool]
+"""Of one rank in a stage: its peak, the allocator's retries, the seconds spent compiling, and
+whether the allocator emptied its cache in two steps on end."""
+PRESSED = "the allocator empties its cache in step after step"
 WARM_UP = 1
 """Steps dropped after every change: allocations, caches and optimizer state settle in them."""
 SETTLING = 8
 """Steps that may be dropped for compiling or proving in them; where every step does, it counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step."""
+
+    seconds: float
+    wait: float
+    """Seconds spent waiting for data."""
+    loss: float
+    retried: bool
+    """The allocator emptied its cache in it, on this rank."""
 
 
 @dataclass
@@ -36,16 +51,14 @@ class Stage:
     """Steps that do not count."""
     warm: int = 0
     """Of them, those since the last proof."""
-    seconds: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    """Seconds of each step spent waiting for data."""
-    losses: list[float] = field(default_factory=list)
-    traced: list[tuple[float, float, float, Peak]] = field(default_factory=list)
-    """Seconds, wait, loss and peak of traced steps, which count where there are few others."""
+    window: list[Step] = field(default_factory=list)
+    """The steps that count."""
+    traced: list[tuple[Step, Peak]] = field(default_factory=list)
+    """Traced steps and their peaks, which count where there are few others."""
     peak: Peak = field(default_factory=lambda: Peak(0, 0, 0))
     """Of traced steps that count."""
-    emptied: list[int] = field(default_factory=list)
-    """In how many steps by then the allocator has emptied its cache, after each that counts."""
+    pressed: bool = False
+    """The allocator emptied its cache in two steps on end, on a rank: known once it is measured."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
 
@@ -57,7 +70,8 @@ class Stage:
         ``ranks``: the figures of each, as they are now. ``share``: mean part of the largest
         rank's batch that a rank has.
         """
-        peaks, retries, compiled = zip(*ranks, strict=True)
+        peaks, retries, compiled, pressed = zip(*ranks, strict=True)
+        self.pressed = any(pressed)
         peak = reduce(Peak.worst, peaks)
         size = self.plan["micro_batch"]
         return Measurement(
@@ -68,11 +82,16 @@ class Stage:
             peak_reserved=peak.reserved,
             peak_device=peak.device,
             allocation_retries=max(retries),
-            data_wait=sum(self.waits) / sum(self.seconds),
-            losses=tuple(self.losses),
+            data_wait=sum(step.wait for step in self.window) / sum(self.seconds),
+            losses=tuple(step.loss for step in self.window),
             compile_seconds=max(compiled),
             rank_peaks=tuple(each.device for each in peaks) if len(peaks) > 1 else (),
         )
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step that counts."""
+        return [step.seconds for step in self.window]
 
     @property
     def size(self) -> int | None:
@@ -90,12 +109,11 @@ class Stage:
         smaller = [pair for pair in own if pair[1].micro_batch < (self.size or 0)]
         return sorted(smaller, key=lambda pair: pair[1].seconds, reverse=True)
 
-    def count(self, seconds: float, wait: float, loss: float, *, retried: bool) -> None:
-        """Enter a step of the window."""
-        self.seconds.append(seconds)
-        self.waits.append(wait)
-        self.losses.append(loss)
-        self.emptied.append(sum(self.emptied[-1:]) + retried)
+    def figures(self, meter: Meter, compiled: float) -> Figures:
+        """Return this rank's; ``compiled``: seconds spent compiling by now."""
+        pressed = any(one.retried and two.retried for one, two in pairwise(self.window))
+        retries = meter.retries() - self.retries
+        return meter.peak().worst(self.peak), retries, compiled - self.compiled, pressed
 
     def does_not_hold(self, measurement: Measurement, budget: int) -> OutOfMemory | None:
         """Return why a run would not stay at this size, though no allocation has failed.
@@ -104,12 +122,12 @@ class Stage:
         the allocator emptying its cache on end, at which a real run cuts the batch smaller too.
         """
         excess = measurement.peak_device - budget
-        pressed = classify_retries([0, *self.emptied]).kind is not Kind.NOT_OOM
         message, asked = "", None
         if excess > 0:
             message, asked = f"{excess} bytes more on the device than the budget", excess
-        elif pressed and self.plan["micro_batch"] != AS_IS and measurement.micro_batch > 1:
-            message = "the allocator empties its cache in step after step"
+        elif self.pressed and self.plan["micro_batch"] != AS_IS and measurement.micro_batch > 1:
+            lost = format_size(measurement.peak_reserved - measurement.peak_allocated)
+            message = f"{PRESSED}; {lost} is reserved by PyTorch but unallocated"
         if not message:
             return None
         return OutOfMemory(
@@ -119,20 +137,17 @@ class Stage:
             micro_batch=measurement.micro_batch,
         )
 
-    def keep_traced(self, seconds: float, wait: float, loss: float, peak: Peak) -> None:
+    def keep_traced(self, step: Step, peak: Peak) -> None:
         """Keep a traced step, but for the first."""
         if self.dropped > 1:
-            self.traced.append((seconds, wait, loss, peak))
+            self.traced.append((step, peak))
 
     def traced_for(self, seconds: float) -> bool:
         """Return whether the traced steps kept so far took as long as that."""
-        return sum(each[0] for each in self.traced) >= seconds
+        return sum(step.seconds for step, _ in self.traced) >= seconds
 
     def count_traced(self) -> None:
         """Count the traced steps too: the script has too few others."""
-        for seconds, wait, loss, peak in reversed(self.traced):
-            self.seconds.insert(0, seconds)
-            self.waits.insert(0, wait)
-            self.losses.insert(0, loss)
-            self.peak = self.peak.worst(peak)
+        self.window[:0] = [step for step, _ in self.traced]
+        self.peak = reduce(Peak.worst, (peak for _, peak in self.traced), self.peak)
         self.traced.clear()

@@ -25,7 +25,7 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.stage import SETTLING, WARM_UP, Figures, Stage
+from autofit.worker.harness.stage import SETTLING, WARM_UP, Figures, Stage, Step
 from autofit.worker.harness.trace import Tracer
 from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
@@ -209,8 +209,7 @@ class Trial(RankedSession):
         return stage.measurement(said, self.facts, self.share)
 
     def _figures(self, stage: Stage) -> Figures:
-        compiled = self._compiling.seconds() - stage.compiled
-        return self.meter.peak().worst(stage.peak), self.meter.retries() - stage.retries, compiled
+        return stage.figures(self.meter, self._compiling.seconds())
 
     def _end_plan(
         self, verdict: Verdict, reason: str, blamed: str | None = None, *, leaves: bool = False
@@ -403,14 +402,14 @@ class Trial(RankedSession):
         plain = super()._run
         return self._tracer.call(root, first, args, kwargs, lambda: plain(root, args, kwargs))
 
-    def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+    def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply and prove ``plan`` on a model that drops as the script has it."""
         root.whole_fits = self._whole_fits
         self._compiling.seconds()
         root.take_back()
         self._compiling.seconds()
         with self._tracer.aloud():
-            super().prove(root, plan, args, kwargs)
+            return super().prove(root, plan, args, kwargs, known=known)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Trace what steps in backward: its gradient is gone when the script steps."""
@@ -454,12 +453,12 @@ class Trial(RankedSession):
             calls=self._calls,
             proven=self.proven(),
             compiled=self._compiled > compiled,
-            retried=self._retries > retries,
             shortage=stage.shortage,
         )
         seen = Seen.by_all(self.peers.agree("an optimizer step", own))
         if self.steps == 1:
             self._learn(calls_per_step=max(1, seen.calls))
+        step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
         settling = (seen.proven or seen.compiled) and stage.dropped < SETTLING
         stage.shortage = seen.shortage
         if stage.shortage is not None:
@@ -469,14 +468,14 @@ class Trial(RankedSession):
             stage.dropped += 1
             stage.warm = 0 if seen.proven and settling else stage.warm + 1
             if traced and not settling:
-                stage.keep_traced(seen.seconds, seen.wait, sum(seen.losses), self.meter.peak())
+                stage.keep_traced(step, self.meter.peak())
                 if self._tracer.full and self._tracer.true_to_life and stage.traced_for(LONG):
                     stage.count_traced()
             if seen.proven:
                 self.meter.release()  # what the proof has left in the allocator's cache
             self.meter.reset()  # the proof's own peak, and the first step's, do not count
         else:
-            stage.count(seen.seconds, seen.wait, sum(seen.losses), retried=seen.retried)
+            stage.window.append(step)
         if enough(stage.seconds, stage.steps):
             self._advance()
 
