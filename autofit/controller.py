@@ -28,7 +28,7 @@ from autofit.progress import (
     TrialStarted,
 )
 from autofit.proposing import Proposer
-from autofit.results import finalists, kept, result_of
+from autofit.results import kept, result_of
 from autofit.rules import tainted
 from autofit.storage import (
     Owner,
@@ -452,13 +452,13 @@ class Search:
     def _confirm(self) -> None:
         """Measure the winner again in a fresh process, and what may take its place."""
         ledger = self._ledger
-        terms = ledger.study.budget, self._options.horizon
         if self._crew.slots > 1 and not ledger.late():  # side by side; else one decides on the next
-            most = min(self._crew.slots, FINALISTS)
-            self._again(*finalists(ledger.finished(), ledger.ranked()[0], *terms, most))
-        for plan in finalists(ledger.finished(), self._holding(), *terms, FINALISTS)[1:]:
+            self._again(*ledger.finalists(ledger.ranked()[0], min(self._crew.slots, FINALISTS)))
+        for plan in ledger.finalists(self._holding(), FINALISTS)[1:]:
             if not ledger.late() and not ledger.confirmations(plan):
                 self._again(plan)
+        if ledger.overtaken():
+            self._again(Plan())
 
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""

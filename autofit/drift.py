@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.sketches import Pair, pairs, total
 from autofit.strategies import Fidelity
-from autofit.worker.traces import Trace, TracedStep
+from autofit.worker.traces import MOST, NOISE, Trace, TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
             raise _Drift("the optimizers step other parameters")
         for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=False)):
             redrawn = (ours.drew or theirs.drew) and (splits or rounding)
-            tolerance = _tolerance(number, rounding, redrawn)
+            tolerance = _tolerance(number, rounding, redrawn, found.sensitivity)
             _Step(number, found, expected, ours, theirs, tolerance, rounding).check()
             compared += 1
     except _Drift as drift:
@@ -157,12 +157,20 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
     return Comparison(steps=compared)
 
 
-def _tolerance(number: int, rounding: bool, redrawn: bool) -> Tolerance:
+def _tolerance(number: int, rounding: bool, redrawn: bool, sensitivity: float) -> Tolerance:
+    """Return what may differ; ``sensitivity``: what rounding once does to the gradients."""
     if redrawn:
         return REDRAWN
-    if rounding:
-        return ROUNDED_LATER if number else ROUNDED
-    return LATER if number else FIRST
+    if not rounding:
+        return LATER if number else FIRST
+    usual = ROUNDED_LATER if number else ROUNDED
+    more = min(max(1.0, NOISE * sensitivity / ROUNDED.gradients), MOST / ROUNDED.gradients)
+    return replace(
+        usual,
+        gradients=min(1.0, more * usual.gradients),
+        scale=more * usual.scale,
+        length=more * usual.length,
+    )
 
 
 @dataclass(frozen=True, slots=True)

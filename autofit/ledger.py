@@ -11,7 +11,7 @@ from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.progress import FactsKnown, Line, Listener, TrialEnded
 from autofit.reference import Reference
-from autofit.results import fits, ranked
+from autofit.results import finalists, fits, overtaken, ranked
 from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
@@ -69,6 +69,16 @@ class Ledger:
     def ranked(self) -> list[TrialRecord]:
         """Return the finished trials that fit, the fastest first."""
         return ranked(self.finished(), self.study.budget, self.options.horizon)
+
+    def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
+        """Return the winner's plan and those that may take its place, ``most`` in all."""
+        terms = self.study.budget, self.options.horizon, most
+        return finalists(self.finished(), winner, *terms)
+
+    def overtaken(self) -> bool:
+        """Return whether the script as it is was faster than what would be kept instead."""
+        trials = self.store.trials(self.study, state=State.FINISHED)
+        return overtaken(trials, self.study.budget, self.options.horizon)
 
     def baseline(self) -> Verdict | None:
         """Return how the neutral plan ended, if it has."""

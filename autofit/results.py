@@ -47,7 +47,9 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
     if winner is None or winner.report is None or winner.report.measurement is None:
         return None
     plan = kept(winner)
-    baseline = next((t for t in trials if t.plan.neutral and t.purpose is Purpose.SEARCH), None)
+    as_is = [trial for trial in trials if trial.plan.neutral]
+    baseline = next((t for t in as_is if t.purpose is Purpose.SEARCH), None)
+    again = next((t for t in as_is if t.purpose is Purpose.CONFIRM and t.measurement), baseline)
     launches = {trial.launch for trial in trials}
     short = {t.launch for t in trials if t.verdict is Verdict.OUT_OF_MEMORY}
     return Result(
@@ -58,7 +60,7 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
         plan=plan,
         measurement=winner.report.measurement,
         fidelity=str(plan.fidelity(study.facts)),
-        baseline=baseline.measurement if baseline else None,
+        baseline=again.measurement if again else None,
         baseline_verdict=(baseline.verdict if baseline else None) or Verdict.INTERRUPTED,
         trials=sum(trial.purpose is Purpose.SEARCH for trial in trials),
         launches=len(launches),
@@ -99,6 +101,19 @@ def finalists(
 ) -> list[Plan]:
     """Return the winner's plan and those that may take its place, ``most`` in all."""
     return [kept(trial) for trial in (winner, *rivals(trials, winner, budget, horizon))[:most]]
+
+
+def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> bool:
+    """Return whether the script as it is was faster than what is kept turned out to be later.
+
+    Then it is measured again too: figures from two times on a machine are not compared.
+    """
+    winner = winning(trials, budget, horizon)
+    again = any(t.plan.neutral and t.purpose is Purpose.CONFIRM for t in trials)
+    if winner is None or winner.purpose is not Purpose.CONFIRM or again:
+        return False
+    as_is = next((t for t in ranked(trials, budget, horizon) if t.plan.neutral), None)
+    return as_is is not None and _speed(as_is, horizon) > _speed(winner, horizon)
 
 
 def kept(trial: TrialRecord) -> Plan:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NOISE = 2.0
+"""Times what rounding to bf16 once does to a model's gradients, that lower precision may do."""
+MOST = 0.7
+"""However noisy they are: gradients that are lost, or twice as large, differ by 1."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
@@ -44,3 +49,5 @@ class Trace:
     start: str
     """Sketch of the first root's parameters before its first call, in one row."""
     steps: tuple[TracedStep, ...]
+    sensitivity: float = 0.0
+    """Relative difference that rounding to bf16 once made of the gradients; 0 if not looked at."""

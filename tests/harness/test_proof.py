@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.facts import describe
-from autofit.worker.harness.proof import prove, remember
+from autofit.worker.harness.proof import ROUNDING, prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
@@ -191,3 +192,62 @@ def test_a_plan_is_measured_where_one_sample_does_not_fit_without_it(tmp_path: P
     assert report.verdict is Verdict.MEASURED, report.reason
     assert report.measurement is not None
     assert report.measurement.peak_device < 75 << 20
+
+
+class Normalised(nn.Module):
+    """Residual blocks under BatchNorm, whose gradients rounding moves by tens of per cent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(16, 16, 3, padding=1, bias=False),
+                nn.BatchNorm2d(16),
+                nn.ReLU(),
+                nn.Conv2d(16, 16, 3, padding=1, bias=False),
+                nn.BatchNorm2d(16),
+            )
+            for _ in range(12)
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = torch.relu(x + block(x))
+            if index in (2, 5, 8):
+                x = nn.functional.max_pool2d(x, 2)
+        output: torch.Tensor = self.head(x.mean((2, 3)))
+        return output
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0, 0.0])
+def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
+    calls: Calls, times: float
+) -> None:
+    """Not more: gradients twice as large are refused, or none."""
+    torch.manual_seed(0)
+    module, images = Normalised(), torch.rand(16, 3, 8, 8)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
+    before = {name: (value.clone(), value._version) for name, value in state(module).items()}
+    undo = held.around_forward(lambda forward: lambda x: times * forward(x))
+    with nullcontext() if times == 1.0 else pytest.raises(Refused, match=r"differ|is there"):
+        prove(held, plan, (images,), {}, facts)
+    undo()
+    if times:
+        assert held.difference is not None
+        assert held.sensitivity is not None
+        assert held.difference > ROUNDING
+        assert 0.1 < held.sensitivity < 0.5
+    held.take_back()
+    for name, (value, version) in before.items():
+        assert torch.equal(state(module)[name], value), name
+        if isinstance(state(module)[name], nn.Parameter):
+            assert state(module)[name]._version == version, "an open graph may need it"
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

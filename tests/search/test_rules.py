@@ -12,7 +12,7 @@ from autofit.exceptions import UsageError
 from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.proposing import within_reach
-from autofit.results import rivals, winning
+from autofit.results import overtaken, rivals, winning
 from autofit.rules import closest, culprit, dominated, judged, tainted
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Purpose, TrialRecord
@@ -358,6 +358,28 @@ def test_within_the_noise_the_leaner_plan_is_kept(
     assert winning([*search, *again], 100) is again[1]
     slow = measured(HALF, 1.05, 90, Purpose.CONFIRM)
     assert winning([*search, again[0], slow], 100) is again[0]
+
+
+def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
+    ended: Ended, measurement: Callable[..., Measurement]
+) -> None:
+    def measured(plan: Plan, seconds: float, purpose: Purpose = Purpose.SEARCH) -> TrialRecord:
+        trial = ended(plan, verdict=Verdict.MEASURED)
+        assert trial.report is not None
+        report = replace(trial.report, measurements=(measurement(8, seconds, 50),))
+        return replace(trial, report=report, purpose=purpose)
+
+    search = [measured(BF16, 0.5), measured(Plan(), 1.0)]
+    assert not overtaken(search, 100), "nothing was measured again"
+    as_expected = measured(BF16, 0.9, Purpose.CONFIRM)
+    assert not overtaken([*search, as_expected], 100)
+    slower = measured(BF16, 1.2, Purpose.CONFIRM)
+    assert overtaken([*search, slower], 100)
+    slower_too = measured(Plan(), 1.3, Purpose.CONFIRM)
+    assert not overtaken([*search, slower, slower_too], 100)
+    assert winning([*search, slower, slower_too], 100) is slower
+    as_is = measured(Plan(), 1.1, Purpose.CONFIRM)
+    assert winning([*search, slower, as_is], 100) is as_is
 
 
 def _fields(root: RootFacts) -> dict[str, object]:

@@ -7,8 +7,8 @@ a split batch is joined is proven apart (``probe``), whenever a new structure of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -38,6 +38,7 @@ from autofit.worker.harness.probe import (
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.sharded import gathered, is_sharded
 from autofit.worker.oom import Kind, classify
+from autofit.worker.traces import MOST, NOISE
 
 Effects = tuple[Digest, dict[str, Any]]
 """A call's gradients, and what it moved in the model."""
@@ -52,7 +53,7 @@ ROUNDING = 0.25
 """Relative difference of all gradients together that bf16 may make at random initialisation.
 
 bf16 keeps 8 bits; through tens of layers a few per cent are usual, a strategy that loses a
-gradient is off by far more.
+gradient is off by far more. Under BatchNorm it may be more: see ``_sensitivity``.
 """
 
 
@@ -86,21 +87,23 @@ def prove(
 
 def remember(root: HarnessRoot, plan: Plan) -> None:
     """Take down that ``plan`` has kept its promise on ``root``, and what that has shown of it."""
-    root.known.put(root.casts, PLAN, _shown(plan).changes)
+    root.known.put((root.casts, root.sensitivity), PLAN, _shown(plan).changes)
 
 
 def is_known(root: HarnessRoot, plan: Plan) -> bool:
     """Return whether ``plan`` has kept its promise on ``root``, here or in an earlier launch."""
-    casts = root.known.get(PLAN, _shown(plan).changes)
-    root.casts = root.casts or bool(casts)
-    return casts is not None
+    if (shown := root.known.get(PLAN, _shown(plan).changes)) is None:
+        return False
+    casts, sensitivity = shown
+    root.casts = root.casts or casts
+    root.sensitivity = root.sensitivity or sensitivity
+    return True
 
 
 def _prove(
     root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
     """Apply ``plan`` and compare; ``call``: how it differs from the script's own."""
-    shown = _shown(plan)
     unsized = plan.unsized
     root.take_back()
     try:
@@ -108,14 +111,14 @@ def _prove(
             root.apply(unsized)
         else:
             expected, found = _beside_plain(root, unsized, batch, call)
-            _compare(root, _shown(unsized), facts, found, expected)
+            _compare(root, unsized, facts, found, expected, batch)
         if unsized == plan:
             return
         # Beside the rest of the plan, which has just been proven.
         some = _samples(batch, _chunk(plan, batch))
         expected = _applied(root, some)
         root.apply(plan)
-        _compare(root, shown, facts, _gradients(root, root.forward, some), expected)
+        _compare(root, plan, facts, _gradients(root, root.forward, some), expected, batch)
     except RuntimeError as failure:
         if "use_reentrant" not in str(failure):
             raise
@@ -185,7 +188,7 @@ def _ways(root: HarnessRoot) -> list[Way]:
     memory runs out in the middle of it, its ranks do not come together again.
     """
     fewest = 2 if root.facts is not None and root.facts.batch_norm else 1
-    few: Way = ("plain", SAMPLES, nullcontext)
+    few: Way = ("plain", _few(root), nullcontext)
     on_host: Way = ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
     if is_sharded(root.module):
         return [few if root.whole_fits else on_host]
@@ -230,10 +233,24 @@ def _try_beside_plain(
         return None, error
 
 
+def _few(root: HarnessRoot) -> int:
+    """Return the samples that tell enough: statistics of very few are noise themselves."""
+    return 4 * SAMPLES if root.facts is not None and root.facts.batch_norm else SAMPLES
+
+
 def _compare(
-    root: HarnessRoot, plan: Plan, facts: Facts, under: Effects, expected: Effects
+    root: HarnessRoot,
+    applied: Plan,
+    facts: Facts,
+    under: Effects,
+    expected: Effects,
+    batch: Batch,
 ) -> None:
-    """Raise ``Refused`` unless gradients and model change as closely as ``plan`` allows."""
+    """Raise ``Refused`` unless gradients and model change as closely as ``applied`` allows.
+
+    ``batch``: the call it is shown on.
+    """
+    plan = _shown(applied)
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
     (found, moved), (gradients, once) = under, expected
@@ -245,11 +262,62 @@ def _compare(
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
+    if rounding and error > ROUNDING / 2 and root.sensitivity is None:
+        root.sensitivity = _sensitivity(root, applied, batch)
+    if rounding and root.sensitivity is not None:
+        allowed = max(allowed, min(NOISE * root.sensitivity, MOST))
     if error > allowed:
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
             blamed,
         )
+
+
+def _sensitivity(root: HarnessRoot, plan: Plan, batch: Batch) -> float:
+    """Return the relative difference that rounding to bf16 makes, once and before all else.
+
+    Of weights and inputs; the computation stays the script's own. What a model does to so small a
+    difference it does to that of any lower precision: BatchNorm at random initialisation makes tens
+    of per cent of it. None where the samples do not fit twice, or ranks would have to meet.
+    """
+    if is_sharded(root.module):
+        return 0.0
+    root.take_back()
+    samples = _samples(batch, _few(root))
+    try:
+        plain, _ = _gradients(root, root.plain, samples)
+        with _rounded(root.module.parameters()):
+            leaves = [_to_bf16(leaf) for leaf in samples.leaves]
+            moved, _ = _gradients(root, root.plain, Batch(leaves, samples.spec))
+        return mean_difference(moved, plain)
+    except Exception as error:
+        if classify(error).kind is not Kind.OOM:
+            raise
+        clear_frames(error.__traceback__)
+        return 0.0
+    finally:
+        root.apply(plan)
+
+
+@contextmanager
+def _rounded(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it float32 parameters hold no more than bf16 does; autograd notices nothing."""
+    wide = [each.data for each in parameters if each.dtype is torch.float32]
+    kept = [each.to("cpu", copy=True) for each in wide]
+    try:
+        for each in wide:
+            each.copy_(_to_bf16(each))
+        yield
+    finally:
+        for each, values in zip(wide, kept, strict=True):
+            each.copy_(values)
+
+
+def _to_bf16(leaf: Any) -> Any:
+    """Return a float32 tensor rounded to bf16, in float32 again; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
+        return leaf
+    return leaf.bfloat16().float().requires_grad_(leaf.requires_grad)
 
 
 def _shown(plan: Plan) -> Plan:

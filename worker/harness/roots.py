@@ -64,6 +64,8 @@ class HarnessRoot:
         """What a few samples of the present call do without a plan, once that was computed."""
         self.difference: float | None = None
         """Of the gradients under the plan from the plain ones, when that was proven last."""
+        self.sensitivity: float | None = None
+        """What rounding to bf16 does to its gradients, relative, where a proof has looked."""
         self.proofs = 0
         """How often something was proven of it: that takes time and memory of its own."""
         self.plan = Plan()

@@ -171,6 +171,10 @@ class Session:
         before, self._proofs = self._proofs, sum(root.proofs for root in self.roots)
         return self._proofs > before
 
+    def sensitivity(self) -> float:
+        """Return what rounding does to the gradients of a root, at most, as proofs have found."""
+        return max((root.sensitivity or 0.0 for root in self.roots), default=0.0)
+
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
         known = self.known.of(len(self.roots), module)

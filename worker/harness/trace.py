@@ -236,7 +236,7 @@ class Tracer:
         self._before.clear()
         self._sketcher = None
 
-    def result(self) -> Trace | None:
+    def result(self, sensitivity: float = 0.0) -> Trace | None:
         """Return the trace of the whole steps so far; ``None`` when there are none."""
         if not self._steps or self._start is None or not self._described:
             return None
@@ -251,6 +251,7 @@ class Tracer:
             buckets=shape_of(len(rows))[1],
             start=pack([self._start]),
             steps=tuple(self._packed(step) for step in self._steps),
+            sensitivity=sensitivity,
         )
 
     def _packed(self, step: _Step) -> TracedStep:

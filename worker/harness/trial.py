@@ -494,6 +494,6 @@ class Trial(RankedSession):
         if self._tracer.steps == 0:
             return
         self._tracer.stop()
-        trace = self._tracer.result()
+        trace = self._tracer.result(self.sensitivity())
         if trace is not None and self._traced == self.index:
             self.tell(Traced(index=self.index, trace=trace))
