@@ -34,6 +34,8 @@ def lines(result: Result, *, storage: str | None = None) -> list[str]:
 
 def _against_baseline(result: Result) -> str:
     same = SAME[result.fidelity]
+    if result.plan.neutral and result.trials == 1:
+        return "No other plan was measured: nothing to change."
     if result.plan.neutral:
         return "As it is the script is the fastest of what was tried: nothing to change."
     if result.baseline is None:

@@ -8,7 +8,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.records import LaunchRequest, Learned, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -58,3 +58,31 @@ def test_what_the_first_size_shows_of_the_script_refuses_the_next(tmp_path: Path
     (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
     assert (report.verdict, report.blamed) == (Verdict.REFUSED, "gradient_release")
     assert report.reason == "a gradient that the script has set to zero counts as one"
+
+
+ACCUMULATED = """\
+import torch
+from torch import nn
+
+net = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(100):
+    for part in range(4):
+        (net(torch.randn(4, 8)).square().mean() / 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_is_known_of_a_step_is_known_of_all_its_calls(tmp_path: Path) -> None:
+    """Not first that it was one, which would be told to people and believed by the search."""
+    (tmp_path / "train.py").write_text(ACCUMULATED)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan(),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60.0,
+    )
+    learned = [event.facts for event in launch(request) if isinstance(event, Learned)]
+    assert {(f.calls_per_step, f.effective_batch) for f in learned if f.stepped} == {(4, 16)}

@@ -58,6 +58,8 @@ class Session:
         self.facts = Facts()
         self.phase = OUTSIDE
         """What the script was doing when it was last heard of; where an error came from."""
+        self.first_calls = 0
+        """Of the first root, in this step, where they are counted."""
         self.steps = 0
         """Optimizer steps of the leading optimizer: the first that stepped."""
         self.away: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -251,7 +253,13 @@ class Session:
         before = self.facts.optimizers if self.facts.stepped else ()
         if name not in before:
             optimizers = (*before, name)
-            self._learn(optimizers=optimizers, stepped=True, framework=learn.framework())
+            calls = max(1, self.first_calls) if self.steps == 0 else self.facts.calls_per_step
+            self._learn(
+                optimizers=optimizers,
+                stepped=True,
+                framework=learn.framework(),
+                calls_per_step=calls,
+            )
         self._leader = self._leader or id(optimizer)
         if id(optimizer) != self._leader:
             return

@@ -87,7 +87,6 @@ class Trial(RankedSession):
         self.reads.start()
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
-        self._calls = 0  # of the first root, in this step
         self._open = 0
         """Calls of all roots since the last backward pass: their graphs stand."""
         self._caught = False
@@ -131,7 +130,7 @@ class Trial(RankedSession):
 
     def _is_fresh(self) -> bool:
         """Return whether the script is in the first call of its only root so far."""
-        first_call = self._calls <= 1 and self.phase == "forward"
+        first_call = self.first_calls <= 1 and self.phase == "forward"
         return self.steps == 0 and len(self.roots) == 1 and first_call
 
     def _sizes(self, plan: Plan) -> Schedule:
@@ -394,7 +393,7 @@ class Trial(RankedSession):
         if self._schedule is None:
             self._schedule = self._plans()
             self._advance()
-        self._calls += root is self.roots[0]
+        self.first_calls += root is self.roots[0]
 
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a call, traced if it is in one of the first steps."""
@@ -437,7 +436,7 @@ class Trial(RankedSession):
         stage = self._stage
         if stage is not None:
             self._close_step(stage, time.perf_counter() - self._clock)
-        self._losses, self._calls, self._open = [], 0, 0
+        self._losses, self.first_calls, self._open = [], 0, 0
         self.seams.data_seconds = 0.0
         self._clock = time.perf_counter()
 
@@ -450,7 +449,7 @@ class Trial(RankedSession):
             seconds=seconds,
             wait=self.seams.data_seconds,
             losses=tuple(losses),
-            calls=self._calls,
+            calls=self.first_calls,
             proven=self.proven(),
             compiled=self._compiled > compiled,
             shortage=stage.shortage,
