@@ -18,6 +18,11 @@ BY_HAND = {
     Memory.WORKSPACE: "a smaller batch in the script, or that work inside the model's forward",
 }
 """What the user can do where no technique is left."""
+TAKEN = {
+    Memory.WEIGHTS: ("weights", "a smaller model, or less data on the device"),
+    Memory.OPTIMIZER_STATE: ("optimizer", "a smaller model, or an optimizer without state (SGD)"),
+}
+"""The same where the plan has a level of that strategy already."""
 
 PROCESS = "the process"
 """Phase of a process that was killed, and could not say where it was."""
@@ -46,13 +51,16 @@ def advice(found: OutOfMemory, plan: Plan, ground: Ground) -> str:
     short = lacking(found)
     reach = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
     left = list(_left(reach, plan, ground))
+    by_hand = BY_HAND[short]
+    if short in TAKEN and plan[TAKEN[short][0]] != AS_IS:
+        by_hand = TAKEN[short][1]
     if short is Memory.WORKSPACE:
         leads = "splitting the batch does not reach what is computed outside the model"
         room = f"; {_either(left)} would leave it more room" if left else ""
-        return f"{leads}{room}; else {BY_HAND[short]}"
+        return f"{leads}{room}; else {by_hand}"
     if left:
         return f"{_either(left)} would lower its {reach}"
-    return f"no technique lowers its {reach} further; what is left is {BY_HAND[short]}"
+    return f"no technique lowers its {reach} further; what is left is {by_hand}"
 
 
 def lacking(found: OutOfMemory) -> Memory:

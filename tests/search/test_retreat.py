@@ -138,6 +138,15 @@ def test_only_levels_that_lower_what_is_missing_help() -> None:
     assert static.isdisjoint({"checkpointing", "loss", "sequence_length"})
 
 
+def test_nobody_is_advised_what_the_plan_has() -> None:
+    short = OutOfMemory(phase="optimizer step", message="no memory")
+    ground = replace(GROUND, facts=replace(FACTS, optimizers=("Lamb",)), allow=Fidelity.EXACT)
+    assert "8-bit Adam" in advice(short, Plan(), ground)
+    said = advice(short, Plan.of({"optimizer": "eight_bit"}), ground)
+    assert "8-bit" not in said
+    assert said.endswith("what is left is a smaller model, or an optimizer without state (SGD)")
+
+
 def rungs_of_static(plan: Plan, ground: Ground) -> set[str]:
     """Return the strategies of the rungs that lower more than activations."""
     big = replace(ROOT, parameters=1 << 20, parameter_bytes=4 << 20, trainable=1 << 20)
