@@ -125,13 +125,12 @@ def test_a_search_killed_half_way_leaves_nothing(home: Home) -> None:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "no trial was seen to write"
             time.sleep(0.2)
-        killed = process.poll() is None
+        killed = process.poll() is None and bool(running(home))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    assert killed
-    assert running(home), "it was killed half-way"
+    assert killed, "it was half-way"
     deadline = time.monotonic() + 60
     while contained(home):
         assert time.monotonic() < deadline, "a trial's scratch folder is left"
