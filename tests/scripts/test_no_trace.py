@@ -121,11 +121,11 @@ def test_a_search_killed_half_way_leaves_nothing(home: Home) -> None:
     killed = False
     try:
         deadline = time.monotonic() + 240
-        while not any(written(path) for path in contained(home)):
+        while not (any(written(path) for path in contained(home)) and running(home)):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "no trial was seen to write"
             time.sleep(0.2)
-        killed = process.poll() is None and bool(running(home))
+        killed = process.poll() is None
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
