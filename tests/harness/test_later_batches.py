@@ -1,4 +1,4 @@
-"""A trial of a script whose later batches cannot be split, unlike the first."""
+"""What the first steps of a trial do not show: batches that cannot be split, calls, zeros."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Learned, Script, TrialReport, Verdict
+from autofit.worker.records import (
+    LaunchEvent,
+    LaunchRequest,
+    Learned,
+    Script,
+    TrialReport,
+    Verdict,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -31,6 +38,19 @@ def test_a_split_that_later_batches_do_not_allow_is_refused(tmp_path: Path) -> N
     assert whole.verdict is Verdict.MEASURED
 
 
+def measured(folder: Path, script: str, plan: Plan) -> list[LaunchEvent]:
+    """Measure a plan of a script given as text."""
+    (folder / "train.py").write_text(script)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(folder)),
+        plans=(plan,),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60.0,
+    )
+    return list(launch(request))
+
+
 ZEROED = """\
 import torch
 from torch import nn
@@ -47,15 +67,9 @@ for step in range(100):
 
 def test_what_the_first_size_shows_of_the_script_refuses_the_next(tmp_path: Path) -> None:
     """A gradient set to zero counts as one: no step in backward would know it."""
-    (tmp_path / "train.py").write_text(ZEROED)
-    request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan.of({"gradient_release": "released", "micro_batch": "auto"}),),
-        device="cpu",
-        budget=1 << 30,
-        timeout=60.0,
-    )
-    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    plan = Plan.of({"gradient_release": "released", "micro_batch": "auto"})
+    heard = measured(tmp_path, ZEROED, plan)
+    (report,) = [event for event in heard if isinstance(event, TrialReport)]
     assert (report.verdict, report.blamed) == (Verdict.REFUSED, "gradient_release")
     assert report.reason == "a gradient that the script has set to zero counts as one"
 
@@ -76,13 +90,6 @@ for step in range(100):
 
 def test_what_is_known_of_a_step_is_known_of_all_its_calls(tmp_path: Path) -> None:
     """Not first that it was one, which would be told to people and believed by the search."""
-    (tmp_path / "train.py").write_text(ACCUMULATED)
-    request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan(),),
-        device="cpu",
-        budget=1 << 30,
-        timeout=60.0,
-    )
-    learned = [event.facts for event in launch(request) if isinstance(event, Learned)]
+    heard = measured(tmp_path, ACCUMULATED, Plan())
+    learned = [event.facts for event in heard if isinstance(event, Learned)]
     assert {(f.calls_per_step, f.effective_batch) for f in learned if f.stepped} == {(4, 16)}
