@@ -251,3 +251,15 @@ def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def test_a_rank_does_not_look_for_itself(calls: Calls) -> None:
+    """The model may communicate in forward, and other ranks see no reason to look."""
+    torch.manual_seed(0)
+    module, images = Normalised(), torch.rand(16, 3, 8, 8)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    facts = Facts(roots=(held.facts,), world_size=2)
+    with pytest.raises(Refused, match="the gradients differ"):
+        prove(held, Plan.of({"precision": "bf16"}), (images,), {}, facts)
+    assert held.sensitivity is None

@@ -262,7 +262,8 @@ def _compare(
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
-    if rounding and error > ROUNDING / 2 and root.sensitivity is None:
+    alone = facts.world_size == 1  # others would not look, and the model may communicate
+    if rounding and alone and error > ROUNDING / 2 and root.sensitivity is None:
         root.sensitivity = _sensitivity(root, applied, batch)
     if rounding and root.sensitivity is not None:
         allowed = max(allowed, min(NOISE * root.sensitivity, MOST))
@@ -278,10 +279,8 @@ def _sensitivity(root: HarnessRoot, plan: Plan, batch: Batch) -> float:
 
     Of weights and inputs; the computation stays the script's own. What a model does to so small a
     difference it does to that of any lower precision: BatchNorm at random initialisation makes tens
-    of per cent of it. None where the samples do not fit twice, or ranks would have to meet.
+    of per cent of it. None where the samples do not fit.
     """
-    if is_sharded(root.module):
-        return 0.0
     root.take_back()
     samples = _samples(batch, _few(root))
     try:
