@@ -33,6 +33,7 @@ __all__ = [
     "classify_text",
     "first_cause",
     "oom_kills",
+    "pressed",
 ]
 
 
@@ -239,13 +240,20 @@ def oom_kills() -> int:
     return 0
 
 
+def pressed(emptied: Iterable[bool]) -> bool:
+    """Return whether the allocator emptied its cache in two steps in a row.
+
+    ``emptied``: whether it did, step by step.
+    """
+    return any(one and two for one, two in itertools.pairwise(emptied))
+
+
 def classify_retries(retries: Sequence[int]) -> Diagnosis:
     """Return a suspect when the allocator emptied its cache in two steps in a row.
 
     ``retries``: ``Meter.retries()`` after each step, oldest first.
     """
-    grew = [later > earlier for earlier, later in itertools.pairwise(retries)]
-    if any(one and two for one, two in itertools.pairwise(grew)):
+    if pressed(later > earlier for earlier, later in itertools.pairwise(retries)):
         return Diagnosis(Kind.SUSPECT, "allocator retries", None, "the allocator keeps retrying")
     return NOTHING
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.facts import Facts
 from autofit.units import format_size
+from autofit.worker import oom
 from autofit.worker.meter import Meter, Peak
 from autofit.worker.records import Measurement, OutOfMemory
 
@@ -111,7 +111,7 @@ class Stage:
 
     def figures(self, meter: Meter, compiled: float) -> Figures:
         """Return this rank's; ``compiled``: seconds spent compiling by now."""
-        pressed = any(one.retried and two.retried for one, two in pairwise(self.window))
+        pressed = oom.pressed(step.retried for step in self.window)
         retries = meter.retries() - self.retries
         return meter.peak().worst(self.peak), retries, compiled - self.compiled, pressed
 
