@@ -104,12 +104,14 @@ def choose(situation: Situation) -> Prospect | None:
     """Return the prospect to measure next; ``None`` when none is worthwhile.
 
     A launch that asks goes on with its own plans, unless one of another promises ``LEAVE`` times
-    as much.
+    as much, and with those that fix no more than the plans before.
     """
     found = prospects(situation)
     worthwhile = [each for each in found if situation.best is None or each.gain >= GAIN]
     fixed = situation.fixed
     if fixed is None or not worthwhile:
         return next(iter(worthwhile), None)
-    here = next((each for each in worthwhile if each.plan.fixed == fixed), None)
-    return here if here is not None and LEAVE * here.gain >= worthwhile[0].gain else None
+    enough = worthwhile[0].gain / LEAVE
+    stays = [each for each in worthwhile if each.gain >= enough and each.plan.follows(fixed)]
+    alike = [each for each in stays if each.plan.fixed == fixed]  # so that neither shuts one out
+    return next(iter(alike or stays), None)

@@ -13,8 +13,8 @@ from typing import Self
 from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
-from autofit.exceptions import NothingFits, ScriptError, UsageError, WorkerError
-from autofit.flight import Doubt, Flight, in_turn
+from autofit.exceptions import NothingFits, ScriptError, WorkerError
+from autofit.flight import Doubt, Flight, Flights, in_turn
 from autofit.ledger import Ledger
 from autofit.muster import muster
 from autofit.plan import Plan
@@ -35,11 +35,8 @@ from autofit.storage import (
     Purpose,
     State,
     Store,
-    StudyKey,
-    StudyRecord,
     TrialRecord,
 )
-from autofit.strategies import Hardware
 from autofit.worker.pool import Pool
 from autofit.worker.records import (
     Answer,
@@ -89,13 +86,14 @@ class Search:
         self._tell = listener
         self._owner = Owner.current()
         self._started = time.monotonic()
-        self._flights: dict[int, Flight] = {}
+        self._flights = Flights()
         self._broken: Counter[tuple[Plan, Purpose]] = Counter()
         """Workers lost, by what ran there."""
         self._on_end = 0
         self._safe_steps = 0
         self._ahead: set[int] = set()  # slots on which a launch was started before its plan
         self._spared = False  # one of them for the last word
+        self._served: object = None  # what was known when launches that wait were last answered
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -123,7 +121,7 @@ class Search:
     def run(self) -> Result:
         """Search, confirm the winner, return it."""
         ledger = self._ledger
-        self._drive(self._propose)
+        self._drive(self._proposer.next)
         ledger.require_baseline()
         if not ledger.ranked():
             asked = self._options.timeout if ledger.late() else None
@@ -141,19 +139,9 @@ class Search:
         self._crew = muster(options, self._stack)
         device, hardware = self._crew.device, self._crew.hardware
         budget = studies.budget(self._crew.free, hardware, options.memory, options.headroom)
-        key = studies.key(options, hardware)
         self._device = device
         self._store = self._stack.enter_context(Store(options.storage))
-        study = self._open_study(key, hardware, budget, fresh=options.fresh)
-        if (other := self._store.holder(study)) is not None:
-            raise UsageError(
-                f"process {other.pid} on {other.host} is searching this study already:"
-                " wait for it, or start another with --fresh"
-            )
-        self._store.reclaim(study)
-        before = self._store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
-        if not options.fresh and endings.failed(before):  # there is nothing to carry on
-            study, before = self._open_study(key, hardware, budget, fresh=True), ()
+        study, before = studies.taken(self._store, options, hardware, budget, self._crew.versions)
         self._tell(studies.opened(study, options, devices=self._crew.devices, resumed=len(before)))
         for line in (*options.lines, *self._crew.lines):
             self._tell(Line(text=line))
@@ -164,27 +152,11 @@ class Search:
             self._ledger.announce(number, trial, slot=0)
         self._proposer = Proposer(self._ledger, hardware)
 
-    def _open_study(
-        self, key: StudyKey, hardware: Hardware, budget: int, *, fresh: bool
-    ) -> StudyRecord:
-        return self._store.open_study(
-            key,
-            script=self._options.script,
-            hardware=hardware,
-            budget=budget,
-            versions=self._crew.versions,
-            fresh=fresh,
-        )
-
     def _workers(self) -> Pool:
         """Return the pool, started when the first launch needs it."""
         return self._crew.workers(self._stack)
 
     # --- driving ---------------------------------------------------------------------------
-
-    def _propose(self, fixed: Plan | None, *, fresh: bool = False) -> Plan | None:
-        """Return the plan to measure next, in a launch with this fixed part or in a new one."""
-        return self._proposer.next(fixed, fresh=fresh)
 
     def _drive(
         self, propose: Callable[[Plan | None], Plan | None], purpose: Purpose = Purpose.SEARCH
@@ -196,12 +168,12 @@ class Search:
             if purpose is Purpose.SEARCH:
                 self._serve()
             for slot in self._crew.idle(self._flights):
-                if (plan := propose(None)) is None:
+                if self._flights.asking or (plan := propose(None)) is None:
                     break
                 self._launch(slot, plan, purpose)
             if purpose is Purpose.SEARCH:
                 self._look_ahead()
-            if all(flight.asking for flight in self._flights.values()):
+            if len(self._flights.waiting) == len(self._flights):
                 return
             for slot, happening in self._workers().events(timeout=HEARTBEAT):
                 self._hear(slot, happening)
@@ -226,9 +198,19 @@ class Search:
         if self._proposer.awaiting():
             for slot in set(idle) - self._ahead:
                 self._start_ahead(slot, Flight([]))
-        elif len(idle) > 1 and ranked and not self._spared:
-            self._spared = True
+            return
+        waiting = self._flights.waiting
+        if len(idle) + len(waiting) < 2 or not ranked or self._spared:
+            return
+        unused = [flight for flight in waiting.values() if not flight.trials]
+        self._spared = bool(unused or idle)
+        if unused:
+            unused[0].spare = True
+        elif idle:
             self._start_ahead(idle[-1], Flight([], ahead=ranked[0].plan.fixed, spare=True))
+        elif not self._flights.ending:
+            slot, flight = next(iter(waiting.items()))
+            self._give(slot, flight, None, Purpose.SEARCH)
 
     def _start_ahead(self, slot: int, flight: Flight) -> None:
         self._ahead.add(slot)
@@ -238,24 +220,36 @@ class Search:
         self._flights[slot] = flight
 
     def _serve(self) -> None:
-        """Answer launches that wait for a plan."""
-        for slot, flight in self._flights.items():
-            if flight.asking is not None:
-                self._answer(slot, flight, flight.asking)
+        """Answer launches that wait for a plan, where there may be another answer than before."""
+        before, self._served = self._served, self._proposer.known()
+        if before == self._served:
+            return
+        for slot, flight in self._flights.waiting.items():
+            assert flight.asking is not None, "it waits"
+            self._answer(slot, flight, flight.asking)
 
     def _answer(self, slot: int, flight: Flight, asking: Asking) -> None:
         """Give a launch that asks its next plan; none where its weights may be spoilt."""
-        plan = None
-        if flight.purpose is Purpose.SEARCH and not flight.spoilt:
-            plan = self._propose(flight.fixed, fresh=asking.fresh)
-        if plan is None and not flight.trials and (flight.spare or self._proposer.awaiting()):
-            flight.asking = asking  # there may be one later
-        else:
+        plan, more = None, flight.purpose is Purpose.SEARCH and not flight.spoilt
+        if more and not flight.spare:
+            plan = self._proposer.next(flight.fixed, fresh=asking.fresh)
+        flight.asking = asking
+        if plan is not None or not more or not self._waits(flight):  # there may be one later
             self._give(slot, flight, plan, flight.purpose)
+
+    def _waits(self, flight: Flight) -> bool:
+        """Return whether a launch for which there is no plan now is kept: a start is saved.
+
+        While others run, unless the slot is wanted for a plan that none of the launches can have.
+        """
+        if not flight.trials and (flight.spare or self._proposer.awaiting()):
+            return True
+        wanted = not self._flights.ending and not self._crew.idle(self._flights)
+        return self._flights.busy and not (wanted and self._proposer.wants_launch())
 
     def _give(self, slot: int, flight: Flight, plan: Plan | None, purpose: Purpose) -> None:
         """Tell a launch that has asked which plan is next; it ends where there is none."""
-        flight.asking = None
+        flight.asking, flight.over = None, plan is None
         if plan is not None:
             flight.trials.append(self._begin(plan, flight.launch, purpose))
         fits = self._ledger.baseline() is Verdict.MEASURED
@@ -489,7 +483,8 @@ class Search:
             before = self._undone()
             left = [plan for plan in plans if not self._ledger.confirmations(plan)]
             for slot, flight in self._flights.items():  # those that wait
-                alike = next((plan for plan in left if plan.fixed == flight.fixed), None)
+                unused = () if flight.trials else left
+                alike = next((plan for plan in unused if plan.follows(flight.fixed)), None)
                 left = [plan for plan in left if plan != alike]
                 self._give(slot, flight, alike, Purpose.CONFIRM)
             self._drive(in_turn(left), Purpose.CONFIRM)

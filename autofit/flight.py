@@ -1,4 +1,4 @@
-"""A launch under way, as the controller keeps track of it."""
+"""The launches under way, as the controller keeps track of them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,18 @@ class Flight:
     """It was started ahead for the last word, and waits as long as the search does."""
     asking: Asking | None = None
     """It waits for a plan."""
+    over: bool = False
+    """It has been told that there is no other, and ends."""
 
     @property
     def fixed(self) -> Plan:
-        """What all its plans share."""
-        return self.trials[0].plan.fixed if self.trials else self.ahead
+        """What the plan to come must follow."""
+        return self.trials[-1].plan.fixed if self.trials else self.ahead
+
+    @property
+    def about_to_ask(self) -> bool:
+        """Whether it has measured what it was given, and will ask for more in a moment."""
+        return 0 < len(self.trials) == self.reported and not (self.over or self.asking)
 
     @property
     def purpose(self) -> Purpose:
@@ -60,6 +67,30 @@ class Flight:
     def doubt(self, doubt: Doubt) -> None:
         """Put a trial off until the launch has ended."""
         self.doubted, self.spoilt = doubt, True
+
+
+class Flights(dict[int, Flight]):
+    """The launches under way, by their slots."""
+
+    @property
+    def asking(self) -> bool:
+        """Whether one is about to ask for a plan, which needs no start."""
+        return any(flight.about_to_ask for flight in self.values())
+
+    @property
+    def ending(self) -> bool:
+        """Whether a slot is about to be free."""
+        return any(flight.over for flight in self.values())
+
+    @property
+    def waiting(self) -> dict[int, Flight]:
+        """Those that wait for a plan."""
+        return {slot: flight for slot, flight in self.items() if flight.asking is not None}
+
+    @property
+    def busy(self) -> bool:
+        """Whether one runs, of which something may be learned."""
+        return any(flight.asking is None and not flight.over for flight in self.values())
 
 
 def in_turn(plans: Iterable[Plan]) -> Callable[[Plan | None], Plan | None]:

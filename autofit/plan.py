@@ -93,6 +93,15 @@ class Plan:
         """
         return type(self)(tuple((s.name, level) for s, level in self if not s.level(level).undo))
 
+    def follows(self, fixed: Plan) -> bool:
+        """Return whether this plan can be measured in a launch whose plans so far share ``fixed``.
+
+        It has that, and no more but what can be put in place in a running process.
+        """
+        own, given = set(self.fixed.changes), set(fixed.changes)
+        more = own - given
+        return given <= own and all(strategies.get(name).level(each).late for name, each in more)
+
     @property
     def unsized(self) -> Self:
         """This plan without what is made for one size of batch."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from autofit import strategies
-from autofit.choice import Situation
+from autofit.choice import Situation, choose
 from autofit.footing import Footing, following, footings, sets_within
 from autofit.ledger import Ledger
 from autofit.plan import Plan
@@ -63,6 +63,22 @@ class Proposer:
         ``fixed``: the ``Plan.fixed`` of the launch that asks; ``None`` for a new launch. ``fresh``:
         nothing has run in the one that asks, so that the plan comes first in its process.
         """
+        found = self._next(fixed, fresh=fresh)
+        return self._ledger.mirror.ask(found) if isinstance(found, Situation) else found
+
+    def known(self) -> tuple[Hashable, ...]:
+        """Return what proposals depend on: while that stays equal, so do they."""
+        study, running = self._ledger.study, self._ledger.running()
+        flying = frozenset(trial.plan for trial in running)
+        return len(self._ledger.finished()), flying, study.facts, study.left_out
+
+    def wants_launch(self) -> bool:
+        """Return whether there is a plan to measure in a new launch."""
+        found = self._next(None, fresh=False)
+        return choose(found) is not None if isinstance(found, Situation) else found is not None
+
+    def _next(self, fixed: Plan | None, *, fresh: bool) -> Plan | Situation | None:
+        """Return the plan to measure next, or of what it is to be chosen."""
         ledger = self._ledger
         finished, flying = ledger.finished(), {trial.plan for trial in ledger.running()}
         if self._spent(len(finished) + len(flying)):
@@ -87,23 +103,21 @@ class Proposer:
         candidates = [plan for plan in untried if dominated(plan, finished, batch) is None]
         core = [plan for plan in space.plans() if plan in candidates]
         if (first := self._leading(core)) is not None:
-            here = fixed is None or (fresh and first.fixed == fixed)
+            here = fixed is None or (fresh and first.follows(fixed))
             out = first in flying  # in small parts, in a launch that began a moment ago
             return first if here and not out else None  # what others are compared with comes first
         if fixed is not None and not fresh:
             candidates = [plan for plan in candidates if plan not in ledger.alone]
-        return ledger.mirror.ask(
-            Situation(
-                candidates=tuple(candidates),
-                waiting=tuple(plan for plan in untried if waits(plan, finished)),
-                finished=finished,
-                flying=tuple(flying),
-                facts=ledger.study.facts,
-                budget=ledger.study.budget,
-                cuda=self._hardware.device == "cuda",
-                horizon=ledger.options.horizon,
-                fixed=fixed,
-            )
+        return Situation(
+            candidates=tuple(candidates),
+            waiting=tuple(plan for plan in untried if waits(plan, finished)),
+            finished=finished,
+            flying=tuple(flying),
+            facts=ledger.study.facts,
+            budget=ledger.study.budget,
+            cuda=self._hardware.device == "cuda",
+            horizon=ledger.options.horizon,
+            fixed=fixed,
         )
 
     def awaiting(self) -> bool:
@@ -156,8 +170,10 @@ class Proposer:
         if plan is None or plan in flying:
             return None
         first = leading or plan in self._ledger.alone
-        here = plan.fixed == fixed and not footing.alone and (fresh or not first)
-        return plan if fixed is None or here else None
+        if fixed is None:
+            return plan
+        here = plan.follows(fixed) and not footing.alone and (fresh or not first)
+        return plan if here else None
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
         """Return the plan that goes first, to be the reference, where the script does not fit."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from autofit import endings
 from autofit.asked import SearchOptions
 from autofit.exceptions import UsageError
 from autofit.progress import StudyOpened
-from autofit.storage import StudyKey, StudyRecord
+from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
 from autofit.units import format_size
 from autofit.worker.versions import versions
 
-__all__ = ["budget", "key", "opened", "versions"]
+__all__ = ["budget", "key", "opened", "taken", "versions"]
 
 
 def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
@@ -38,6 +41,42 @@ def budget(free: int, hardware: Hardware, asked: int | None, headroom: float) ->
             f" ({format_size(hardware.total_bytes)}): give less, or leave it out"
         )
     return asked
+
+
+def taken(
+    store: Store,
+    options: SearchOptions,
+    hardware: Hardware,
+    budget: int,
+    installed: Mapping[str, str],
+) -> tuple[StudyRecord, tuple[TrialRecord, ...]]:
+    """Return the study to search, for this process alone, and the trials it holds.
+
+    One in which the script failed begins anew. Raises ``UsageError`` where another process searches
+    it.
+    """
+
+    def found(*, fresh: bool) -> StudyRecord:
+        return store.open_study(
+            key(options, hardware),
+            script=options.script,
+            hardware=hardware,
+            budget=budget,
+            versions=installed,
+            fresh=fresh,
+        )
+
+    study = found(fresh=options.fresh)
+    if (other := store.holder(study)) is not None:
+        raise UsageError(
+            f"process {other.pid} on {other.host} is searching this study already:"
+            " wait for it, or start another with --fresh"
+        )
+    store.reclaim(study)
+    before = store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
+    if not options.fresh and endings.failed(before):  # there is nothing to carry on
+        return found(fresh=True), ()
+    return study, before
 
 
 def opened(

@@ -83,6 +83,7 @@ class Optimizer(Strategy):
             slowdown=1.05,
             keeps=0.27,
             undo=False,
+            late=True,
         ),
         Level(
             name="paged",
@@ -98,6 +99,7 @@ class Optimizer(Strategy):
             slowdown=1.06,
             keeps=0.27,
             undo=False,
+            late=True,
             refines=True,
             unsearched=COUNTED,
         ),

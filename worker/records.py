@@ -394,7 +394,7 @@ class LaunchRequest:
 
     script: Script
     plans: tuple[Plan, ...]
-    """They share ``Plan.fixed``, and so do those it asks for."""
+    """Each follows the one before it (``Plan.follows``), and so do those it asks for."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     budget: int

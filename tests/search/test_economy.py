@@ -257,11 +257,11 @@ class Run:
 
     @property
     def launches(self) -> int:
-        """Processes: plans with the same fixed part in a row share one, unless memory ran out."""
+        """Processes: plans that follow one another share one, unless memory ran out."""
         count, before = 0, None
         for trial in self.trials:
             fits = trial.verdict is Verdict.MEASURED
-            count += before is None or trial.plan.fixed != before
+            count += before is None or not trial.plan.follows(before)
             before = trial.plan.fixed if fits else None
         return count
 

@@ -197,3 +197,24 @@ def test_small_batches(drive: Drive, batch: int, fitting: int, whole_fits: bool)
     assert len(winner.step_seconds) == STEPS
     assert all(1 <= size <= batch for size in sizes(asked))
     assert len({(ask.micro_batch, ask.steps) for ask in asked}) == len(asked)
+
+
+@pytest.mark.parametrize("single", [330.0, 360.0])
+def test_a_few_samples_are_tried_in_one_chunk_where_parts_do_not_fit(
+    drive: Drive, single: float
+) -> None:
+    """Parts hold the gradients of those before them: with one sample in each, or with two."""
+
+    def memory(size: int) -> float:
+        return 300.0 if size == 4 else single - 20 + 20 * size
+
+    winner, asked = drive(350, memory, batch=4, gradients=200)
+    assert winner is not None
+    assert winner.micro_batch == 4
+    assert sizes(asked) == [1, 4] if single > 350 else [1, 2, 4]
+
+
+def test_many_samples_are_not_tried_in_one_chunk_for_that(drive: Drive) -> None:
+    winner, asked = drive(50, line(100, 10), gradients=200)
+    assert winner is None
+    assert sizes(asked) == [8, 4, 2, 1]

@@ -177,6 +177,20 @@ def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
     assert not leaner(fused, Plan()), "it is not slower"
 
 
+# --- launches -------------------------------------------------------------------------------
+
+
+def test_a_plan_follows_what_it_has_or_can_put_in_place() -> None:
+    eight, lora = Plan.of({"optimizer": "eight_bit"}), Plan.of({"adapters": "lora"})
+    half = eight.replace(checkpointing="half")
+    assert ALL.follows(HALF.fixed)
+    assert half.follows(Plan()), "state becomes 8 bits in a running process"
+    assert half.follows(eight.fixed)
+    assert not HALF.follows(eight.fixed), "and does not go back"
+    assert not lora.follows(Plan()), "the model was made without"
+    assert not half.replace(adapters="lora").follows(eight.fixed)
+
+
 # --- rules ----------------------------------------------------------------------------------
 
 

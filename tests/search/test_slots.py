@@ -14,6 +14,7 @@ from autofit import choice, crew, results
 from autofit.asked import SearchOptions
 from autofit.controller import search
 from autofit.exceptions import WorkerError
+from autofit.plan import Plan
 from autofit.progress import (
     Notice,
     Remeasuring,
@@ -22,6 +23,7 @@ from autofit.progress import (
     TrialEnded,
     TrialStarted,
 )
+from autofit.proposing import Proposer
 from autofit.storage import Purpose, State, Store
 from autofit.worker.pool import Pool
 from autofit.worker.records import LaunchEnded, LaunchRequest, Script, Verdict
@@ -119,8 +121,10 @@ def test_finalists_are_measured_again_side_by_side(
     heard: list[Notice] = []
     search(options, heard.append)
     again = next(at for at, each in enumerate(heard) if isinstance(each, Remeasuring))
-    first = [type(each) for each in heard[again:] if type(each) is not SizeMeasured]
-    assert first[:4] == [Remeasuring, Remeasuring, TrialStarted, TrialStarted]
+    kinds = (Remeasuring, TrialStarted, SizeMeasured)
+    first = [type(each) for each in heard[again:] if type(each) in kinds]
+    assert first[:2] == [Remeasuring, Remeasuring]
+    assert first[2:].index(SizeMeasured) == 2, "both have started before one is done"
 
 
 @pytest.mark.full
@@ -150,3 +154,28 @@ def test_the_script_is_started_ahead_of_its_plans(
     assert {trial.launch for trial in found} >= {1, 2}, "those started ahead had plans"
     assert last
     assert len(asked) == result.launches
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_a_launch_waits_while_others_may_show_what_comes_next(
+    options: SearchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second question of a launch has no answer at first, and no launch ends for that."""
+    monkeypatch.setattr(choice, "GAIN", -1.0)
+    plain, times = Proposer.next, Counter[bool]()
+
+    def hesitant(proposer: Proposer, fixed: Plan | None = None, *, fresh: bool = False) -> object:
+        times[fixed is None] += 1
+        if fixed is not None and times[False] % 2 and proposer.known()[1]:  # while others run
+            return None
+        return plain(proposer, fixed, fresh=fresh)
+
+    monkeypatch.setattr(Proposer, "next", hesitant)
+    monkeypatch.setattr(Proposer, "wants_launch", lambda proposer: False)
+    result = search(options)
+    with Store(options.storage) as store:
+        found = store.trials(store.study(result.study), state=State.FINISHED)
+    searched = [trial for trial in found if trial.purpose is Purpose.SEARCH]
+    assert len(searched) >= 5
+    assert len({trial.launch for trial in searched}) == 2, "one a slot"

@@ -25,6 +25,8 @@ LONG = 8.0
 """Seconds after which a window ends early: long steps differ little from one another."""
 HOPE = 1.1
 """One chunk is tried when the line says it needs up to this much of the budget."""
+FEW = 8
+"""Samples of a batch that is tried in one chunk where no line says what it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ def ramp(
             return (yield from _winner(found, steps))
     line = yield from _line(batch, found)
     if line is None:
+        if gradients and not whole_fits and 1 < batch <= FEW:
+            whole = yield Ask(batch, steps)
+            if whole is not None:
+                found[batch] = whole
         return (yield from _winner(found, steps))
     whole_needs = line.at(batch) - gradients
     if not whole_fits and whole_needs <= budget:
