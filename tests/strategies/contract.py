@@ -179,6 +179,10 @@ class StrategyContract:
             reason = strategy.unavailable(level.name, hardware)
             assert reason is None or is_a_line(reason)
 
+    def test_only_what_stays_comes_late(self, strategy: Strategy) -> None:
+        """What can be taken back is put in place whenever it is its turn."""
+        assert not any(level.late and level.undo for level in strategy.levels)
+
     @pytest.mark.parametrize("facts", FACTS, ids=["nothing", "plain", "odd", "everything"])
     def test_where_it_applies(self, strategy: Strategy, facts: Facts) -> None:
         assert strategy.inapplicable(AS_IS, facts) is None

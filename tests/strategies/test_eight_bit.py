@@ -180,6 +180,19 @@ def test_channels_last_weights_are_updated_in_their_own_order(under: Under) -> N
     assert (moment - other).norm() < 0.1 * other.norm()
 
 
+def test_eight_bits_are_put_in_place_in_a_run_that_has_begun(under: Under) -> None:
+    """So a launch goes on to plans that have them (``Level.late``)."""
+    plain, changed = model(torch.float32), model(torch.float32)
+    train(plain, AdamW(plain.parameters(), lr=1e-3), steps=20)
+    optimizer = AdamW(changed.parameters(), lr=1e-3)
+    train(changed, optimizer, steps=10)
+    whole = state_bytes(optimizer)
+    under.plan = EIGHT_BIT
+    train(changed, optimizer, start=10, steps=10)
+    assert state_bytes(optimizer) < 0.3 * whole
+    assert 0 < apart(changed, plain) < 0.2
+
+
 def test_eight_bits_are_taken_back_into_plain_state(under: Under) -> None:
     plain, changed = model(torch.float32), model(torch.float32)
     train(plain, AdamW(plain.parameters(), lr=1e-3), steps=20)
