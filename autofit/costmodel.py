@@ -29,7 +29,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit import strategies
+from autofit import rules, strategies
 from autofit.plan import Plan
 from autofit.static import WASTE, Static
 from autofit.static import context as context_of
@@ -109,7 +109,7 @@ class CostModel:
         seed: int = 0,
     ) -> None:
         facts = facts or Facts()
-        finished = tuple(finished)
+        self._finished = finished = tuple(finished)
         points = [point for trial in finished for point in _points(trial, facts)]
         self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
         bounds = [bound for trial in finished for bound in _bounds(trial, self._batch)]
@@ -162,9 +162,11 @@ class CostModel:
         whole = np.full(len(plans), self._batch)
         rest = self._peak(memory, design, np.zeros(len(plans)))
         slope = self._peak(memory, design, np.ones(len(plans))) - rest
-        largest = np.floor(np.clip((self._budget / short - rest) / slope, 0.0, self._batch - 1))
+        most = np.array([rules.most(plan, self._finished) for plan in plans])
+        room = (self._budget / short - rest) / slope
+        largest = np.floor(np.clip(room, 0.0, np.minimum(most, self._batch - 1)))
         splits = np.array([plan["micro_batch"] == AUTO for plan in plans])
-        fits = self._peak(memory, design, whole) * short <= self._budget
+        fits = (self._peak(memory, design, whole) * short <= self._budget) & (most >= self._batch)
         samples = np.where(fits, self._batch, np.where(splits, largest, 0.0))
         late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
         seconds = self._seconds(time, design, np.maximum(samples, 1.0)) * late

@@ -10,7 +10,7 @@ from __future__ import annotations
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
 
-ORDERED = {"checkpointing": (AS_IS, "half", "all"), "optimizer": ("fused", "eight_bit")}
+ORDERED = {"checkpointing": (AS_IS, "third", "half", "all"), "optimizer": ("fused", "eight_bit")}
 """Levels of which each always needs less memory, and more time, than those before it.
 
 Not precision (bf16 is leaner and faster), not the micro-batch (the ramp is inside the trial). A

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -41,6 +42,26 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
     return (
         _needless(plan, finished, batch) or _unawaited(plan, finished) or _too_early(plan, finished)
     )
+
+
+def most(plan: Plan, finished: Iterable[TrialRecord]) -> float:
+    """Return how many samples a part of the batch has at most under ``plan``, by what was measured.
+
+    What is made for one size gets the one that was found without it. What needs more than a plan
+    that ran out of memory at a size gets less than that.
+    """
+    limits = [math.inf]
+    for trial in finished:
+        if trial.measurement is None or trial.report is None:
+            continue
+        found, short = trial.measurement.micro_batch, trial.report.out_of_memory
+        larger = (short.micro_batch if short else None) or 0
+        for same, keeps in ((plan, 1.0), (plan.unsized, plan.sized_keeps)):
+            if found < larger and leaner(trial.plan, same):
+                limits.append((larger - 1) / keeps)
+        if trial.plan == plan.unsized != plan:
+            limits.append(found / plan.sized_keeps)
+    return min(limits)
 
 
 def _only_saves(plan: Plan, than: Plan) -> bool:

@@ -46,7 +46,7 @@ Zeros = Callable[[int, torch.device], torch.Tensor]
 
 
 def to_eight_bit(handle: OptimizerHandle) -> Undo:
-    """Keep the state of an optimizer in 8 bits from its next step on."""
+    """Keep the state of an optimizer in 8 bits: what there is of it from now on."""
     return EightBit(handle, understood(handle.optimizer)).undo
 
 
@@ -102,6 +102,16 @@ class EightBit:
         )
         undos = (handle.around_step(self.step), handle.show_state(self.show))
         self._undos: list[Undo] = [*(hook.remove for hook in hooks), *undos]
+        if any(optimizer.state.get(each) for each in parameters(optimizer)):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Bring the state of a run that is under way into form, before the forward to come."""
+        try:
+            self._sort(self._handle.optimizer)
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
         """Give the plain state back, in 32 bits, where it would have been."""

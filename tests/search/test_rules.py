@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.proposing import within_reach
 from autofit.results import overtaken, rivals, winning
-from autofit.rules import closest, culprit, dominated, judged, tainted
+from autofit.rules import closest, culprit, dominated, judged, most, tainted
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
@@ -216,6 +217,29 @@ def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> No
     assert dominated(SPLIT.replace(precision="bf16"), [whole], 8) is None
     cut = ended(SPLIT, 8, 4, verdict=Verdict.MEASURED)  # the winner, last, is not the whole
     assert dominated(leaner_plan, [cut], 8) is None
+
+
+def test_measurements_limit_the_size_of_what_was_not_measured(
+    finished: Callable[[TrialReport], TrialRecord], measurement: Callable[..., Measurement]
+) -> None:
+    half = SPLIT.replace(checkpointing="half")
+    compiled = {level: half.replace(compile=level) for level in ("regional", "budget")}
+    short = OutOfMemory(phase="forward", message="no memory", micro_batch=5)
+    report = TrialReport(
+        index=0,
+        plan=half,
+        verdict=Verdict.MEASURED,
+        measurements=(measurement(2), measurement(4)),
+        out_of_memory=short,
+    )
+    trials = [finished(report)]
+    assert most(compiled["regional"], trials) == 4, "of the size that was found"
+    assert most(compiled["budget"], trials) == 8, "or what half of its activations leave room for"
+    assert most(SPLIT.replace(checkpointing="third"), trials) == 4, "less than ran out"
+    assert most(SPLIT.replace(compile="regional"), trials) == 4, "by what it is without"
+    assert most(SPLIT.replace(checkpointing="all"), trials) == math.inf
+    whole = finished(replace(report, out_of_memory=replace(short, micro_batch=1)))
+    assert most(SPLIT, [whole]) == math.inf, "parts hold gradients that the whole does not"
 
 
 def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> None:
