@@ -126,6 +126,8 @@ class Search:
         if not ledger.ranked():
             asked = self._options.timeout if ledger.late() else None
             endings.give_up(ledger.finished(), ledger.study.budget, asked)
+        if limit := self._proposer.limit():
+            ledger.say(f"ended by {limit}: plans that were not tried may be faster")
         self._confirm()
         ledger.keep_seconds()
         result = result_of(self._store, self._store.study(ledger.study.id), self._options.horizon)

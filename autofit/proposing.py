@@ -17,6 +17,7 @@ from autofit.space import Reason, Space, order_of_retreat, space
 from autofit.static import certain_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
+from autofit.units import format_duration
 from autofit.worker.records import HORIZON, Verdict
 
 REFINED = 3
@@ -216,6 +217,13 @@ class Proposer:
         """Return whether people expect a level to be tried; ``--dry-run`` tells of all."""
         asked = strategy in self._ledger.options.only
         return asked or not strategies.get(strategy).level(level).refines
+
+    def limit(self) -> str | None:
+        """Return the option that has ended the search, as it was given; ``None`` if none has."""
+        options = self._ledger.options
+        if self._ledger.late() and options.timeout is not None:
+            return f"--timeout {format_duration(options.timeout)}"
+        return f"--trials {options.trials}" if self._spent(len(self._ledger.finished())) else None
 
     def _spent(self, trials: int) -> bool:
         most = self._ledger.options.trials
