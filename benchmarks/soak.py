@@ -50,7 +50,7 @@ class Soaked:
     shortages: int
     """Times memory ran out, rescued or not."""
     retries: int
-    """Of the allocator."""
+    """Of the allocator, after the first step."""
     peak_device: int
     compared: int
     """Steps whose loss was compared."""

@@ -347,7 +347,7 @@ class Ran:
     peak_reserved: int
     peak_device: int
     retries: int
-    """Of the allocator."""
+    """Of the allocator, after the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

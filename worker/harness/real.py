@@ -40,6 +40,8 @@ class RealRun(Session):
         self._reporter = reporter
         self._retries: deque[int] = deque(maxlen=3)
         """Of the allocator, after the last steps."""
+        self._first_retries = 0
+        """Of these, until the first step was done."""
         self._standby = Standby(self.seams, self._is_shortage)
         self.seams.loader = False
         self.outside = Outside(meter, self._cleared)
@@ -122,10 +124,11 @@ class RealRun(Session):
 
     def boundary(self) -> None:
         """After the first step the device holds all that libraries load: let the cap follow."""
-        if self.proven():
-            self.meter.release()  # what the proof has left in the allocator's cache
+        if self.proven() or self.steps == 1:
+            self.meter.release()  # what the proof, or making the optimizer's state, has left cached
         if self.steps == 1:
             self.meter.reset()
+            self._first_retries = self.meter.retries()
         elif self.steps == SETTLED or self.steps % SELDOM == 0:
             self.outside.settle()
         self._watch_headroom()
@@ -155,6 +158,6 @@ class RealRun(Session):
                 peak_allocated=peak.allocated,
                 peak_reserved=peak.reserved,
                 peak_device=peak.device,
-                retries=self.meter.retries(),
+                retries=self.meter.retries() - self._first_retries,
             )
         )
