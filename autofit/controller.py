@@ -170,7 +170,7 @@ class Search:
             if purpose is Purpose.SEARCH:
                 self._serve()
             for slot in self._crew.idle(self._flights):
-                if self._flights.asking or (plan := propose(None)) is None:
+                if self._flights.about_to_ask or (plan := propose(None)) is None:
                     break
                 self._launch(slot, plan, purpose)
             if purpose is Purpose.SEARCH:
@@ -192,7 +192,8 @@ class Search:
     def _look_ahead(self) -> None:
         """Start the script on idle slots before there is a plan for them: that may take longest.
 
-        While what plans are compared with is awaited; at the end, one for the last word.
+        While what plans are compared with is awaited; at the end, one for the last word, for which
+        a launch that waits ends.
         """
         idle, ranked = self._crew.idle(self._flights), self._ledger.ranked()
         if self._crew.slots == 1 or not self._flights:

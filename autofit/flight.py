@@ -73,8 +73,8 @@ class Flights(dict[int, Flight]):
     """The launches under way, by their slots."""
 
     @property
-    def asking(self) -> bool:
-        """Whether one is about to ask for a plan, which needs no start."""
+    def about_to_ask(self) -> bool:
+        """Whether one will ask for a plan in a moment, which then needs no start."""
         return any(flight.about_to_ask for flight in self.values())
 
     @property
