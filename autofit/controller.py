@@ -129,6 +129,9 @@ class Search:
         if limit := self._proposer.limit():
             ledger.say(f"ended by {limit}: plans that were not tried may be faster")
         self._confirm()
+        while self._proposer.wants_launch():  # it has ruled out what others were measured against
+            self._drive(self._proposer.next)
+            self._confirm()
         ledger.keep_seconds()
         result = result_of(self._store, self._store.study(ledger.study.id), self._options.horizon)
         assert result is not None, "a confirmed plan is a result"
@@ -460,25 +463,23 @@ class Search:
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""
         failed, ledger = 0, self._ledger
-        drifted: list[TrialReport] = []
         for trial in ledger.ranked():
             plan = kept(trial)
-            if tainted(plan, drifted, ledger.finished()):
+            if tainted(plan, ledger.drifted(), ledger.finished()):
                 continue
-            if not ledger.confirmations(plan, Verdict.DRIFTED) and not ledger.held(plan):
+            if not ledger.held(plan):
                 self._again(plan)
                 failed += not ledger.confirmations(plan, Verdict.DRIFTED)
             if ledger.held(plan):
                 return trial
             ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
-            again = ledger.confirmations(plan, Verdict.DRIFTED)
-            drifted += [each.report for each in again if each.report is not None]
             if failed == FINALISTS:
                 break
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
 
     def _again(self, *plans: Plan) -> None:
         """Measure plans in fresh processes; once more where that was none of their doing."""
+        plans = tuple(plan for plan in plans if not self._ledger.confirmations(plan))
         for plan in plans:
             self._tell(Remeasuring(plan=plan))
         before = -1

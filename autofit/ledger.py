@@ -102,6 +102,11 @@ class Ledger:
         mine = [trial for trial in finished if trial.plan == plan]
         return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
 
+    def drifted(self) -> list[TrialReport]:
+        """Return the reports of the plans that drifted when they were measured again."""
+        again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+        return [t.report for t in again if t.verdict is Verdict.DRIFTED and t.report is not None]
+
     def held(self, plan: Plan) -> bool:
         """Return whether a plan fitted when it was measured again."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))

@@ -12,7 +12,7 @@ from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
 from autofit.results import ranked
-from autofit.rules import dominated, waits
+from autofit.rules import dominated, tainted, waits
 from autofit.space import Reason, Space, order_of_retreat, space
 from autofit.static import certain_bytes
 from autofit.storage import TrialRecord
@@ -89,6 +89,8 @@ class Proposer:
         known = {trial.plan for trial in finished} | flying
         if fixed is None and Plan() not in known:
             return Plan()
+        drifted = ledger.drifted()
+        good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
         batch = ledger.study.facts.batch if ledger.study.facts else None
         options, space = ledger.options, self._space()
         ground = self._ground(space)
@@ -99,9 +101,9 @@ class Proposer:
         if ground is not None and not ledger.ranked():
             return None
         holds = self._holds if ground is not None else None
-        tried = within_reach(space, finished, ledger.study.budget, options.horizon, holds=holds)
-        untried = [plan for plan in tried if plan not in known]
-        candidates = [plan for plan in untried if dominated(plan, finished, batch) is None]
+        tried = within_reach(space, good, ledger.study.budget, options.horizon, holds=holds)
+        untried = [p for p in tried if p not in known and not tainted(p, drifted, finished)]
+        candidates = [plan for plan in untried if dominated(plan, good, batch) is None]
         core = [plan for plan in space.plans() if plan in candidates]
         if (first := self._leading(core)) is not None:
             here = fixed is None or (fresh and first.follows(fixed))
@@ -111,8 +113,8 @@ class Proposer:
             candidates = [plan for plan in candidates if plan not in ledger.alone]
         return Situation(
             candidates=tuple(candidates),
-            waiting=tuple(plan for plan in untried if waits(plan, finished)),
-            finished=finished,
+            waiting=tuple(plan for plan in untried if waits(plan, good)),
+            finished=good,
             flying=tuple(flying),
             facts=ledger.study.facts,
             budget=ledger.study.budget,

@@ -32,9 +32,9 @@ def unit_of(budget: int) -> tuple[str, int]:
 def in_unit_of(budget: int, size: int) -> str:
     """Return ``size`` bytes as a bare number in the budget's unit: ``"23.1"``, ``"0.012"``."""
     number = size / unit_of(budget)[1]
-    if number >= 0.095 or size == 0:
+    if number >= 0.995 or size == 0:
         return f"{number:.1f}"
-    return f"{number:.3f}" if number >= 0.0005 else "<0.001"
+    return f"{number:.{2 if number >= 0.095 else 3}f}" if number >= 0.0005 else "<0.001"
 
 
 def of_budget(budget: int, size: int) -> str:

@@ -323,6 +323,22 @@ class TestASearch:
         assert trials(styles) == (neutral, bf16, drifted, again)
 
     @pytest.mark.full
+    def test_what_could_not_beat_a_plan_that_drifts_is_measured_then(
+        self, styles: Path, cheat: Callable[..., None], trials: Trials
+    ) -> None:
+        cheat("scales the gradients", "precision")
+        asked = ["search", "styles.py", "--only", "precision", "--only", "optimizer"]
+        assert main([*asked, "--", "--slow", "0.1"]) == 0
+        found = trials(styles)
+        fused = Plan.of({"optimizer": "fused"})
+        verdicts = {(each.plan, each.purpose): each.verdict for each in found}
+        drifted = fused.replace(precision="bf16"), Purpose.CONFIRM
+        assert verdicts[drifted] is Verdict.DRIFTED
+        assert verdicts[fused, Purpose.SEARCH] is Verdict.MEASURED
+        plans = [(each.plan, each.purpose) for each in found]
+        assert plans.index(drifted) < plans.index((fused, Purpose.SEARCH))
+
+    @pytest.mark.full
     def test_a_search_carried_on_compares_with_the_stored_reference(
         self, styles: Path, cheat: Callable[..., None], trials: Trials
     ) -> None:
