@@ -49,7 +49,7 @@ class Situation:
     horizon: int = HORIZON
     """Optimizer steps over which the time to compile is charged."""
     fixed: Plan | None = None
-    """What the launch that asks has in common (``Plan.fixed``); ``None`` for a new launch."""
+    """What plans of the launch that asks must follow (``Plan.follows``); ``None``: a new one."""
 
     @property
     def best(self) -> float | None:
@@ -104,7 +104,7 @@ def choose(situation: Situation) -> Prospect | None:
     """Return the prospect to measure next; ``None`` when none is worthwhile.
 
     A launch that asks goes on with its own plans, unless one of another promises ``LEAVE`` times
-    as much, and with those that fix no more than the plans before.
+    as much, and first with those that fix no more than the plans before.
     """
     found = prospects(situation)
     worthwhile = [each for each in found if situation.best is None or each.gain >= GAIN]

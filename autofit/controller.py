@@ -14,7 +14,7 @@ from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
 from autofit.exceptions import NothingFits, ScriptError, WorkerError
-from autofit.flight import Doubt, Flight, Flights, in_turn
+from autofit.flight import MOMENT, Doubt, Flight, Flights, in_turn
 from autofit.ledger import Ledger
 from autofit.muster import muster
 from autofit.plan import Plan
@@ -172,15 +172,16 @@ class Search:
                 self._store.heartbeat(self._owner)
             if purpose is Purpose.SEARCH:
                 self._serve()
-            for slot in self._crew.idle(self._flights):
-                if self._flights.about_to_ask or (plan := propose(None)) is None:
+            soon = purpose is Purpose.SEARCH and self._flights.about_to_ask
+            for slot in () if soon else self._crew.idle(self._flights):
+                if (plan := propose(None)) is None:
                     break
                 self._launch(slot, plan, purpose)
             if purpose is Purpose.SEARCH:
                 self._look_ahead()
             if len(self._flights.waiting) == len(self._flights):
                 return
-            for slot, happening in self._workers().events(timeout=HEARTBEAT):
+            for slot, happening in self._workers().events(timeout=MOMENT if soon else HEARTBEAT):
                 self._hear(slot, happening)
             self._store.heartbeat(self._owner)
 
@@ -188,7 +189,8 @@ class Search:
         """Start a launch; in the search, one that asks for more plans when it is done."""
         self._workers()  # where there are none to be had, no trial is begun
         number = self._store.next_launch(self._ledger.study)
-        self._flights[slot] = Flight([self._begin(plan, number, purpose)], launch=number)
+        trial = self._begin(plan, number, purpose)
+        self._flights[slot] = Flight([trial], launch=number, ahead=plan.fixed)
         request = self._request(plan, purpose)
         self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
 
@@ -205,8 +207,8 @@ class Search:
             for slot in set(idle) - self._ahead:
                 self._start_ahead(slot, Flight([]))
             return
-        waiting = self._flights.waiting
-        if len(idle) + len(waiting) < 2 or not ranked or self._spared:
+        waiting, spared = self._flights.waiting, self._spared or self._flights.about_to_ask
+        if len(idle) + len(waiting) < 2 or not ranked or spared:
             return
         unused = [flight for flight in waiting.values() if not flight.trials]
         self._spared = bool(unused or idle)
@@ -215,8 +217,8 @@ class Search:
         elif idle:
             self._start_ahead(idle[-1], Flight([], ahead=ranked[0].plan.fixed, spare=True))
         elif not self._flights.ending:
-            slot, flight = next(iter(waiting.items()))
-            self._give(slot, flight, None, Purpose.SEARCH)
+            slot = max(waiting, key=lambda each: len(waiting[each].fixed.changes))
+            self._give(slot, waiting[slot], None, Purpose.SEARCH)
 
     def _start_ahead(self, slot: int, flight: Flight) -> None:
         self._ahead.add(slot)
@@ -320,7 +322,7 @@ class Search:
             case Traced(index=index, trace=trace):
                 flight.traces[index] = trace
             case TrialReport():
-                flight.reported += 1
+                flight.note(happening)
                 self._on_end = 0
                 self._judge(slot, flight, happening)
             case Asking():

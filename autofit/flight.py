@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from autofit.plan import Plan
 from autofit.storage import Purpose, TrialRecord
-from autofit.worker.records import Asking, TrialReport
+from autofit.worker.records import Asking, TrialReport, Verdict
 from autofit.worker.traces import Trace
+
+MOMENT = 2.0
+"""Seconds after a report within which a launch asks for another plan, unless its process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +45,35 @@ class Flight:
     launch: int = 0
     """Its number in the study."""
     ahead: Plan = field(default_factory=Plan)
-    """What is fixed in a launch that was started before there was a plan for it."""
+    """What is fixed in it from its start, also where that came before there was a plan for it."""
     spare: bool = False
-    """It was started ahead for the last word, and waits as long as the search does."""
+    """Nothing has run in it: it waits for the last word."""
     asking: Asking | None = None
     """It waits for a plan."""
     over: bool = False
     """It has been told that there is no other, and ends."""
+    refused: set[int] = field(default_factory=set)
+    """Indices of the plans that it did not take."""
+    heard: float = 0.0
+    """When it reported last."""
 
     @property
     def fixed(self) -> Plan:
         """What the plan to come must follow."""
-        return self.trials[-1].plan.fixed if self.trials else self.ahead
+        taken = [t.plan.fixed for i, t in enumerate(self.trials) if i not in self.refused]
+        return taken[-1] if taken else self.ahead
 
     @property
     def about_to_ask(self) -> bool:
         """Whether it has measured what it was given, and will ask for more in a moment."""
-        return 0 < len(self.trials) == self.reported and not (self.over or self.asking)
+        done = 0 < len(self.trials) == self.reported and not (self.over or self.asking)
+        return done and time.monotonic() - self.heard < MOMENT
+
+    def note(self, report: TrialReport) -> None:
+        """Note that a plan is done."""
+        self.reported, self.heard = self.reported + 1, time.monotonic()
+        if report.verdict is Verdict.REFUSED:
+            self.refused.add(report.index)
 
     @property
     def purpose(self) -> Purpose:
@@ -80,7 +96,7 @@ class Flights(dict[int, Flight]):
     @property
     def ending(self) -> bool:
         """Whether a slot is about to be free."""
-        return any(flight.over for flight in self.values())
+        return any(flight.over and flight.doubted is None for flight in self.values())
 
     @property
     def waiting(self) -> dict[int, Flight]:

@@ -51,7 +51,7 @@ def most(plan: Plan, finished: Iterable[TrialRecord]) -> float:
     that ran out of memory at a size gets less than that.
     """
     limits = [math.inf]
-    for trial in finished:
+    for trial in finished if plan["micro_batch"] != AS_IS else ():
         if trial.measurement is None or trial.report is None:
             continue
         found, short = trial.measurement.micro_batch, trial.report.out_of_memory
@@ -59,7 +59,7 @@ def most(plan: Plan, finished: Iterable[TrialRecord]) -> float:
         for same, keeps in ((plan, 1.0), (plan.unsized, plan.sized_keeps)):
             if found < larger and leaner(trial.plan, same):
                 limits.append((larger - 1) / keeps)
-        if trial.plan == plan.unsized != plan:
+        if trial.plan == plan.unsized != plan and not trial.report.reason:  # it was not cut short
             limits.append(found / plan.sized_keeps)
     return min(limits)
 

@@ -167,7 +167,7 @@ class TrialReport:
     measurements: tuple[Measurement, ...] = ()
     """Every size that was measured, the winner last."""
     out_of_memory: OutOfMemory | None = None
-    """The last shortage met, also in a trial that then found a size that fits."""
+    """The shortage met at the smallest size, also in a trial that then found one that fits."""
     blamed: str | None = None
     """The strategy at fault, where the traceback shows one."""
     traceback: str = ""

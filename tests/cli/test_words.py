@@ -37,7 +37,7 @@ def test_count() -> None:
 def test_a_peak_is_told_in_the_budgets_unit() -> None:
     assert words.of_budget(24 << 30, 512 * MIB) == "0.50 of 24.0 GiB"
     assert words.of_budget(300 * MIB, 2 * MIB) == "2.0 of 300.0 MiB"
-    assert words.of_budget(1000, 500) == "0.49 of 1.0 KiB"
+    assert words.of_budget(1000, 500) == "0.49 of 0.98 KiB"
     assert words.of_budget(24 << 30, 9 * MIB) == "0.009 of 24.0 GiB"
     assert words.of_budget(24 << 30, 100) == "<0.001 of 24.0 GiB"
     assert words.in_unit_of(24 << 30, 0) == "0.0"

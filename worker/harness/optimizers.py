@@ -244,22 +244,24 @@ class Optimizers:
         found = (o for o in self._made if any(id(p) in own for p in _parameters(o)))
         return tuple(sorted({type(optimizer).__name__ for optimizer in found}))
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Apply the plan of the moment to the optimizers of the roots' parameters that exist.
 
         Before a forward, so that it holds for the first backward; raise ``Refused`` with the
         reason. Another optimizer is changed at its first step; none where nothing was attached.
+        Return whether there was anything to apply.
         """
         if not self._undos:
-            return
+            return False
         plan = self._owner.optimizer_plan()
         found = [each for each in self._made if not self._handle(each).under(plan)]
         if not found:
-            return
+            return False
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
         for optimizer in found:
             if any(id(p) in own for p in _parameters(optimizer)):
                 self._handle(optimizer).apply(plan)
+        return True
 
     def _take_over(self, cls: type[Optimizer]) -> None:
         """Put our dispatch inside torch's step hooks of ``cls``, and of all that inherit them."""

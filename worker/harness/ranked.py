@@ -61,7 +61,8 @@ class RankedSession(Session):
         try:
             proven = self.turn(root, plan, args, kwargs, known=known)
             root.refuse_what_a_call_would(args, kwargs)
-            self.optimizers.prepare()
+            if self.optimizers.prepare():
+                self.meter.release()  # what state in another form has left in the allocator's cache
         except Refused as refusal:
             own = Refused(str(refusal), refusal.strategy)  # without frames that hold tensors
         refusals = [each for each in self.peers.agree("a plan's proof", own) if each is not None]

@@ -320,7 +320,8 @@ class Session:
             return root.own_call(*args, **kwargs)
         if root.plan != plan:
             self.turn_to(root, plan, args, kwargs)
-        self.optimizers.prepare()
+        if self.optimizers.prepare():
+            self.meter.release()  # what state in another form has left in the allocator's cache
         return root.call(args, kwargs)
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:

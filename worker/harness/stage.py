@@ -151,3 +151,10 @@ class Stage:
         self.window[:0] = [step for step, _ in self.traced]
         self.peak = reduce(Peak.worst, (peak for _, peak in self.traced), self.peak)
         self.traced.clear()
+
+
+def tighter(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:
+    """Return which of two shortages of a plan says more: that of a smaller size, else the later."""
+    sizes = before.micro_batch if before else None, now.micro_batch
+    smaller = sizes[0] is not None and sizes[1] is not None and sizes[0] < sizes[1]
+    return before if before is not None and smaller else now

@@ -25,7 +25,7 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.stage import SETTLING, WARM_UP, Figures, Stage, Step
+from autofit.worker.harness.stage import SETTLING, WARM_UP, Figures, Stage, Step, tighter
 from autofit.worker.harness.trace import Tracer
 from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
@@ -167,7 +167,7 @@ class Trial(RankedSession):
             request.steps,
             whole_fits=self._whole_fits,
             even=self.even,
-            gradients=self.gradients(),
+            gradients=self.gradients() if self.facts.calls_per_step == 1 else 0,
         )
         measurement = None
         while True:
@@ -192,11 +192,11 @@ class Trial(RankedSession):
         if stage.refusal is not None:
             raise stage.refusal
         if stage.shortage is not None:
-            self._shortage = stage.shortage
+            self._shortage = tighter(self._shortage, stage.shortage)
             return None
         measurement = self._measurement(stage)
         if (short := stage.does_not_hold(measurement, self._request.budget)) is not None:
-            self._shortage = short
+            self._shortage = tighter(self._shortage, short)
             return None
         self._measured.append((plan, measurement))
         self.tell(Measured(index=self.index, measurement=measurement))
