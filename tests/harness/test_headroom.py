@@ -19,9 +19,17 @@ from autofit.rules import UNALLOCATED
 from autofit.strategies.facts import Facts
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.harness.stage import Stage, Step
+from autofit.worker.harness.stage import Stage, Step, tighter
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Pressed, Ran, Script, TrialReport, Verdict
+from autofit.worker.records import (
+    LaunchRequest,
+    OutOfMemory,
+    Pressed,
+    Ran,
+    Script,
+    TrialReport,
+    Verdict,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -144,3 +152,15 @@ def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
         found = UNALLOCATED.search(short.message)
         assert found is not None
         assert found[1] == "2.0 GiB", "another allocator may help"
+
+
+def test_of_two_shortages_the_smaller_size_says_more() -> None:
+    small, large, whole = (
+        OutOfMemory(phase="forward", message="no memory", micro_batch=size) for size in (2, 8, None)
+    )
+    assert tighter(None, large) is large
+    assert tighter(large, small) is small
+    assert tighter(small, large) is small
+    assert tighter(small, whole) is whole
+    again = OutOfMemory(phase="backward", message="no memory", micro_batch=2)
+    assert tighter(small, again) is again

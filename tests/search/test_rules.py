@@ -10,6 +10,7 @@ import pytest
 
 from autofit import strategies
 from autofit.exceptions import UsageError
+from autofit.flight import Flight
 from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.proposing import within_reach
@@ -192,6 +193,21 @@ def test_a_plan_follows_what_it_has_or_can_put_in_place() -> None:
     assert not half.replace(adapters="lora").follows(eight.fixed)
 
 
+def test_a_plan_that_was_refused_fixes_nothing(ended: Ended) -> None:
+    eight, lean = Plan.of({"optimizer": "eight_bit"}), Plan.of({"allocator": "expandable"})
+    trials = [
+        ended(plan, verdict=Verdict.MEASURED)
+        for plan in (lean, lean.replace(**dict(eight.changes)))
+    ]
+    flight = Flight(trials, ahead=lean.fixed)
+    for index, verdict in enumerate((Verdict.MEASURED, Verdict.REFUSED)):
+        flight.note(TrialReport(index=index, plan=trials[index].plan, verdict=verdict))
+    assert flight.fixed == lean
+    assert flight.about_to_ask
+    flight.refused.clear()
+    assert flight.fixed == lean.replace(optimizer="eight_bit")
+
+
 # --- rules ----------------------------------------------------------------------------------
 
 
@@ -240,6 +256,10 @@ def test_measurements_limit_the_size_of_what_was_not_measured(
     assert most(SPLIT.replace(checkpointing="all"), trials) == math.inf
     whole = finished(replace(report, out_of_memory=replace(short, micro_batch=1)))
     assert most(SPLIT, [whole]) == math.inf, "parts hold gradients that the whole does not"
+    cut = finished(replace(report, reason="the script ended first"))
+    assert most(compiled["regional"], [cut]) == math.inf, "larger sizes were not reached"
+    unsplit = [finished(replace(report, plan=HALF, out_of_memory=None))]
+    assert most(HALF.replace(compile="regional"), unsplit) == math.inf, "it runs whole"
 
 
 def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> None:
