@@ -248,7 +248,7 @@ class Search:
     def _waits(self, flight: Flight) -> bool:
         """Return whether a launch for which there is no plan now is kept: a start is saved.
 
-        While others run, unless the slot is wanted for a plan that none of the launches can have.
+        While others run, unless the slot is wanted for a plan in a new one.
         """
         if not flight.trials and (flight.spare or self._proposer.awaiting()):
             return True

@@ -113,7 +113,7 @@ class Level:
     undo: bool = True
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
     late: bool = False
-    """Cannot be taken back, but put in place in a launch that has begun without it."""
+    """Cannot be taken back, but can be put in place in a launch that has begun without it."""
     instead: bool = False
     """Never slower nor larger than ``as_is``, and exact: a search tries it in its place."""
     refines: bool = False
