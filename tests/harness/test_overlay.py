@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -93,6 +95,33 @@ def test_nothing_is_left(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert checksums(here, elsewhere) == before
     assert not (Path.home() / ".cache" / "autofit-test").exists()
     assert list(scratch.iterdir()) == []
+
+
+ISOLATED = """
+import sys
+from pathlib import Path
+from autofit.worker.harness.overlay import isolate
+print(isolate(Path(sys.argv[1])))
+for folder in sys.argv[2:]:
+    (Path(folder) / "new").write_text("written")
+"""
+
+
+def test_nothing_is_left_beside_a_mount(tmp_path: Path) -> None:
+    """Where something is mounted below, children are covered: no links, not the scratch folder."""
+    scratch, here, mounted = (tmp_path / name for name in ("scratch", "here", "mounted"))
+    for folder in (scratch, here, mounted):
+        folder.mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    mount = f"mount -t tmpfs none '{mounted}'"
+    unshare = ["unshare", "-Urm", "sh", "-c"]
+    if subprocess.run([*unshare, mount], capture_output=True).returncode:
+        pytest.skip("this system gives no process mounts of its own")
+    isolated = [sys.executable, "-c", ISOLATED, *map(str, (scratch, here, mounted))]
+    both = [*unshare, f'{mount} && "$@" && ls {mounted}', "sh", *isolated]
+    ran = subprocess.run(both, cwd=here, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("True\n", ""), "nothing is there once the process is gone"
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.full

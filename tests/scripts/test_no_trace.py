@@ -117,7 +117,7 @@ def test_searches_leave_nothing(home: Home) -> None:
 
 def test_a_search_killed_half_way_leaves_nothing(home: Home) -> None:
     before = home.checksums()
-    process = home.search(*home.writing())
+    process = home.search("--trials", "30", *home.writing())
     killed = False
     try:
         deadline = time.monotonic() + 240

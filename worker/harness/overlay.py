@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,6 @@ _MS_REC = 0x4000
 _MS_PRIVATE = 1 << 18
 _NOT_DISKS = {"proc", "sys", "dev", "run"}
 """Top-level directories that hold no files: devices, processes, sockets."""
-_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "nfs", "nfs4", "overlay", "fuse"}
 
 
 def isolate(scratch: Path) -> bool:
@@ -42,10 +42,10 @@ def isolate(scratch: Path) -> bool:
         return False
     if libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
         return False
-    scratches = (scratch / str(number) for number in itertools.count())
-    # The place that holds the scratch folder comes last: covered, it hides the folder.
-    for place in sorted(_places(), key=scratch.is_relative_to):
-        _cover(libc, place, scratches)
+    cover = _Cover(libc, scratch)
+    for place in cover.in_turn(Path("/")):
+        if place.name not in _NOT_DISKS:
+            cover(place)
     os.chdir(here)  # the same path, now through the overlay
     return os.stat(here).st_dev != device
 
@@ -65,43 +65,56 @@ def join(process: int) -> None:
     os.chdir(here)
 
 
-def _places() -> Iterator[Path]:
-    """Yield the directories to cover: those at the top, then disks mounted further down."""
-    for place in sorted(Path("/").iterdir()):
-        if place.is_dir() and not place.is_symlink() and place.name not in _NOT_DISKS:
-            yield place
+class _Cover:
+    """Lays overlays over places, whose writes go to folders in ``scratch``."""
+
+    def __init__(self, libc: ctypes.CDLL, scratch: Path) -> None:
+        self._libc, self._scratch = libc, scratch
+        self._folders = (scratch / str(number) for number in itertools.count())
+        self._mounts = list(_mounts())
+
+    def __call__(self, place: Path) -> None:
+        """Cover ``place``; its subdirectories where a mount below, which is locked, forbids it."""
+        below = any(place in mount.parents for mount in self._mounts)
+        if not below and not _is_writable(place) and not any(map(_is_writable, _folders(place))):
+            return
+        folder = next(self._folders)
+        upper, work = folder / "upper", folder / "work"
+        for each in (upper, work):
+            each.mkdir(parents=True)
+        # Without `userxattr` a folder cannot be deleted: its mark would need a privilege.
+        layers = {"lowerdir": place, "upperdir": upper, "workdir": work}
+        options = ",".join(["userxattr", *(f"{key}={_escaped(at)}" for key, at in layers.items())])
+        where, settings = os.fsencode(place), os.fsencode(options)
+        if self._libc.mount(b"overlay", where, b"overlay", 0, settings) != 0 and below:
+            for child in self.in_turn(place):
+                self(child)
+
+    def in_turn(self, place: Path) -> list[Path]:
+        """Return the directories in a place; what holds ``scratch`` last: covered, it hides it."""
+        return sorted(
+            (each for each in _folders(place) if each != self._scratch),
+            key=lambda each: (self._scratch.is_relative_to(each), each),
+        )
+
+
+def _mounts() -> Iterator[Path]:
+    """Yield where something is mounted; proc_pid_mountinfo(5) writes spaces as octal numbers."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        fields, _, source = line.partition(" - ")
-        place = Path(fields.split()[4].encode().decode("unicode_escape"))
-        writable = "rw" in fields.split()[5].split(",")
-        if writable and len(place.parts) > 2 and source.split()[0] in _DISKS:
-            yield place
+        yield Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split()[4]))
 
 
-def _cover(libc: ctypes.CDLL, place: Path, scratches: Iterator[Path]) -> None:
-    """Lay an overlay over ``place``; over its subdirectories where a mount below forbids it."""
-    if not os.access(place, os.W_OK | os.X_OK) and not any(_writable_children(place)):
-        return
-    scratch = next(scratches)
-    upper, work = scratch / "upper", scratch / "work"
-    for folder in (upper, work):
-        folder.mkdir(parents=True)
-    # Without `userxattr` a folder cannot be deleted: its mark would need a privilege.
-    options = (
-        f"userxattr,lowerdir={_escaped(place)},upperdir={_escaped(upper)},workdir={_escaped(work)}"
-    )
-    if libc.mount(b"overlay", os.fsencode(place), b"overlay", 0, os.fsencode(options)) != 0:
-        for child in _writable_children(place):
-            _cover(libc, child, scratches)
-
-
-def _writable_children(place: Path) -> Iterator[Path]:
-    """Yield the directories one level down that the user may write to (``/home/NAME``)."""
+def _folders(place: Path) -> list[Path]:
+    """Return the directories in a place, links left out; none where they may not be listed."""
     try:
-        children = [child for child in place.iterdir() if child.is_dir()]
+        with os.scandir(place) as entries:
+            return [Path(each) for each in entries if each.is_dir(follow_symlinks=False)]
     except OSError:
-        return
-    yield from (child for child in children if os.access(child, os.W_OK))
+        return []
+
+
+def _is_writable(place: Path) -> bool:
+    return os.access(place, os.W_OK | os.X_OK)
 
 
 def _escaped(path: Path) -> str:
