@@ -44,7 +44,12 @@ TOO_LARGE = frozenset({"decoder"})
 """Works that do not fit a card as they are: nothing is measured alone."""
 UNSIZED = {"micro_batch": "4"}
 """A size in the place of a level that asks for one."""
-OWN = {("vit", "gradient_release"): ("--no-clip",), ("decoder", "gradient_release"): ("--no-clip",)}
+OWN = {
+    ("vit", "gradient_release"): ("--no-clip",),
+    ("decoder", "gradient_release"): ("--no-clip",),
+    ("vit", "zero_grad"): ("--keep-zeros",),
+    ("bert", "padding"): ("--shortest", "64", "--pad-to-longest"),
+}
 """Arguments of a work without which a technique has nothing to do there."""
 
 

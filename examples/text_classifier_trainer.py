@@ -11,7 +11,8 @@ import argparse
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def write_sentences(count: int, preset: Preset, seed: int) -> list[dict[str, Any
     return sentences
 
 
-def pad(sentences: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Make a batch, every sentence as long as the longest: the ids are (batch, tokens)."""
-    longest = max(len(sentence["input_ids"]) for sentence in sentences)
+def pad(sentences: Sequence[dict[str, Any]], length: int = 0) -> dict[str, Tensor]:
+    """Make a batch, every sentence as long as the longest or `length`: ids are (batch, tokens)."""
+    longest = max(length, *(len(sentence["input_ids"]) for sentence in sentences))
     ids = torch.full((len(sentences), longest), PADDING)
     for row, sentence in zip(ids, sentences, strict=True):
         row[: len(sentence["input_ids"])] = torch.tensor(sentence["input_ids"])
@@ -145,6 +146,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help="sentences a forward pass, or the preset's")
     parser.add_argument("--accumulation", type=int, default=1, help="forward passes a step")
     parser.add_argument("--sentences", type=int, default=1024, help="to train on")
+    parser.add_argument("--shortest", type=int, help="tokens of a sentence, or the preset's")
+    parser.add_argument("--pad-to-longest", action="store_true", help="of all, not of the batch")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--log-every", type=int, default=10, help="steps between lines")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
@@ -188,6 +191,7 @@ def by_hand(arguments: argparse.Namespace, batch_size: int) -> dict[str, Any]:
 def train(arguments: argparse.Namespace, output_dir: Path) -> None:
     """Train, evaluate once, and end with the mean loss and the samples per second."""
     preset = PRESETS[arguments.preset]
+    preset = replace(preset, shortest=arguments.shortest or preset.shortest)
     batch_size = arguments.batch_size or preset.batch_size
     held_out = max(1, arguments.sentences // 8)
     set_seed(arguments.seed)
@@ -210,7 +214,7 @@ def train(arguments: argparse.Namespace, output_dir: Path) -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        data_collator=pad,
+        data_collator=partial(pad, length=preset.longest if arguments.pad_to_longest else 0),
         train_dataset=write_sentences(arguments.sentences, preset, arguments.seed),
         eval_dataset=write_sentences(held_out, preset, arguments.seed + 1),
         compute_metrics=accuracy,
