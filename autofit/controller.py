@@ -420,7 +420,7 @@ class Search:
             return
         self._flights[slot] = Flight([doubt.trial], doubted=doubt, steps=steps)
         reason = "its training differs" if doubt.drifted else doubt.report.reason
-        self._ledger.say(f"{doubt.trial.plan}: {reason}: does the script do so by itself?")
+        self._ledger.say(endings.doubted(doubt.trial.plan, reason))
         self._store.next_launch(self._ledger.study)
         plan = self._ledger.reference.plan if doubt.drifted else Plan()
         self._submit(slot, replace(self._request(plan, Purpose.CONFIRM), steps=steps))

@@ -1,4 +1,4 @@
-"""How a search that found nothing says why: one line each."""
+"""How a search says why it found nothing, or doubts what it found: one line each."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
         return f"{plan} drifted: {last.reason}"
     reason = last.reason if last is not None else "it did not finish"
     return f"{plan} did not hold when measured again: {reason}"
+
+
+def doubted(plan: Plan, reason: str) -> str:
+    """Say that the script is run again because of what happened under ``plan``."""
+    return f"{plan}: {reason}; the script is run again without it, to tell whose doing that is"
 
 
 def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
