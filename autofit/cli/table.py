@@ -8,6 +8,8 @@ from textwrap import wrap
 from autofit.cli import words
 from autofit.worker.records import TrialReport, Verdict
 
+PLAN = 50
+"""Characters that a plan has where the width is free; few have more to say."""
 BAR = 14
 """Characters of the bar that stands for the whole budget."""
 _BAR_FROM = 100
@@ -53,7 +55,7 @@ def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, bes
     over = f"> {words.in_unit_of(budget, budget)}" if out else "-"
     return Row(
         number=str(number),
-        plan=words.brief(report.best or report.plan),
+        plan=str(report.best or report.plan),
         rate=words.rate(measured.samples_per_second) if measured else "-",
         versus=versus,
         peak=words.in_unit_of(budget, measured.peak_device) if measured else over,
@@ -109,7 +111,7 @@ def _line(
     peaks = f"{row.peak:>7} {row.bar:<{BAR + 1}}" if columns.bar else f"{row.peak:>11}"
     cells = (
         f"{row.number:>3}",
-        f"{row.plan if plan is None else plan:<{columns.plan or 40}}",
+        f"{row.plan if plan is None else plan:<{columns.plan or PLAN}}",
         f"{row.rate:>9}",
         f"{row.versus:>7}",
         f"{peaks if peak is None else peak:<{BAR + 9 if columns.bar else 11}}",

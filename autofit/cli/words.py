@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from autofit.plan import Plan
 from autofit.progress import StudyOpened
 from autofit.strategies import Fidelity, get
 from autofit.strategies.facts import Facts, RootFacts
@@ -59,12 +58,6 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.{digits}f} {letter}"
     return str(number)
-
-
-def brief(plan: Plan) -> str:
-    """Return a plan's line without the levels that every plan of a search has."""
-    telling = [s.describe(level) for s, level in plan if not s.level(level).instead]
-    return ", ".join(telling) or str(plan)
 
 
 def many(number: int, noun: str) -> str:

@@ -69,19 +69,20 @@ def test_plain_lines(search: list[Notice]) -> None:
 
 
 PLAIN = """\
-1 x NVIDIA H200, 139.8 GiB, budget 24.0 GiB as asked; allowed: exact, redraw, rounding; \
-study 3f9c0000 (new)
-train.py: Hugging Face model LlamaForCausalLM, 1.10 B parameters, 22 blocks, AdamW, \
-16 samples a step (from the script)
+1 x NVIDIA H200, 139.8 GiB, budget 24.0 GiB as asked; allowed: exact, redraw, rounding; study \
+3f9c0000 (new)
+train.py: Hugging Face model LlamaForCausalLM, 1.10 B parameters, 22 blocks, AdamW, 16 samples \
+a step (from the script)
 
-  #  plan                                      samples/s   vs now  peak of 24.0 GiB         verdict
-  0  as it is                                          -        -   > 24.0 ##############>  \
-out of memory in backward (2.0 GiB asked)
+  #  plan                                                samples/s   vs now  peak of 24.0 \
+GiB         verdict
+  0  as it is                                                    -        -   > 24.0 \
+##############>  out of memory in backward (2.0 GiB asked)
 not tried: tf32, fp16: no use here
-  1  checkpointing, micro 8                         18.0      new     23.5 ##############   \
-fits  <- best
-  2  bf16, checkpointing, micro 8                   20.3    +13 %     12.0 #######          \
-fits  <- best
+  1  checkpointing, micro 8                                   18.0      new     23.5 \
+##############   fits  <- best
+  2  bf16, checkpointing, micro 8                             20.3    +13 %     12.0 \
+#######          fits  <- best
 measuring again, in a fresh process: bf16, checkpointing, micro 8
 measured again: 20.3 samples/s
 """
@@ -96,6 +97,17 @@ def test_rows_fit_the_terminal(search: list[Notice], width: int) -> None:
     assert all(len(text) <= width for text in said[TrialEnded])
     words = " ".join(said[TrialEnded]).split()
     assert {"bf16,", "micro", "20.3", "fits", "best"} <= set(words)
+
+
+def test_a_row_names_a_plan_as_every_other_line_does(opened: StudyOpened) -> None:
+    fused = BF16.replace(optimizer="fused")
+    transcript = Transcript()
+    transcript.lines(opened)
+    (said,) = transcript.lines(Remeasuring(plan=fused))
+    report = TrialReport(index=0, plan=fused, verdict=Verdict.DRIFTED)
+    row = transcript.lines(ended(1, report))[-1]
+    assert str(fused) in said.text
+    assert str(fused) in row.text
 
 
 def test_a_change_is_told_against_the_script_as_it_is(

@@ -88,10 +88,3 @@ def test_what_was_compiled_says_how_long_that_took(
         index=0, plan=Plan(), verdict=Verdict.MEASURED, measurements=(measured,), best=Plan()
     )
     assert words.verdict(report, best=True) == "fits  <- best (compile 9.0 s)"
-
-
-def test_a_row_leaves_out_what_every_plan_has() -> None:
-    fused = Plan.of({"optimizer": "fused"})
-    assert words.brief(fused.replace(precision="bf16", micro_batch="8")) == "bf16, micro 8"
-    assert words.brief(fused) == str(fused)
-    assert words.brief(Plan()) == "as it is"
