@@ -208,14 +208,24 @@ def _compared(trial: TrialRecord) -> bool:
 
 
 def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:
-    """Return the trial that ran out of memory last in a step; of several, the leanest plan's."""
+    """Return the trial that came furthest before it ran out of memory; of several, the leanest.
+
+    One whose process had taken a step had the optimizer's state to hold as well, whichever part of
+    a later step it came to; within a step, the later part is the further.
+    """
     short = [trial for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
     return max(
         short, key=lambda trial: (_reached(trial), order_of_retreat(trial.plan)), default=None
     )
 
 
-def _reached(trial: TrialRecord) -> int:
-    """Return how far into a step a trial came; the bytes it asked for last say nothing of it."""
+def _reached(trial: TrialRecord) -> tuple[bool, int]:
+    """Return whether a trial came past its first step, and how far into one.
+
+    The bytes it asked for last say nothing of it.
+    """
     shortage = trial.report.out_of_memory if trial.report else None
-    return PHASES.index(shortage.phase) if shortage and shortage.phase in PHASES else -1
+    if shortage is None:
+        return False, -1
+    into = PHASES.index(shortage.phase) if shortage.phase in PHASES else -1
+    return bool(shortage.steps) or shortage.phase == PHASES[-1], into

@@ -342,6 +342,7 @@ class _Account:
                 message=reason,
                 requested=raised.requested,
                 micro_batch=raised.micro_batch,
+                steps=raised.steps,
                 room=raised.room,
             )
             return self._starved(shortage)

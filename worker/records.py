@@ -85,7 +85,7 @@ class OutOfMemory:
     started: bool = True
     """The model had been called; before that, memory runs out over the weights."""
     steps: int | None = None
-    """Optimizer steps taken before, where that is known."""
+    """Optimizer steps that its process had taken before, where that is known."""
     cleared: bool = False
     """The work was done again once caches were cleared, and went through."""
     room: int | None = None

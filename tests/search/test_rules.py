@@ -388,6 +388,22 @@ def test_closest_came_furthest_into_a_step(ended: Ended) -> None:
     assert closest([fitting]) is None
 
 
+def test_a_later_step_is_closer_than_a_later_part_of_the_first(ended: Ended) -> None:
+    def short(plan: Plan, phase: str, steps: int | None) -> TrialRecord:
+        trial = ended(plan, verdict=Verdict.OUT_OF_MEMORY)
+        assert trial.report is not None
+        found = OutOfMemory(phase=phase, message="no memory", steps=steps)
+        return replace(trial, report=replace(trial.report, out_of_memory=found))
+
+    first, unknown = short(ALL, "optimizer step", 0), short(ALL, "backward", None)
+    second, third = short(HALF, "forward", 1), short(BF16, "backward", 2)
+    whole = short(Plan(), "the whole step", None)
+    assert closest([first, second, unknown]) is second
+    assert closest([third, first, second]) is third
+    assert closest([third, whole, second]) is whole
+    assert closest([unknown, first]) is first
+
+
 # --- finalists ------------------------------------------------------------------------------
 
 

@@ -154,7 +154,7 @@ def test_dying_without_a_word(
     ("words", "plan", "verdict"),
     [
         ("'oom', 'no memory', phase='forward', requested=9", NEUTRAL, Verdict.OUT_OF_MEMORY),
-        ("'suspect', 'cuDNN error', corroborated=True", CHANGED, Verdict.OUT_OF_MEMORY),
+        ("'suspect', 'cuDNN error', corroborated=True, steps=3", CHANGED, Verdict.OUT_OF_MEMORY),
         ("'suspect', 'cuDNN error'", CHANGED, Verdict.PLAN_FAILED),
         ("'suspect', 'cuDNN error'", NEUTRAL, Verdict.SCRIPT_FAILED),
         ("'poisoned', 'device-side assert triggered'", CHANGED, Verdict.PLAN_FAILED),
@@ -185,6 +185,7 @@ def test_an_exception_becomes_a_verdict(run: Run, words: str, plan: Plan, verdic
             "forward" if "forward" in words else "outside the model"
         )
         assert report.out_of_memory.requested == (9 if "requested" in words else None)
+        assert report.out_of_memory.steps == (3 if "steps" in words else 0)
     else:
         assert report.traceback == "as Python has it"
         assert report.blamed == ("precision" if "blamed" in words else None)

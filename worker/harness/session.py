@@ -412,6 +412,7 @@ class Session:
             message=found.message,
             requested=found.requested,
             micro_batch=size,
+            steps=self.steps,
             room=self.meter.room(),
         )
 
