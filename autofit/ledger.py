@@ -11,7 +11,7 @@ from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.progress import FactsKnown, Line, Listener, TrialEnded
 from autofit.reference import Reference
-from autofit.results import finalists, fits, overtaken, ranked
+from autofit.results import finalists, fits, overtaken, ranked, standing
 from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
@@ -143,7 +143,9 @@ class Ledger:
     def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
         """Tell of a finished trial."""
         assert trial.report is not None, "a finished trial has a report"
-        best = any(first.id == trial.id for first in self.ranked()[:1])
+        trials = self.store.trials(self.study, state=State.FINISHED)
+        first = standing(trials, self.study.budget, self.options.horizon)[:1]
+        best = any(each.id == trial.id for each in first)
         self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
 
     # --- time ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.progress import Result
+from autofit.rules import tainted
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
 from autofit.worker.records import HORIZON, Script, Verdict
 
@@ -74,14 +75,14 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
 def winning(
     trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
 ) -> TrialRecord | None:
-    """Return the trial to keep: of those measured again, else the fastest that fits.
+    """Return the trial to keep: of those measured again, else the fastest that fits and stands.
 
     Of those that are as fast as the fastest within ``TIE``, the one that needs least memory.
     """
     again = [t for t in trials if t.purpose is Purpose.CONFIRM and fits(t, budget)]
     fastest = max((_speed(trial, horizon) for trial in again), default=0.0)
     tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
-    return min(tied, key=_peak, default=next(iter(ranked(trials, budget, horizon)), None))
+    return min(tied, key=_peak, default=next(iter(standing(trials, budget, horizon)), None))
 
 
 def rivals(
@@ -128,6 +129,20 @@ def ranked(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -
     """
     measured = [t for t in trials if t.purpose is Purpose.SEARCH and fits(t, budget)]
     return sorted(measured, key=lambda trial: _speed(trial, horizon), reverse=True)
+
+
+def standing(
+    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+) -> list[TrialRecord]:
+    """Return those of ``ranked`` that hold nothing that drifted when it was measured again.
+
+    ``trials``: the finished ones, those measured again among them.
+    """
+    again = [t for t in trials if t.purpose is Purpose.CONFIRM and t.verdict is Verdict.DRIFTED]
+    drifted = [trial.report for trial in again if trial.report is not None]
+    searched = [trial for trial in trials if trial.purpose is Purpose.SEARCH]
+    fitting = ranked(trials, budget, horizon)
+    return [trial for trial in fitting if not tainted(kept(trial), drifted, searched)]
 
 
 def fits(trial: TrialRecord, budget: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autofit import strategies
 from autofit.plan import Plan
-from autofit.results import ranked
+from autofit.results import standing
 from autofit.space import clash, expected
 from autofit.static import KINDS, Static, kept
 from autofit.storage import TrialRecord
@@ -96,7 +96,7 @@ def rungs_below(
 def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
     plans = {
         trial.report.best or trial.plan: trial.measurement.peak_device
-        for trial in ranked(ground.trials, ground.budget)
+        for trial in standing(ground.trials, ground.budget)
         if trial.report is not None and trial.measurement is not None
     }
     if plan not in plans:

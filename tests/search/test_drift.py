@@ -321,6 +321,8 @@ class TestASearch:
         # Resumed: nothing is launched, and what drifted stays out.
         assert main([*asked, "--", "--slow", "0.1"]) == 0
         assert trials(styles) == (neutral, bf16, drifted, again)
+        (marked,) = [line for line in capsys.readouterr().out.splitlines() if "<- best" in line]
+        assert marked.startswith("  0  as it is ")
 
     @pytest.mark.full
     def test_what_could_not_beat_a_plan_that_drifts_is_measured_then(

@@ -14,7 +14,7 @@ from autofit.flight import Flight
 from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.proposing import within_reach
-from autofit.results import overtaken, rivals, winning
+from autofit.results import overtaken, rivals, standing, winning
 from autofit.rules import closest, culprit, dominated, judged, most, tainted
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Purpose, TrialRecord
@@ -432,6 +432,26 @@ def test_within_the_noise_the_leaner_plan_is_kept(
     assert winning([*search, *again], 100) is again[1]
     slow = measured(HALF, 1.05, 90, Purpose.CONFIRM)
     assert winning([*search, again[0], slow], 100) is again[0]
+
+
+def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
+    ended: Ended, measurement: Callable[..., Measurement]
+) -> None:
+    """Nor one that holds what drifted, though the search ended before others were tried again."""
+
+    def measured(plan: Plan, seconds: float) -> TrialRecord:
+        trial = ended(plan, verdict=Verdict.MEASURED)
+        assert trial.report is not None
+        figures = (measurement(8, seconds, 50),)
+        return replace(trial, report=replace(trial.report, measurements=figures))
+
+    whole = BF16.replace(checkpointing="half")
+    search = [measured(whole, 0.4), measured(BF16, 0.5), measured(HALF, 0.9), measured(Plan(), 1.0)]
+    drifted = replace(ended(BF16, verdict=Verdict.DRIFTED), purpose=Purpose.CONFIRM)
+    assert winning(search, 100) is search[0]
+    assert standing([*search, drifted], 100) == search[2:]
+    assert winning([*search, drifted], 100) is search[2]
+    assert winning([*search[:2], drifted], 100) is None
 
 
 def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
