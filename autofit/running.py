@@ -68,10 +68,7 @@ def run(
         study, trials = diary.study()
         plan, memory = result.plan, memory or study.key.memory
         ranks = ranks or study.key.gpus
-        if not script.launcher:
-            script = replace(
-                script, environment=study.script.environment, launcher=study.script.launcher
-            )
+        script = as_searched(script, study.script)
         say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
         if (held := diary.held(study)) is not None and held != plan:
             say(f"{held} in its place: it held when the script was last run")
@@ -104,6 +101,19 @@ def run(
     if attempt > 1 and code == 0:
         diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
     return code if code >= 0 else 128 - code
+
+
+def as_searched(script: Script, searched: Script) -> Script:
+    """Return ``script`` launched as when it was ``searched``, where its line names no launcher.
+
+    What its line says of Python itself (``python -u``) is added.
+    """
+    if script.launcher:
+        return script
+    environment = dict(searched.environment) | dict(script.environment)
+    return replace(
+        script, environment=tuple(sorted(environment.items())), launcher=searched.launcher
+    )
 
 
 def _enough(device: str, ranks: int) -> None:

@@ -39,6 +39,16 @@ COMMANDS = {
     "accelerate": (ACCELERATE, ("launch",)),
 }
 """Commands that are launchers, likewise."""
+FLAGS = {
+    "-u": ("PYTHONUNBUFFERED", "1"),
+    "-B": ("PYTHONDONTWRITEBYTECODE", "1"),
+    "-O": ("PYTHONOPTIMIZE", "1"),
+    "-OO": ("PYTHONOPTIMIZE", "2"),
+}
+"""Options of Python, and the variable that does the same."""
+X = {"dev": "PYTHONDEVMODE", "faulthandler": "PYTHONFAULTHANDLER", "utf8": "PYTHONUTF8"}
+"""Values of its ``-X``, and the variable that does the same where it is 1."""
+WARNINGS = "PYTHONWARNINGS"
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _TAIL = 1
 """Lines of a launcher's own complaint that are shown."""
@@ -72,12 +82,8 @@ def understand(line: Sequence[str], cwd: str) -> Launch:
 
 
 def _python(line: Sequence[str], cwd: str) -> Launch:
-    """Read ``python [-u] SCRIPT`` or ``python [-u] -m MODULE``, a launcher's module included."""
-    environment: tuple[tuple[str, str], ...] = ()
-    at = 1
-    while at < len(line) and line[at] == "-u":
-        environment = (("PYTHONUNBUFFERED", "1"),)
-        at += 1
+    """Read ``python [OPTIONS] SCRIPT`` or ``-m MODULE``, a launcher's module included."""
+    environment, at = _options(line)
     module = line[at : at + 1] == ["-m"] or line[at : at + 1] == ("-m",)
     at += module
     if at >= len(line):
@@ -85,8 +91,8 @@ def _python(line: Sequence[str], cwd: str) -> Launch:
     target = line[at]
     if target.startswith("-"):
         raise UsageError(
-            f"python {target}: autofit starts Python itself and knows -u and -m alone;"
-            " most options have a variable, such as PYTHONWARNINGS"
+            f"python {target}: autofit starts Python itself and knows {', '.join(FLAGS)}, -W, -m"
+            f" and -X {'|'.join(X)} alone"
         )
     if module and target in MODULES:
         launcher, following = MODULES[target]
@@ -97,6 +103,25 @@ def _python(line: Sequence[str], cwd: str) -> Launch:
         target=target, module=module, args=tuple(line[at + 1 :]), cwd=cwd, environment=environment
     )
     return Launch(script=script)
+
+
+def _options(line: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Return the variables that say what Python's options do, and where these end in ``line``."""
+    found: dict[str, str] = {}
+    at = 1
+    while at < len(line):
+        word, apart = line[at], line[at] in ("-W", "-X")
+        value = "".join(line[at + 1 : at + 2]) if apart else word[2:]
+        if word in FLAGS:
+            found |= [FLAGS[word]]
+        elif word.startswith("-W") and value:
+            found[WARNINGS] = ",".join([*filter(None, [found.get(WARNINGS)]), value])
+        elif word.startswith("-X") and value in X:
+            found[X[value]] = "1"
+        else:
+            break
+        at += 1 + apart
+    return tuple(sorted(found.items())), at
 
 
 def _launched(

@@ -20,6 +20,7 @@ from autofit.launching import Launch, by_accelerate, by_torchrun, understand
 from autofit.launching.lines import Line
 from autofit.launching.spans import span
 from autofit.progress import Result
+from autofit.running import as_searched
 from autofit.worker.records import Script
 
 CONFIG = """\
@@ -193,6 +194,21 @@ def test_options_of_accelerate_that_are_not_used_are_named() -> None:
             "/usr/bin/python3.12 -u train.py",
             Script(target="train.py", cwd="/project", environment=(("PYTHONUNBUFFERED", "1"),)),
         ),
+        (
+            "python -O -W ignore -Werror::UserWarning -X faulthandler -Xdev -m pkg -u",
+            Script(
+                target="pkg",
+                module=True,
+                args=("-u",),
+                cwd="/project",
+                environment=(
+                    ("PYTHONDEVMODE", "1"),
+                    ("PYTHONFAULTHANDLER", "1"),
+                    ("PYTHONOPTIMIZE", "1"),
+                    ("PYTHONWARNINGS", "ignore,error::UserWarning"),
+                ),
+            ),
+        ),
     ],
 )
 def test_python_is_no_launcher(line: str, script: Script) -> None:
@@ -206,7 +222,9 @@ def test_python_is_no_launcher(line: str, script: Script) -> None:
     [
         ("deepspeed train.py", "'deepspeed' starts no launch line: python, torchrun and accel"),
         ("accelerate config", "'accelerate config' starts no training: "),
-        ("python -W ignore train.py", "python -W: autofit starts Python itself"),
+        ("python -u -I train.py", "python -I: autofit starts Python itself and knows -u, -B, "),
+        ("python -X importtime train.py", "python -X: autofit starts Python itself"),
+        ("python -W", "python -W: autofit starts Python itself"),
         ("python", "'python' names no script"),
         ("python -m torch.distributed.launch train.py", "python -m torch.distributed.launch is"),
     ],
@@ -215,6 +233,29 @@ def test_a_line_that_is_none(line: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
         understand(line.split(), "/project")
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.quick
+def test_a_run_adds_its_own_options_of_python_to_what_was_searched() -> None:
+    searched = replace(PLAIN.script, launcher=("torchrun",), environment=(("A", "1"), ("B", "1")))
+    own = replace(PLAIN.script, environment=(("B", "2"), ("PYTHONUNBUFFERED", "1")))
+    environment = (("A", "1"), ("B", "2"), ("PYTHONUNBUFFERED", "1"))
+    assert as_searched(own, searched) == replace(searched, environment=environment)
+    assert as_searched(PLAIN.script, searched) == searched
+    assert as_searched(searched, own) == searched
+
+
+@pytest.mark.quick
+def test_a_run_is_under_the_options_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text('{"plan": {}}')
+    shown = "sys.warnoptions, sys.flags.optimize, sys.stdout.write_through, sys.argv"
+    Path("train.py").write_text(f"import sys\nassert False\nprint({shown})\n")
+    line = ["python", "-u", "-O", "-W", "ignore", "train.py", "-O"]
+    assert main(["run", "--plan", "plan.json", "--", *line]) == 0
+    assert capfd.readouterr().out == "['ignore'] 1 True ['train.py', '-O']\n"
 
 
 @pytest.mark.full
