@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Fidelity, _fused
+from autofit.strategies import Facts, Fidelity, _fused
 from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
@@ -28,6 +28,7 @@ from tests.strategies.optimizers import (
     Make,
     Under,
     apart,
+    backward,
     batch,
     exact,
     model,
@@ -38,6 +39,7 @@ from tests.strategies.optimizers import (
     train,
     weights,
 )
+from tests.strategies.sessions import under as session
 
 pytestmark = pytest.mark.quick
 
@@ -71,6 +73,56 @@ def test_fused_is_the_same_training(under: Under, kind: str, dtype: torch.dtype)
     assert float((weights(plain) - weights(model(dtype))).norm()) > 0
     assert apart(fused, plain) < exact(dtype)
     assert [dict(group, params=None) for group in optimizer.param_groups] == flags
+
+
+class Sharp(Optimizer):
+    """Climbs, then steps with the gradient found there: the step is its base optimizer's (SAM)."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), {"rho": 0.05})
+        self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for p in weights_of(self):
+            self.state[p]["before"] = p.clone()
+            assert p.grad is not None
+            p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p in weights_of(self):
+            p.copy_(self.state[p]["before"])
+        self.base.step()
+        self.zero_grad()
+
+
+def weights_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_an_optimizer_that_another_wraps_is_the_one_that_steps() -> None:
+    known: list[tuple[str, ...]] = []
+
+    def sharpened(net: nn.Module, facts: Callable[[], Facts]) -> None:
+        optimizer = Sharp(net)
+        for step in range(STEPS):
+            backward(net, step)
+            known.append(facts().optimizers)
+            optimizer.climb()
+            backward(net, step)
+            optimizer.descend()
+
+    plain, found = model(), model()
+    sharpened(plain, Facts)
+    known.clear()
+    with session(FUSED) as ours, counted() as calls:
+        sharpened(found, lambda: ours.facts)
+    assert len(calls) == STEPS
+    assert known == [("SGD",)] * STEPS
+    assert apart(found, plain) < exact(torch.float64)
 
 
 class counted:

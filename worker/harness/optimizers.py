@@ -239,9 +239,13 @@ class Optimizers:
         self._dispatching.clear()
 
     def names(self) -> tuple[str, ...]:
-        """Return the class of each optimizer that exists and holds parameters of the roots."""
+        """Return the class of each optimizer that exists and holds parameters of the roots.
+
+        Not one that has another step for it, as far as can be seen before a step.
+        """
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
-        found = (o for o in self._made if any(id(p) in own for p in _parameters(o)))
+        steps = (o for o in self._made if not _has_another(o))
+        found = (o for o in steps if any(id(p) in own for p in _parameters(o)))
         return tuple(sorted({type(optimizer).__name__ for optimizer in found}))
 
     def prepare(self) -> bool:
@@ -249,12 +253,14 @@ class Optimizers:
 
         Before a forward, so that it holds for the first backward; raise ``Refused`` with the
         reason. Another optimizer is changed at its first step; none where nothing was attached.
-        Return whether there was anything to apply.
+        Nor is one that has another step for it, but that other. Return whether there was anything
+        to apply.
         """
         if not self._undos:
             return False
         plan = self._owner.optimizer_plan()
-        found = [each for each in self._made if not self._handle(each).under(plan)]
+        new = [each for each in self._made if not self._handle(each).under(plan)]
+        found = [each for each in new if not _has_another(each)]
         if not found:
             return False
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
@@ -321,6 +327,13 @@ def _with_hooked_steps(cls: type[Optimizer]) -> Iterable[type[Optimizer]]:
         if getattr(vars(each).get("step"), "hooked", False):
             yield each
         yield from _with_hooked_steps(each)
+
+
+def _has_another(optimizer: Optimizer) -> bool:
+    """Return whether it holds another one of its own parameters, which steps for it (SAM's)."""
+    held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    own = {id(p) for p in _parameters(optimizer)} if held else set()
+    return any(id(p) in own for each in held if each is not optimizer for p in _parameters(each))
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
