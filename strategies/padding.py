@@ -32,7 +32,7 @@ class Padding(Strategy):
         Level(
             name="trimmed",
             summary="to the longest sample of each batch, or of each part of one",
-            slowdown=0.8,
+            slowdown=0.95,
             refines=True,
         ),
     )

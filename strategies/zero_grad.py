@@ -25,7 +25,7 @@ class ZeroGrad(Strategy):
         Level(
             name="set_to_none",
             summary="no gradients during forward",
-            slowdown=0.98,
+            slowdown=0.95,
             keeps=0.5,
             refines=True,
         ),
