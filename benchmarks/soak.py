@@ -1,6 +1,6 @@
 """What the winners of ``search.json`` do in the real training: ``--steps`` steps of the script.
 
-    python benchmarks/soak.py [--work vit ...] [--steps 100] [--reference-steps 30] [--out FOLDER]
+    python benchmarks/soak.py [--work vit ...] [--memory 8GiB ...] [--steps 100] [--reference-steps 30] [--out FOLDER]
 
 Each winner trains the unflagged example under its budget with ``autofit run``, and is held against
 plain Python, with the flags of ``REFERENCES`` where the script as it is does not fit the card:
@@ -169,6 +169,7 @@ def main() -> None:
     """Train under each winner, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", action="append", choices=[work.name for work in WORKS])
+    parser.add_argument("--memory", action="append", help="budgets of the winners; else all")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--reference-steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -178,6 +179,9 @@ def main() -> None:
         for work in WORKS:
             mine = [each for each in searches["found"] if each["work"] == work.name]
             mine = [each for each in mine if each["document"]]
+            mine = [
+                each for each in mine if each["memory"] in (arguments.memory or [each["memory"]])
+            ]
             if not mine or (arguments.work and work.name not in arguments.work):
                 continue
             flags = REFERENCES.get(work.name, ())

@@ -118,8 +118,8 @@ def test_a_model_trains_where_its_float32_weights_would_not_fit(
 def test_a_search_finds_what_only_several_levels_together_hold(tmp_path: Path, script: str) -> None:
     """2 GiB of float32 weights within 2.6 GiB, of which the context and libraries take 0.8."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("HERE", script))
-    without = ["--without", "adapters", "--memory", "2700MiB", "--allow", "recipe", "--json"]
-    command = [sys.executable, "-m", "autofit", "search", "train.py", *without]
+    asked = ["--without", "adapters", "--memory", "2700MiB", "--allow", "recipe", "--json"]
+    command = [sys.executable, "-m", "autofit", "search", "train.py", *asked, "--timeout", "120s"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(ran.stdout)

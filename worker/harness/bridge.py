@@ -36,6 +36,8 @@ class Owner(Protocol):
     accumulated: set[int]
     pending: WeakSet[Call]
     """Calls whose backward has not come yet."""
+    puts_off: bool
+    """Calls may wait for their loss (``awaited``)."""
     one_at_a_time: bool
     """Each call's backward comes before the next call, as far as has been seen."""
     loss_scale: LossScale
@@ -298,6 +300,7 @@ class Call:
         present = [index for index, cotangent in incoming.items() if cotangent is not None]
         if present == self._means() and self._is_handed_over(incoming[present[0]]):
             return []
+        self.owner.puts_off &= self._gradients is None  # else more than the loss is used
         self._gradients = None
         self._take_out(saved)
         try:

@@ -6,7 +6,8 @@ needs no more memory than a hand-written accumulation loop:
 * *recompute*: every chunk but the last runs without a graph and is run again in backward; the
   last one's graph is kept, because backward consumes it first, and it is as large as it may be.
   Always right.
-* *eager*: where the root returns the loss itself, each chunk's backward runs at once in forward
+* *eager*: where the root returns the loss itself, or a loss function of torch has its output and
+  the call has waited for that (``awaited``), each chunk's backward runs at once in forward
   and nothing is recomputed; the gradients are kept aside and multiplied by what comes in. Used
   while ``.grad`` is empty and nothing listens to it; else it would hold the gradients twice.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
+from autofit.worker.harness.awaited import Awaited, Loss, PutOff
 from autofit.worker.harness.bridge import Call
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
@@ -39,7 +42,9 @@ from autofit.worker.harness.evaluation import Evaluation, FindValues
 from autofit.worker.harness.joining import (
     Batch,
     Cut,
+    Join,
     Layout,
+    Rule,
     cuts,
     cuts_for_keeping,
     equal_cuts,
@@ -82,6 +87,9 @@ class Elastic:
         self.loss_scale = LossScale()
         self.draws_elsewhere: bool | None = None
         self.even = False
+        self.puts_off = ranks is None
+        self._outlines: dict[object, tuple[torch.Tensor, torch.device]] = {}
+        """Of outputs that a loss may be made of, by the kind of call."""
         self.one_size = False
         """Chunks are of one size, as far as that goes."""
         self.accumulated: set[int] = set()
@@ -160,8 +168,7 @@ class Elastic:
             if not layout.size(batch):
                 raise Refused(NO_SAMPLES)
             start = RandomState.now() if layout.draws else None
-            moving = {id(place.tensor()) for place in layout.moved}
-            self._buffers = [each for each in self._buffers if id(each) not in moving]
+            self._watch_what_stays(layout)
             call = Call(self, once(forward, layout.moved), batch, layout)
             try:
                 output = self._around(call)
@@ -173,8 +180,72 @@ class Elastic:
                     raise
             else:
                 self._has_split = True
+                if self.puts_off and not call.inputs and _is_of_rows(layout, output):
+                    outline = torch.empty_like(output, device="meta")
+                    self._outlines[self._kind(batch)] = outline, output.device
                 return output
         raise AssertionError("the second attempt returns or raises")
+
+    def put_off(
+        self,
+        forward: Forward,
+        args: Any,
+        kwargs: Any,
+        again: Callable[[], Any],
+        entered: Callable[[Callable[[], Any]], Any],
+    ) -> Awaited | None:
+        """Return a call's output before it has run; ``None`` where the call is to run now.
+
+        Later calls only, of a kind that has run in chunks and whose output a loss may be made of.
+        ``again``: makes the call; ``entered``: runs a part of it.
+        """
+        if self.seams.compiles_functions or not (self.puts_off and self._outlines):
+            return None
+        batch = Batch.of(args, without_cache(self._module(), kwargs))
+        self._look_again()
+        known = self._outlines.get(self._kind(batch))
+        if known is None or self._listened() or _need_gradients(batch):
+            return None
+        layout = self._layout(batch)
+        samples = layout.size(batch)
+        if len(self.cut(samples, eager=True)) < 2:
+            return None
+        self._watch_what_stays(layout)
+        return Awaited.of(PutOff(self, forward, batch, samples, again, entered), *known)
+
+    def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a call that was put off with the loss as its last part; return loss and output."""
+        layout = self._layout(call.batch)
+        args, kwargs = call.batch.call(call.batch.leaves)
+
+        def forward(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with call.ambient.again():
+                output = call.forward(*args, **kwargs)
+            return loss(output, target), output
+
+        batch = Batch.of((loss.target, *args), kwargs)
+        both = replace(
+            layout,
+            batched=(0, *(index + 1 for index in layout.batched)),
+            joins=(loss.join, *layout.joins),
+        )
+        found: tuple[torch.Tensor, torch.Tensor] = call.entered(
+            Call(self, once(forward, layout.moved), batch, both)
+        )
+        return found
+
+    def _kind(self, batch: Batch) -> object:
+        """Return what calls have in common whose outputs have one shape."""
+        leaves = tuple(
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in batch.leaves
+        )
+        module = self._module()
+        return leaves, batch.spec, module is not None and module.training, Ambient.now()
+
+    def _watch_what_stays(self, layout: Layout) -> None:
+        moving = {id(place.tensor()) for place in layout.moved}
+        self._buffers = [each for each in self._buffers if id(each) not in moving]
 
     def _whole(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a batch in one piece that cannot be split, unlike those before it.
@@ -257,6 +328,16 @@ class Elastic:
             )
             for hook in (hooks or {}).values()
         )
+
+
+def _is_of_rows(layout: Layout, output: Any) -> bool:
+    """Return whether a call's output is one plain tensor whose rows are its samples."""
+    rows = layout.dim == 0 and layout.joins == (Join(Rule.CONCATENATE),)
+    return rows and type(output) is torch.Tensor and output.requires_grad
+
+
+def _need_gradients(batch: Batch) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in batch.leaves)
 
 
 def _all(each: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -114,6 +114,21 @@ class HarnessRoot:
             run = wrapper(run)
         return run(*args, **kwargs)
 
+    def put_off(
+        self,
+        args: Any,
+        kwargs: Any,
+        again: Callable[[], Any],
+        entered: Callable[[Callable[[], Any]], Any],
+    ) -> Any | None:
+        """Return what stands for the output of a call that waits; ``None`` where it does not.
+
+        See ``Elastic.put_off``.
+        """
+        if self.elastic is None or self._outermost:
+            return None
+        return self.elastic.put_off(self.forward, args, kwargs, again, entered)
+
     def rerun(self, *args: Any, **kwargs: Any) -> Any:
         """Run it with arguments that the plan's outermost wrappers have seen already."""
         if self.elastic is None:

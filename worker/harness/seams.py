@@ -91,6 +91,8 @@ class Seams:
         """Says which batch of a loader comes next (``lookahead.SameBatches`` in a trial)."""
         self.workers: int | None = None
         """Of the loader that gave the last batch; ``None`` before one has."""
+        self.compiles_functions = False
+        """The script compiles more than models: a loss, say, which takes plain tensors alone."""
         self.around: list[Wrapper] = []
         """Put around each call of a model, whatever a plan does."""
         self._readers: list[Reader] = []
@@ -110,6 +112,7 @@ class Seams:
             self._replace(torch.autograd, "grad", self._grad),
             self._replace(Optimizer, "zero_grad", self._zero_grad),
             self._replace(nn.Module, "zero_grad", self._zero_grad),
+            self._replace(torch, "compile", self._compile),
         ]
         if self.loader:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
@@ -216,6 +219,14 @@ class Seams:
             plain(owner, set_to_none)
 
         return zero_grad
+
+    def _compile(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled(model: Any = None, **options: Any) -> Any:
+            of_model = isinstance(getattr(model, "__self__", model), nn.Module)
+            self.compiles_functions |= not of_model
+            return plain(model, **options)
+
+        return compiled
 
     def _next(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def read(iterator: Any) -> Any:

@@ -26,6 +26,7 @@ from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
+from autofit.worker.harness.awaited import PutOff, there
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.known import Known
@@ -272,6 +273,8 @@ class Session:
     # --- inside ----------------------------------------------------------------------------
 
     def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        if PutOff.waiting:
+            args, kwargs = there((args, kwargs))
         if self.seams.inside:
             return root.own_call(*args, **kwargs)
         with self.away():
@@ -322,7 +325,16 @@ class Session:
             self.turn_to(root, plan, args, kwargs)
         if self.optimizers.prepare():
             self.meter.release()  # what state in another form has left in the allocator's cache
-        return root.call(args, kwargs)
+        waits = root.put_off(args, kwargs, partial(self._call, root, args, kwargs), self._entered)
+        return root.call(args, kwargs) if waits is None else waits
+
+    def _entered(self, run: Callable[[], Any]) -> Any:
+        """Run a root's call that has waited for the use of its output."""
+        self.phase = "forward"
+        with self.away(), inside(self.seams):
+            output = self._watched(run)
+        self.phase = OUTSIDE
+        return output
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply ``plan``, which is new, to ``root``; raise ``Refused`` with the reason if not."""

@@ -1,0 +1,319 @@
+"""A root's output that is not there yet: it waits for the loss that the script makes of it.
+
+Where a batch runs in chunks and its loss is computed outside the model, each chunk would run twice:
+once for its output, and again in backward, when the output's gradient has come. Most scripts give
+the output to a loss function of torch and to nothing else before. So the call is put off until
+then, and runs with the loss as its last part: each chunk's backward comes at once, as where a model
+returns its loss (``bridge``). Whatever else a script does with the output first makes it be there,
+as if it had never waited; from then on no call of this root is put off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness import means
+from autofit.worker.harness.joining import Batch, Join
+from autofit.worker.harness.random_state import Ambient
+from autofit.worker.harness.seams import plain_backward
+
+CHANGED = "the model or its arguments changed between its call and the use of its output"
+TENSOR = torch.Tensor
+TOLD: set[Any] = {
+    TENSOR.__hash__,
+    TENSOR.__len__,
+    TENSOR.device.__get__,
+    TENSOR.dim,
+    TENSOR.dtype.__get__,  # type: ignore[attr-defined]
+    TENSOR.is_cuda.__get__,  # type: ignore[attr-defined]
+    TENSOR.is_floating_point,
+    TENSOR.ndim.__get__,  # type: ignore[attr-defined]
+    TENSOR.nelement,
+    TENSOR.numel,
+    TENSOR.requires_grad.__get__,  # type: ignore[attr-defined]
+    TENSOR.shape.__get__,  # type: ignore[attr-defined]
+    TENSOR.size,
+    torch.is_floating_point,
+    torch.numel,
+}
+"""What can be said of an output that is not there."""
+SHAPED: set[Any] = {
+    TENSOR.__getitem__,
+    TENSOR.contiguous,
+    TENSOR.flatten,
+    TENSOR.float,
+    TENSOR.permute,
+    TENSOR.reshape,
+    TENSOR.squeeze,
+    TENSOR.to,
+    TENSOR.transpose,
+    TENSOR.unsqueeze,
+    TENSOR.view,
+    torch.flatten,
+    torch.permute,
+    torch.reshape,
+    torch.squeeze,
+    torch.transpose,
+    torch.unsqueeze,
+}
+"""What scripts do to an output before they give it to a loss function."""
+SIZED: set[Any] = {TENSOR.view, TENSOR.reshape, torch.reshape}
+"""Those of them that may name how many rows there are."""
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A call of a loss function with a root's output."""
+
+    function: Callable[..., Any]
+    given: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    """From the root's output to the function's input."""
+    target: torch.Tensor
+    """``(samples, ...)``."""
+    flat: bool
+    """The function has several rows for a sample; in ``target`` they have a dimension."""
+    join: Join
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of some samples."""
+        for step in self.steps:
+            output = step(output)
+        target = target.flatten(0, 1) if self.flat else target
+        found: torch.Tensor = self.function(**{**self.given, "input": output, "target": target})
+        return found
+
+
+class Caller(Protocol):
+    """Runs what was put off (``elastic.Elastic``)."""
+
+    puts_off: bool
+    """Calls may be put off."""
+
+    def mark(self) -> object:
+        """What must be the same when the call runs: the root's mode, weights and buffers."""
+
+    def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the call with the loss as its last part; return the loss, and the output."""
+
+
+class PutOff:
+    """One call of a root that has not run."""
+
+    waiting: WeakSet[PutOff] = WeakSet()
+
+    def __init__(
+        self,
+        caller: Caller,
+        forward: Forward,
+        batch: Batch,
+        samples: int,
+        again: Callable[[], torch.Tensor],
+        entered: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """``again``: makes the call as if it had not been put off; ``entered``: runs a part."""
+        self.forward = forward
+        self.batch = batch
+        self.samples = samples
+        self.entered = entered
+        self.ambient = Ambient.now()
+        self._caller = caller
+        self._again = again
+        self._mark = self._now()
+        self._output: torch.Tensor | None = None
+        PutOff.waiting.add(self)
+
+    def output(self) -> torch.Tensor:
+        """Return the output, computed now if need be; raise ``Refused`` where that is too late."""
+        if self._output is None:
+            self._caller.puts_off = False
+            self._check()
+            with torch.inference_mode(False), torch.enable_grad(), self.ambient.again():
+                self._is_there(self._again())
+        assert self._output is not None
+        return self._output
+
+    def loss(self, loss: Loss) -> torch.Tensor | None:
+        """Return the loss, run with the call; ``None`` where the output has to be there first."""
+        if self._output is not None or not torch.is_grad_enabled():
+            return None
+        self._check()
+        try:
+            found, output = self._caller.with_loss(self, loss)
+        except Exception:  # noqa: BLE001 - the call meets it again as ever, where it is answered
+            return None
+        self._is_there(output)
+        return found
+
+    def _is_there(self, output: torch.Tensor) -> None:
+        """Keep the output, and nothing that is only needed to make it."""
+        self._output = output
+        self.batch = Batch([], self.batch.spec)
+        self._again = lambda: output
+        PutOff.waiting.discard(self)
+
+    def _check(self) -> None:
+        if self._now() != self._mark:
+            raise Refused(CHANGED, "micro_batch")
+
+    def _now(self) -> object:
+        tensors = [leaf for leaf in self.batch.leaves if isinstance(leaf, torch.Tensor)]
+        return self._caller.mark(), [each._version for each in tensors if not each.is_inference()]
+
+
+class Awaited(torch.Tensor):
+    """Such an output, or a view of it, in the script's hands."""
+
+    _call: PutOff
+    _steps: tuple[Step, ...]
+    _value: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        call: PutOff,
+        like: torch.Tensor,
+        device: torch.device,
+        steps: tuple[Step, ...] = (),
+    ) -> Awaited:
+        """Return what will be as ``like``, which may be an outline, on ``device``."""
+        anchor = torch.empty(0, requires_grad=True)
+        made: Awaited = _Source.apply(anchor, call, like, device, steps)  # type: ignore[no-untyped-call]
+        made._call, made._steps, made._value = call, steps, None
+        return made
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor it stands for, with its graph."""
+        if self._value is None:
+            self._value = _after(self._steps, self._call.output())
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what can be answered, put a view off too, run the loss; else be there."""
+        kwargs = kwargs or {}
+        if func in TOLD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found: torch.Tensor | None = None
+        if func in SHAPED and isinstance(args[0], Awaited):
+            found = args[0]._shaped(func, args[1:], kwargs)
+        elif func in means.LOSSES:
+            found = _loss(func, args, kwargs)
+        if found is not None:
+            return found
+        args, kwargs = there((tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Be there for what does not come through Python; gradients go back to the source."""
+        args, kwargs = tree_map(
+            lambda each: each.value().detach() if isinstance(each, Awaited) else each,
+            (tuple(args), kwargs or {}),
+        )
+        return func(*args, **kwargs)
+
+    def _shaped(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Awaited | None:
+        """Return a view that waits too; ``None`` unless each sample keeps its rows in it."""
+        if self._value is not None or _hold_tensors((others, kwargs)):
+            return None
+        try:
+            like = func(self._outline(1), *others, **kwargs)
+            if not like.is_meta or not like.ndim or len(like) % self._call.samples:
+                return None
+            rest = like.shape[1:]
+            if func not in SIZED:
+                twice = func(self._outline(2), *others, **kwargs).shape
+                if twice != (2 * len(like), *rest):
+                    return None
+        except (RuntimeError, IndexError, TypeError):  # as the tensor itself will say
+            return None
+
+        def step(part: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = part if func in SIZED else func(part, *others, **kwargs)
+            return made.reshape(-1, *rest)
+
+        return Awaited.of(self._call, like, self.device, (*self._steps, step))
+
+    def _outline(self, times: int) -> torch.Tensor:
+        """Return the shape of so many times its rows, without memory."""
+        shape = (times * len(self), *self.shape[1:])
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+
+class _Source(torch.autograd.Function):
+    """Where a waiting output comes from, for what reaches it past Python: its own graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        call: PutOff,
+        like: torch.Tensor,
+        device: torch.device,
+        steps: tuple[Step, ...],
+    ) -> Awaited:
+        ctx.call, ctx.steps = call, steps
+        made: Awaited = torch.Tensor._make_wrapper_subclass(
+            Awaited, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        plain_backward([_after(ctx.steps, ctx.call.output())], list(cotangents))
+        return None, None, None, None, None
+
+
+def there(value: Any) -> Any:
+    """Return ``value`` with the tensors that outputs in it stand for."""
+    return tree_map(lambda each: each.value() if isinstance(each, Awaited) else each, value)
+
+
+def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return the loss, run with the call it is made of; ``None`` where that cannot be."""
+    try:
+        given = means.arguments(func, args, kwargs)
+    except TypeError:  # as the function itself will say
+        return None
+    output, target = given.pop("input"), given.pop("target")
+    if not isinstance(output, Awaited) or _hold_awaited((target, given)):
+        return None
+    if not isinstance(target, torch.Tensor) or target.requires_grad or not target.ndim:
+        return None
+    join = means.rule(func, {**given, "target": target}, output.shape, 0)
+    if join is None or len(target) != len(output) or target.device != output.device:
+        return None
+    call = output._call
+    flat = len(output) != call.samples
+    target = target.unflatten(0, (call.samples, -1)) if flat else target
+    return call.loss(Loss(func, given, output._steps, target, flat, join))
+
+
+def _after(steps: Sequence[Step], output: torch.Tensor) -> torch.Tensor:
+    for step in steps:
+        output = step(output)
+    return output
+
+
+def _hold_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+
+
+def _hold_awaited(value: Any) -> bool:
+    return any(isinstance(leaf, Awaited) for leaf in tree_leaves(value))
