@@ -1,6 +1,7 @@
 """What the winners of ``search.json`` do in the real training: ``--steps`` steps of the script.
 
-    python benchmarks/soak.py [--work vit ...] [--memory 8GiB ...] [--steps 100] [--reference-steps 30] [--out FOLDER]
+    python benchmarks/soak.py [--work vit ...] [--memory 8GiB ...] [--steps 100]
+                              [--reference-steps 30] [--out FOLDER]
 
 Each winner trains the unflagged example under its budget with ``autofit run``, and is held against
 plain Python, with the flags of ``REFERENCES`` where the script as it is does not fit the card:
