@@ -42,6 +42,8 @@ class RootFacts:
     """It has been called with gradients; else memory ran out before, and it was looked at alone."""
     batch: int | None = None
     """Samples in its first call with gradients; ``None`` when no tensor argument shows one."""
+    batch_doubted: bool = False
+    """That is the first dimension of its arguments, and may be time: no split was proven."""
     block_class: str | None = None
     """Class of the repeated blocks, the longest run of same-class children of a container."""
     blocks: int = 0

@@ -86,10 +86,12 @@ def allowed(allow: str) -> str:
 def script_line(script: Script, facts: Facts) -> str:
     """Return the line that says what the script trains, as far as it is known."""
     steps = facts.effective_batch
+    doubted = any(root.batch_doubted for root in facts.roots[:1])
+    sure = "if the first dimension is the batch" if doubted else "(from the script)"
     parts = [
         *(_root(root, times) for root, times in Counter(facts.roots).items()),
         *dict.fromkeys(facts.optimizers),
-        *([f"{many(steps, 'sample')} a step (from the script)"] if steps else []),
+        *([f"{many(steps, 'sample')} a step {sure}"] if steps else []),
     ]
     return f"{script.target}: {', '.join(parts) or 'nothing known yet'}"
 

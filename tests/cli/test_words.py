@@ -68,6 +68,14 @@ def test_two_roots_and_what_is_unknown() -> None:
     assert "2 x Generator" in words.script_line(script, Facts(roots=(roots[0], roots[0])))
 
 
+def test_samples_that_may_be_time_are_told_as_such(facts: Facts) -> None:
+    script = Script(target="lm.py", cwd="/project")
+    doubted = replace(facts, roots=(replace(facts.roots[0], batch_doubted=True),))
+    assert words.script_line(script, facts).endswith("16 samples a step (from the script)")
+    line = words.script_line(script, doubted)
+    assert line.endswith("16 samples a step if the first dimension is the batch")
+
+
 def test_levels_left_out_for_one_reason_share_a_line() -> None:
     reasons = (
         ("precision", "tf32", "no tensor cores"),

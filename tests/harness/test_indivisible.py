@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from tests.strategies.bystander import Bystander
+from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
 NODES = 12
@@ -110,3 +112,43 @@ def test_a_sparse_argument_carries_no_batch() -> None:
     graph = Graph()
     with pytest.raises(Refused, match="cannot run on a part"):
         find_layout(graph, graph.forward, Batch.of(args, {}))
+
+
+class Mixing(nn.Module):
+    """Takes the mean of its whole input, whichever dimension is the batch, or none."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.embedding, self.line, self.mixes = nn.Embedding(8, 4), nn.Linear(4, 4), mixes
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        hidden: torch.Tensor = x if x.is_floating_point() else self.embedding(x)
+        hidden = self.line(hidden)
+        return hidden - hidden.mean() if self.mixes else hidden
+
+
+TOKENS, SEQUENCES = torch.randint(8, (7, 5)), torch.randn(7, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "mixes", "doubted"),
+    [
+        ((TOKENS,), True, True),
+        ((SEQUENCES,), True, True),
+        ((TOKENS,), False, False),
+        ((TOKENS, torch.ones(7)), True, False),
+        ((torch.randn(7, 4),), True, False),
+        ((torch.randn(7, 3, 5, 4),), True, False),
+        ((torch.randint(8, (5, 5)),), True, False),
+    ],
+    ids=["tokens", "sequences", "split", "lengths", "vectors", "images", "square"],
+)
+def test_samples_are_doubted_where_time_may_come_first(
+    args: tuple[torch.Tensor, ...], mixes: bool, doubted: bool
+) -> None:
+    net = Mixing(mixes=mixes)
+    with under(Plan.of({"micro_batch": "2"})) as session:
+        with pytest.raises(Refused) if mixes else nullcontext():
+            net(*args)
+        (root,) = session.facts.roots
+    assert (root.batch, root.batch_doubted) == (len(args[0]), doubted)

@@ -22,6 +22,7 @@ from autofit.strategies.facts import RootFacts
 from autofit.worker.harness.compiling import is_compiled
 
 if TYPE_CHECKING:
+    from autofit.worker.harness.joining import Batch
     from autofit.worker.harness.roots import HarnessRoot
 
 FRAMEWORKS = {
@@ -78,6 +79,22 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         ),
         compiled=is_compiled(root),
     )
+
+
+def doubted(facts: RootFacts, batch: Batch) -> bool:
+    """Return whether the first dimension of a call's arguments may be time, and not the batch.
+
+    Where no split tells: of sequences, unless an argument has one number for each sample. In a
+    Hugging Face model the batch comes first.
+    """
+    from autofit.worker.harness.probe import batched_leaves
+
+    shown = [batch.leaves[index] for index in batched_leaves(batch, 0)]
+    if not shown or facts.transformers or facts.attention is not None:
+        return False
+    first = shown[0]
+    sequences = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
+    return sequences and first.shape[0] != first.shape[1] and all(each.ndim > 1 for each in shown)
 
 
 def _numel_here(tensor: torch.Tensor) -> int:

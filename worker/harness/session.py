@@ -360,30 +360,31 @@ class Session:
         root.facts = learn.describe(root.outer, args, kwargs)
         if self.splits() and not root.facts.batch_norm and not by_hand.transformed():
             with inside(self.seams):
-                root.facts = replace(root.facts, batch=self._samples(root, args, kwargs))
+                root.facts = self._with_samples(root, root.facts, args, kwargs)
         root.facts = self.common(root.facts)
         met = tuple(each.facts for each in self.roots if each.facts is not None)
         autocast = self.facts.autocast or learn.autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
         self._learn(roots=met, autocast=autocast, workers=self.seams.workers, optimizers=names)
 
-    def _samples(self, root: HarnessRoot, args: Any, kwargs: Any) -> int | None:
-        """Return the samples in a root's first call, and prove how it is split.
+    def _with_samples(
+        self, root: HarnessRoot, facts: RootFacts, args: Any, kwargs: Any
+    ) -> RootFacts:
+        """Return a root's facts with the samples in its first call, and prove how it is split.
 
         Now, before the weights have moved: a model that has diverged answers every sample alike,
         and then any way to put its parts together looks right.
         """
         batch = Batch.of(args, without_cache(root.module, kwargs))
-        assert root.facts is not None
         try:
-            return root.layout(batch).size(batch)
+            return replace(facts, batch=root.layout(batch).size(batch))
         except Refused:
-            return root.facts.batch  # refused again, with its reason, when a plan asks for it
+            pass  # refused again, with its reason, when a plan asks for it
         except Exception as error:
             if oom.classify(error, corroborated=self.meter.short()).kind is not oom.Kind.OOM:
                 raise
             clear_frames(error.__traceback__)  # they hold what did not fit
-            return root.facts.batch
+        return replace(facts, batch_doubted=learn.doubted(facts, batch))
 
     def _learn(self, **changes: Any) -> None:
         self.facts = replace(self.facts, **changes)
