@@ -103,19 +103,28 @@ class Step:
     """The micro-batch of later calls."""
 
 
-def step(run: Run, model: Deep, losing: bool, micro_batch: int, fall: Fall | None) -> Step:
-    """Train one step from a fixed seed; the first of all proves the split."""
+def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | None) -> Step:
+    """Train one step from a fixed seed; the first of all proves the split.
+
+    ``loss_is``: ``inside`` the model, ``outside`` of it, or ``waiting`` for a call that is put off.
+    """
     run.met.clear()
     for root in run.roots:
         if root.elastic is not None:
             root.elastic.micro_batch = micro_batch
+            root.elastic.puts_off = True
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     y = torch.randint(WIDTH, (BATCH,))
     model.zero_grad()
     model.fall = fall or (lambda: None)
     try:
-        loss = model(x, y) if losing else F.cross_entropy(model(x), y)
+        if loss_is == "inside":
+            loss = model(x, y)
+        elif loss_is == "waiting":
+            loss = F.cross_entropy(model(x), y)
+        else:  # no call waits for what is not torch's loss
+            loss = F.cross_entropy(1 * model(x), y)
         if fall is not None and fall.call == BEFORE_BACKWARD:
             gauge.set_cap(gauge.current() + fall.room)
         (0.5 * loss).backward()
@@ -127,26 +136,27 @@ def step(run: Run, model: Deep, losing: bool, micro_batch: int, fall: Fall | Non
     return Step(gradients, float(loss.detach()), list(run.met), left)
 
 
-def main(dropout: float, losing: bool, micro_batch: int, call: int) -> None:
+def main(dropout: float, loss_is: str, micro_batch: int, call: int) -> None:
     """Try one amount of memory after another."""
     torch.manual_seed(0)
     model, run = Deep(dropout).double(), Run(micro_batch)
     run.start()
-    plain = {micro_batch: step(run, model, losing, micro_batch, None)}
+    step(run, model, loss_is, micro_batch, None)  # the first call never waits
+    plain = {micro_batch: step(run, model, loss_is, micro_batch, None)}
     found: list[dict[str, Any]] = []
     for room in range(64 * KIB, 8192 * KIB, 128 * KIB):
         try:
-            short = step(run, model, losing, micro_batch, Fall(call, room))
+            short = step(run, model, loss_is, micro_batch, Fall(call, room))
         except RuntimeError as error:
             if "can't allocate" not in str(error):
                 raise
             found.append({"room": room, "died": True})
             continue
         # Where the forward started over, its smaller chunks have drawn anew.
-        over = [size for phase, size, _ in short.met if phase == "forward"]
-        size = -(-(over[-1] or 0) // 2) if over else micro_batch
+        over = [size for phase, size, _ in short.met if phase == "forward" and size]
+        size = -(-over[-1] // 2) if over else micro_batch
         if size not in plain:
-            plain[size] = step(run, model, losing, size, None)
+            plain[size] = step(run, model, loss_is, size, None)
         assert not plain[size].met
         pairs = zip(short.gradients, plain[size].gradients, strict=True)
         worst = max(float((s - p).abs().max() / p.abs().max()) for s, p in pairs)
@@ -166,4 +176,4 @@ def main(dropout: float, losing: bool, micro_batch: int, call: int) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2] == "inside", int(sys.argv[3]), int(sys.argv[4]))
+    main(float(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

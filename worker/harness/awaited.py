@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness import means
-from autofit.worker.harness.joining import Batch, Join
-from autofit.worker.harness.random_state import Ambient
+from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import plain_backward
 
 CHANGED = "the model or its arguments changed between its call and the use of its output"
@@ -83,15 +83,16 @@ class Loss:
     """``(samples, ...)``."""
     flat: bool
     """The function has several rows for a sample; in ``target`` they have a dimension."""
-    join: Join
+    mean: means.Mean
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of some samples."""
-        for step in self.steps:
-            output = step(output)
         target = target.flatten(0, 1) if self.flat else target
-        found: torch.Tensor = self.function(**{**self.given, "input": output, "target": target})
-        return found
+        mine = {"input": _after(self.steps, output), "target": target}
+        found: torch.Tensor = self.function(
+            **{**self.given, **mine, "reduction": self.mean.reduction}
+        )
+        return found if self.mean.over is None else (found / self.mean.over).to(found.dtype)
 
 
 class Caller(Protocol):
@@ -117,14 +118,15 @@ class PutOff:
         caller: Caller,
         forward: Forward,
         batch: Batch,
-        samples: int,
+        layout: Layout,
         again: Callable[[], torch.Tensor],
         entered: Callable[[Callable[[], Any]], Any],
     ) -> None:
         """``again``: makes the call as if it had not been put off; ``entered``: runs a part."""
         self.forward = forward
         self.batch = batch
-        self.samples = samples
+        self.layout = layout
+        self.samples = layout.size(batch)
         self.entered = entered
         self.ambient = Ambient.now()
         self._caller = caller
@@ -148,9 +150,11 @@ class PutOff:
         if self._output is not None or not torch.is_grad_enabled():
             return None
         self._check()
+        start = RandomState.now()
         try:
             found, output = self._caller.with_loss(self, loss)
         except Exception:  # noqa: BLE001 - the call meets it again as ever, where it is answered
+            start.restore()
             return None
         self._is_there(output)
         return found
@@ -296,19 +300,27 @@ def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | No
         return None
     if not isinstance(target, torch.Tensor) or target.requires_grad or not target.ndim:
         return None
-    join = means.rule(func, {**given, "target": target}, output.shape, 0)
-    if join is None or len(target) != len(output) or target.device != output.device:
+    if len(target) != len(output) or target.device != output.device or _overflows(output):
+        return None
+    mean = means.mean(func, {**given, "target": target}, output)
+    if mean is None:
         return None
     call = output._call
     flat = len(output) != call.samples
     target = target.unflatten(0, (call.samples, -1)) if flat else target
-    return call.loss(Loss(func, given, output._steps, target, flat, join))
+    return call.loss(Loss(func, given, output._steps, target, flat, mean))
 
 
 def _after(steps: Sequence[Step], output: torch.Tensor) -> torch.Tensor:
     for step in steps:
         output = step(output)
     return output
+
+
+def _overflows(output: torch.Tensor) -> bool:
+    """Return whether a sum of losses may be too large: in float16, where autocast does not help."""
+    kind = output.device.type
+    return output.dtype is torch.float16 and not torch.is_autocast_enabled(kind)
 
 
 def _hold_tensors(value: Any) -> bool:

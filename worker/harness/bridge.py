@@ -19,7 +19,7 @@ from autofit.worker.harness.eager import LossScale, alike
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Cut, Layout, cuts
 from autofit.worker.harness.opened import flatten
-from autofit.worker.harness.parts import Gradients, Parts, without_graph
+from autofit.worker.harness.parts import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams, inside, plain_backward
 
@@ -374,12 +374,12 @@ class Call:
 
     def _hand_over(self, factor: torch.Tensor | None) -> None:
         assert self._gradients is not None
-        gradients, self._gradients = self._gradients, None
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is None or not parameter.requires_grad:
-                continue
-            if factor is not None:
-                gradient.mul_(factor)
+        pairs = zip(self.parameters, self._gradients, strict=True)
+        found = [(p, g) for p, g in pairs if g is not None and p.requires_grad]
+        self._gradients = None
+        if factor is not None:
+            multiply([gradient for _, gradient in found], factor)
+        for parameter, gradient in found:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

@@ -207,15 +207,14 @@ class Elastic:
         if known is None or self._listened() or _need_gradients(batch):
             return None
         layout = self._layout(batch)
-        samples = layout.size(batch)
-        if len(self.cut(samples, eager=True)) < 2:
+        if len(self.cut(layout.size(batch), eager=True)) < 2:
             return None
         self._watch_what_stays(layout)
-        return Awaited.of(PutOff(self, forward, batch, samples, again, entered), *known)
+        return Awaited.of(PutOff(self, forward, batch, layout, again, entered), *known)
 
     def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a call that was put off with the loss as its last part; return loss and output."""
-        layout = self._layout(call.batch)
+        layout = call.layout
         args, kwargs = call.batch.call(call.batch.leaves)
 
         def forward(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +226,7 @@ class Elastic:
         both = replace(
             layout,
             batched=(0, *(index + 1 for index in layout.batched)),
-            joins=(loss.join, *layout.joins),
+            joins=(loss.mean.join, *layout.joins),
         )
         found: tuple[torch.Tensor, torch.Tensor] = call.entered(
             Call(self, once(forward, layout.moved), batch, both)

@@ -1,6 +1,6 @@
 """How the loss functions of torch add up over the samples of a batch, as they are defined.
 
-Nothing has to be tried: a mean over samples, over the labels that count, or a sum
+Nothing has to be tried: a mean over samples or over the classes that count, or a sum
 (https://docs.pytorch.org/docs/stable/nn.functional.html#loss-functions).
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from autofit.worker.harness.joining import Join, Labels, Rule
+from autofit.worker.harness.joining import Join, Rule
 
 OF_CLASSES: set[Callable[..., Any]] = {functional.cross_entropy, functional.nll_loss}
 """Of scores, ``(rows, classes, ...)``, and the number of a class for each row and place."""
@@ -40,27 +41,49 @@ def arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str,
     return dict(bound.arguments)
 
 
-def rule(
-    function: Callable[..., Any], given: Mapping[str, Any], shape: torch.Size, leaf: int
-) -> Join | None:
-    """Return how the losses of parts become that of the whole; ``None`` where that is not known.
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """How the losses of parts become that of the whole."""
 
-    ``shape``: of its input; ``leaf``: where its target is among the arguments of the parts.
+    join: Join
+    reduction: str
+    """Of the function on a part."""
+    over: torch.Tensor | None = None
+    """A part's loss is divided by it: what counts in the whole batch, a number on the device."""
+
+
+def mean(
+    function: Callable[..., Any], given: Mapping[str, Any], output: torch.Tensor
+) -> Mean | None:
+    """Return how a call of such a function adds up; ``None`` where that is not known.
+
+    ``output``: its input, of which only shape and kind are looked at.
     """
-    target, weight = given["target"], given.get("weight")
+    target, weight, reduction = given["target"], given.get("weight"), given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return None
-    classes = not target.is_floating_point()
-    if function in OF_CLASSES and classes:
-        if target.shape != (*shape[:1], *shape[2:]):
+    if function in OF_CLASSES and not target.is_floating_point():
+        if target.shape != (*output.shape[:1], *output.shape[2:]):
             return None
-        mean = Join(Rule.TOKENS, labels=Labels(leaf, given["ignore_index"], weights=weight))
-    else:
-        of_all = given.get("pos_weight")  # of each class, so it must not stand for samples
-        if classes or target.shape != shape or weight is not None:
-            return None
-        if of_all is not None and of_all.ndim >= len(shape):
-            return None
-        mean = Join(Rule.SAMPLES)
-    reduction = given["reduction"]
-    return mean if reduction in MEANS else Join(Rule.SUM) if reduction == "sum" else None
+        whole = reduction == "mean"
+        over = _counted(target, given["ignore_index"], weight, output.dtype) if whole else None
+        return Mean(Join(Rule.SUM), "sum", over) if whole or reduction == "sum" else None
+    of_all = given.get("pos_weight")  # of each class, so it must not stand for samples
+    if target.shape != output.shape or not target.is_floating_point() or weight is not None:
+        return None
+    if of_all is not None and of_all.ndim >= output.ndim:
+        return None
+    if reduction == "sum":
+        return Mean(Join(Rule.SUM), reduction)
+    return Mean(Join(Rule.SAMPLES), reduction) if reduction in MEANS else None
+
+
+def _counted(
+    target: torch.Tensor, ignored: int, weight: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what a mean over classes divides by: how many count, or their weights."""
+    known = target != ignored
+    exact = torch.promote_types(dtype, torch.float32)
+    if weight is None:
+        return known.sum().to(exact)
+    return (weight.detach()[target.where(known, 0)] * known).sum().to(exact)

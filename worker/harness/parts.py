@@ -111,6 +111,17 @@ def without_graph(output: Any) -> Any:
     return output.detach() if isinstance(output, torch.Tensor) else output
 
 
+def multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients in place, those that are plain tensors in few kernels."""
+    plain = [each for each in gradients if type(each) is torch.Tensor and not each.is_sparse]
+    if plain:
+        torch._foreach_mul_(plain, factor)
+    together = {id(each) for each in plain}
+    for each in gradients:
+        if id(each) not in together:
+            each.mul_(factor)
+
+
 def _lies_there(output: Any) -> bool:
     return isinstance(output, torch.Tensor) and not isinstance(output, Deferred)
 
