@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from autofit.exceptions import Refused
@@ -167,7 +168,7 @@ class Compile(Strategy):
         undo_limits = _limits(len(modules), root.strict)
         undo_budget = root.around_forward(_within_budget) if level == "budget" else None
         for each in modules:
-            each.compile(**SETTINGS)
+            _compile(each)
 
         def undo() -> None:
             for each in modules:
@@ -179,6 +180,19 @@ class Compile(Strategy):
             _forget()
 
         return undo
+
+
+def _compile(module: Any) -> None:
+    """Compile a module in place, also one of torch's own, such as ``Sequential``.
+
+    Of these ``Module.compile`` makes nothing: Dynamo looks at no frame of torch itself. With a
+    frame around the call it has one to begin with.
+    """
+    from torch._dynamo import config
+
+    own = type(module).__module__.startswith("torch.nn.modules.")
+    with config.patch(wrap_top_frame=True) if own else nullcontext():
+        module.compile(**SETTINGS)
 
 
 def _limits(modules: int, strict: bool) -> Undo:

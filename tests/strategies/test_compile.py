@@ -426,6 +426,39 @@ def test_a_chunk_that_drew_runs_again_as_it_was(light: None, calls: Calls) -> No
 
 
 @quick
+@pytest.mark.parametrize(
+    ("level", "module"),
+    [
+        ("full", nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+        (
+            "regional",
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 3),
+        ),
+    ],
+    ids=["full", "regional"],
+)
+def test_modules_of_torchs_own_are_compiled(
+    level: str, module: nn.Module, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    """``Module.compile`` makes nothing of them, and does not say so."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(compile, "SETTINGS", {"backend": counted})
+    held, x = root_of(module, calls), torch.randn(5, 3, 8, requires_grad=True)
+    plain = held.call((x,), {})
+    held.apply(Plan.of({"compile": level}))
+    torch.testing.assert_close(held.call((x,), {}), plain)
+    assert len(graphs) == 1, "once for all that are alike"
+    held.take_back()
+    held.call((x,), {})
+    assert len(graphs) == 1
+
+
+@quick
 def test_batch_statistics_move_as_they_do(light: None, calls: Calls) -> None:
     module, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(6, 8)
     held = root_of(module, calls)
