@@ -60,13 +60,10 @@ class Split:
         self.root.apply(Plan.of({"micro_batch": str(SIZE)}))
 
     def __call__(self, *args: Any) -> Any:
-        def plainly() -> Any:
-            return self.root.call(args, {})
-
         if not torch.is_grad_enabled():
-            return plainly()
-        waits = self.root.put_off(args, {}, plainly, lambda run: run())
-        return plainly() if waits is None else waits
+            return self.root.call(args, {})
+        waits = self.root.put_off(args, {}, self.root.call, lambda run: run())
+        return self.root.call(args, {}) if waits is None else waits
 
     def waiting(self, x: torch.Tensor) -> Any:
         """Return the output of a second call, which waits."""
@@ -301,6 +298,87 @@ def test_a_change_in_between_is_refused(split: Any) -> None:
     x.mul_(2)
     with pytest.raises(Refused, match="changed between its call and the use of its output"):
         functional.mse_loss(output, ODDS)
+
+
+def test_arguments_are_those_of_the_call(split: Any) -> None:
+    """A script takes the labels out of its batch once the model has had it, say."""
+    made, x = split(3), samples()
+    made.net.forward = lambda batch: made.net.body(batch["x"])
+    for _ in range(2):
+        batch = {"x": x}
+        output = made(batch)
+        batch["x"] = x * 2
+        torch.testing.assert_close(output.mean(), made.plain(x).mean())
+
+
+def test_outputs_hurry_before_the_weights_step(split: Any) -> None:
+    made, x = split(3), samples()
+    output = made.waiting(x)
+    PutOff.hurry()
+    with torch.no_grad():
+        made.net.body[0].weight.mul_(2)
+    torch.testing.assert_close(output.detach(), made.plain(x).detach())
+
+
+def test_a_module_that_changes_is_noticed() -> None:
+    said = []
+
+    class Told(Handler):
+        def module_changes(self) -> None:
+            said.append(True)
+
+    net = Net(3)
+    seams = Seams(Told())
+    seams.attach()
+    try:
+        net.eval()
+        assert said
+    finally:
+        seams.detach()
+    said.clear()
+    net.train()
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("compiled", "is_loss"),
+    [(nn.CrossEntropyLoss(), True), (functional.mse_loss, True), (nn.Linear(2, 2), False)],
+)
+def test_a_compiled_loss_takes_plain_tensors(compiled: Any, is_loss: bool) -> None:
+    seams = Seams(Handler())
+    seams.attach()
+    try:
+        torch.compile(compiled, backend="eager")
+        assert seams.compiles_functions is is_loss
+    finally:
+        seams.detach()
+
+
+def test_an_output_unlike_the_one_before_is_refused(split: Any) -> None:
+    made, x = split(3), samples()
+    output = made.waiting(x)
+    made.net.shape = (1, 3)
+    with pytest.raises(Refused, match="another shape"):
+        output.mean()
+
+
+@pytest.mark.parametrize("ask", [lambda out: out.retain_grad(), lambda out: out.register_hook(id)])
+def test_a_gradient_that_will_not_come_is_refused(split: Any, ask: Callable[..., Any]) -> None:
+    made, x = split(3), samples()
+    output = made.waiting(x)
+    functional.mse_loss(output, ODDS)
+    with pytest.raises(Refused, match="after it has made the loss"):
+        ask(output)
+
+
+def test_past_python_more_than_once(split: Any) -> None:
+    made, x = split(3), samples()
+    for net, output in ((made.net, made.waiting(x)), (made.plain, made.plain(x))):
+        doubled = _Doubled.apply(output)  # type: ignore[no-untyped-call]
+        doubled.mean().backward(retain_graph=True)
+        doubled.square().mean().backward()
+        assert net.body[0].weight.grad is not None
+    made.assert_same()
 
 
 def test_nothing_is_held_on_to(split: Any) -> None:

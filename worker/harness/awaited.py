@@ -11,6 +11,7 @@ as if it had never waited; from then on no call of this root is put off.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -26,6 +27,8 @@ from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import plain_backward
 
 CHANGED = "the model or its arguments changed between its call and the use of its output"
+LATE = "the script asks for the gradient of the model's output after it has made the loss"
+UNLIKE = "the same arguments give an output of another shape or type than before"
 TENSOR = torch.Tensor
 TOLD: set[Any] = {
     TENSOR.__hash__,
@@ -67,6 +70,9 @@ SHAPED: set[Any] = {
 """What scripts do to an output before they give it to a loss function."""
 SIZED: set[Any] = {TENSOR.view, TENSOR.reshape, torch.reshape}
 """Those of them that may name how many rows there are."""
+
+LISTENING: set[Any] = {TENSOR.register_hook, TENSOR.retain_grad}
+"""What waits for the gradient of an output: none comes if the loss has run with the call."""
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -119,10 +125,13 @@ class PutOff:
         forward: Forward,
         batch: Batch,
         layout: Layout,
-        again: Callable[[], torch.Tensor],
+        again: Callable[[Any, Any], torch.Tensor],
         entered: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """``again``: makes the call as if it had not been put off; ``entered``: runs a part."""
+        """``again``: makes the call, with such arguments, as if none were ever put off.
+
+        ``entered``: runs a part of it.
+        """
         self.forward = forward
         self.batch = batch
         self.layout = layout
@@ -133,7 +142,18 @@ class PutOff:
         self._again = again
         self._mark = self._now()
         self._output: torch.Tensor | None = None
+        self.with_loss = False
+        """It has run with its loss, which does not come from the output then."""
+        self.told: torch.Tensor | None = None
+        """What the script was told the output is like."""
         PutOff.waiting.add(self)
+
+    @classmethod
+    def hurry(cls) -> None:
+        """Let every output be there: what it is made of is about to change."""
+        for call in list(cls.waiting):
+            with suppress(Refused):  # that is said when it is used, if it ever is
+                call.output()
 
     def output(self) -> torch.Tensor:
         """Return the output, computed now if need be; raise ``Refused`` where that is too late."""
@@ -141,7 +161,8 @@ class PutOff:
             self._caller.puts_off = False
             self._check()
             with torch.inference_mode(False), torch.enable_grad(), self.ambient.again():
-                self._is_there(self._again())
+                # not with the script's own containers: it may have changed them since
+                self._is_there(self._again(*self.batch.call(self.batch.leaves)))
         assert self._output is not None
         return self._output
 
@@ -157,13 +178,18 @@ class PutOff:
             start.restore()
             return None
         self._is_there(output)
+        self.with_loss = True
         return found
 
     def _is_there(self, output: torch.Tensor) -> None:
         """Keep the output, and nothing that is only needed to make it."""
+        told = self.told
+        if told is not None and (told.shape, told.dtype) != (output.shape, output.dtype):
+            self._caller.puts_off = False
+            raise Refused(UNLIKE, "micro_batch")
         self._output = output
         self.batch = Batch([], self.batch.spec)
-        self._again = lambda: output
+        self._again = lambda *_: output
         PutOff.waiting.discard(self)
 
     def _check(self) -> None:
@@ -191,6 +217,8 @@ class Awaited(torch.Tensor):
         steps: tuple[Step, ...] = (),
     ) -> Awaited:
         """Return what will be as ``like``, which may be an outline, on ``device``."""
+        if not steps:
+            call.told = like
         anchor = torch.empty(0, requires_grad=True)
         made: Awaited = _Source.apply(anchor, call, like, device, steps)  # type: ignore[no-untyped-call]
         made._call, made._steps, made._value = call, steps, None
@@ -218,6 +246,8 @@ class Awaited(torch.Tensor):
             found = _loss(func, args, kwargs)
         if found is not None:
             return found
+        if func in LISTENING:
+            refuse_late((args, kwargs))
         args, kwargs = there((tuple(args), kwargs))
         return func(*args, **kwargs)
 
@@ -239,6 +269,8 @@ class Awaited(torch.Tensor):
         try:
             like = func(self._outline(1), *others, **kwargs)
             if not like.is_meta or not like.ndim or len(like) % self._call.samples:
+                return None
+            if func in SIZED and like.dtype is not self.dtype:
                 return None
             rest = like.shape[1:]
             if func not in SIZED:
@@ -280,13 +312,21 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        plain_backward([_after(ctx.steps, ctx.call.output())], list(cotangents))
+        output = _after(ctx.steps, ctx.call.output())
+        plain_backward([output], list(cotangents), retain_graph=True)  # it may come again
         return None, None, None, None, None
 
 
 def there(value: Any) -> Any:
     """Return ``value`` with the tensors that outputs in it stand for."""
     return tree_map(lambda each: each.value() if isinstance(each, Awaited) else each, value)
+
+
+def refuse_late(value: Any) -> None:
+    """Raise ``Refused`` where the gradient is asked for of an output that no loss comes from."""
+    leaves = tree_leaves(value)
+    if any(isinstance(leaf, Awaited) and leaf._call.with_loss for leaf in leaves):
+        raise Refused(LATE, "micro_batch")
 
 
 def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:

@@ -191,7 +191,7 @@ class Elastic:
         forward: Forward,
         args: Any,
         kwargs: Any,
-        again: Callable[[], Any],
+        again: Callable[[Any, Any], Any],
         entered: Callable[[Callable[[], Any]], Any],
     ) -> Awaited | None:
         """Return a call's output before it has run; ``None`` where the call is to run now.
@@ -200,6 +200,8 @@ class Elastic:
         ``again``: makes the call; ``entered``: runs a part of it.
         """
         if self.seams.compiles_functions or not (self.puts_off and self._outlines):
+            return None
+        if torch._C._len_torch_dispatch_stack():  # it is there for what the call does: a count
             return None
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         self._look_again()

@@ -118,7 +118,7 @@ class HarnessRoot:
         self,
         args: Any,
         kwargs: Any,
-        again: Callable[[], Any],
+        again: Callable[[Any, Any], Any],
         entered: Callable[[Callable[[], Any]], Any],
     ) -> Any | None:
         """Return what stands for the output of a call that waits; ``None`` where it does not.

@@ -47,6 +47,9 @@ class Handler(Protocol):
     def backward_to(self, inputs: Any) -> None:
         """Notice a backward pass for ``inputs`` alone."""
 
+    def module_changes(self) -> None:
+        """Notice that the script is about to set an attribute of a module."""
+
     def zeroes(self) -> None:
         """Notice that gradients are set to zero in place, and not dropped."""
 
@@ -112,6 +115,7 @@ class Seams:
             self._replace(torch.autograd, "grad", self._grad),
             self._replace(Optimizer, "zero_grad", self._zero_grad),
             self._replace(nn.Module, "zero_grad", self._zero_grad),
+            self._replace(nn.Module, "__setattr__", self._set),
             self._replace(torch, "compile", self._compile),
         ]
         if self.loader:
@@ -220,10 +224,20 @@ class Seams:
 
         return zero_grad
 
+    def _set(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def __setattr__(module: nn.Module, name: str, value: Any) -> None:
+            if not self.inside and not torch.compiler.is_compiling():
+                self.handler.module_changes()
+            plain(module, name, value)
+
+        return __setattr__
+
     def _compile(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def compiled(model: Any = None, **options: Any) -> Any:
-            of_model = isinstance(getattr(model, "__self__", model), nn.Module)
-            self.compiles_functions |= not of_model
+            owner = getattr(model, "__self__", model)
+            # One without parameters is a loss, too.
+            learns = isinstance(owner, nn.Module) and any(True for _ in owner.parameters())
+            self.compiles_functions |= not learns
             return plain(model, **options)
 
         return compiled

@@ -26,7 +26,7 @@ from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
-from autofit.worker.harness.awaited import PutOff, there
+from autofit.worker.harness.awaited import PutOff, refuse_late, there
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.known import Known
@@ -211,6 +211,7 @@ class Session:
 
     def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Take the gradients of split roots where the script asks for some by itself."""
+        refuse_late(inputs)
         split = self._asked(inputs)
         if not split:
             return plain
@@ -234,6 +235,11 @@ class Session:
             self._learn(autograd_grad=True)
         return [root for root in roots if root.elastic is not None]
 
+    def module_changes(self) -> None:
+        """Let outputs that wait be there before something of a model is another."""
+        if PutOff.waiting:
+            PutOff.hurry()
+
     def zeroes(self) -> None:
         """Learn that the script sets gradients to zero."""
         if not self.facts.gradients_zeroed:
@@ -244,6 +250,7 @@ class Session:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note where the script is."""
+        PutOff.hurry()
         self.reads.fresh = False
         self.phase = "optimizer step"
 
@@ -325,7 +332,7 @@ class Session:
             self.turn_to(root, plan, args, kwargs)
         if self.optimizers.prepare():
             self.meter.release()  # what state in another form has left in the allocator's cache
-        waits = root.put_off(args, kwargs, partial(self._call, root, args, kwargs), self._entered)
+        waits = root.put_off(args, kwargs, partial(self._call, root), self._entered)
         return root.call(args, kwargs) if waits is None else waits
 
     def _entered(self, run: Callable[[], Any]) -> Any:
