@@ -160,9 +160,14 @@ class PutOff:
         if self._output is None:
             self._caller.puts_off = False
             self._check()
-            with torch.inference_mode(False), torch.enable_grad(), self.ambient.again():
-                # not with the script's own containers: it may have changed them since
-                self._is_there(self._again(*self.batch.call(self.batch.leaves)))
+            start = RandomState.now()
+            try:
+                with torch.inference_mode(False), torch.enable_grad(), self.ambient.again():
+                    # not with the script's own containers: it may have changed them since
+                    self._is_there(self._again(*self.batch.call(self.batch.leaves)))
+            except BaseException:  # it may be made again
+                start.restore()
+                raise
         assert self._output is not None
         return self._output
 

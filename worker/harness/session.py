@@ -292,6 +292,13 @@ class Session:
             finally:
                 root.plainly.clear()
 
+    def _again(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Make a call that was put off, and noticed when it was."""
+        if self.seams.inside:
+            return root.own_call(*args, **kwargs)
+        with self.away():
+            return self._until_it_runs(root, lambda: Session._run(self, root, args, kwargs))
+
     def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             self.phase = "evaluation"
@@ -302,11 +309,16 @@ class Session:
         if root.facts is None:
             self._meet(root, args, kwargs)
         self.root_called(root)
+        return self._until_it_runs(root, lambda: self._run(root, args, kwargs))
+
+    def _until_it_runs(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` does, under one plan after another until it is answered."""
+        self.phase = "forward"
         while True:
             self.seams.watch_inside = self.plan_for(root).neutral
             try:
                 with inside(self.seams):
-                    output = self._watched(lambda: self._run(root, args, kwargs))
+                    output = self._watched(run)
             except Refused as refusal:
                 root.take_back()
                 self.refused(root, refusal)
@@ -332,7 +344,7 @@ class Session:
             self.turn_to(root, plan, args, kwargs)
         if self.optimizers.prepare():
             self.meter.release()  # what state in another form has left in the allocator's cache
-        waits = root.put_off(args, kwargs, partial(self._call, root), self._entered)
+        waits = root.put_off(args, kwargs, partial(self._again, root), self._entered)
         return root.call(args, kwargs) if waits is None else waits
 
     def _entered(self, run: Callable[[], Any]) -> Any:
