@@ -577,6 +577,52 @@ def test_what_a_forward_drew_its_backward_draws(draw: Callable[[Any], float], ag
             torch.testing.assert_close(model.scale.grad, expected, rtol=1e-12, atol=1e-12)
 
 
+class Reversed(torch.autograd.Function):
+    """Turns gradients round, as adversarial training does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+def reversed_too(scores: Tensor, y: Tensor) -> Tensor:
+    turned: Tensor = Reversed.apply(scores)  # type: ignore[no-untyped-call]
+    loss = nn.functional.cross_entropy(scores, y)
+    return loss + nn.functional.cross_entropy(turned, (y + 1) % 3)
+
+
+def checkpointed(scores: Tensor, y: Tensor) -> Tensor:
+    function = nn.functional.cross_entropy
+    found: Tensor = checkpoint(function, scores, y, use_reentrant=False)
+    return found
+
+
+def on_the_host(scores: Tensor, y: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return nn.functional.cross_entropy(scores, y)
+
+
+@pytest.mark.parametrize("loss", [reversed_too, checkpointed, on_the_host])
+def test_a_loss_that_takes_its_input_past_python(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Also where that stands for an output that has waited."""
+
+    def train(model: nn.Module) -> list[Tensor | None]:
+        for x, y in batches:
+            model.zero_grad()
+            loss(model(x), y).backward()
+        return left(model)
+
+    model, batches = Scorer().double(), [batch() for _ in range(3)]
+    with running(5):
+        found = train(model)
+    for mine, expected in zip(found, train(model), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_change_between_forward_and_backward_is_noticed() -> None:
     class Shifted(Scorer):
         def __init__(self) -> None:

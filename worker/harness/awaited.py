@@ -10,13 +10,14 @@ as if it had never waited; from then on no call of this root is put off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit.exceptions import Refused
@@ -162,7 +163,7 @@ class PutOff:
             self._check()
             start = RandomState.now()
             try:
-                with torch.inference_mode(False), torch.enable_grad(), self.ambient.again():
+                with _as_it_was(), self.ambient.again():
                     # not with the script's own containers: it may have changed them since
                     self._is_there(self._again(*self.batch.call(self.batch.leaves)))
             except BaseException:  # it may be made again
@@ -173,7 +174,7 @@ class PutOff:
 
     def loss(self, loss: Loss) -> torch.Tensor | None:
         """Return the loss, run with the call; ``None`` where the output has to be there first."""
-        if self._output is not None or not torch.is_grad_enabled():
+        if self._output is not None or not torch.is_grad_enabled() or saved_by_hooks():
             return None
         self._check()
         start = RandomState.now()
@@ -320,6 +321,23 @@ class _Source(torch.autograd.Function):
         output = _after(ctx.steps, ctx.call.output())
         plain_backward([output], list(cotangents), retain_graph=True)  # it may come again
         return None, None, None, None, None
+
+
+def saved_by_hooks() -> bool:
+    """Return whether what autograd saves here goes through hooks of the script's own."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Compute as where a call was put off: with gradients, and without hooks on what is saved."""
+    plain = saved_tensors_hooks(_itself, _itself) if saved_by_hooks() else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), plain:
+        yield
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def there(value: Any) -> Any:

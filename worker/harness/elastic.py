@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.awaited import Awaited, Loss, PutOff
+from autofit.worker.harness.awaited import Awaited, Loss, PutOff, saved_by_hooks
 from autofit.worker.harness.bridge import Call
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
@@ -201,7 +201,7 @@ class Elastic:
         """
         if self.seams.compiles_functions or not (self.puts_off and self._outlines):
             return None
-        if torch._C._len_torch_dispatch_stack():  # it is there for what the call does: a count
+        if torch._C._len_torch_dispatch_stack() or saved_by_hooks():  # they are for the call
             return None
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         self._look_again()

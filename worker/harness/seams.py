@@ -47,6 +47,9 @@ class Handler(Protocol):
     def backward_to(self, inputs: Any) -> None:
         """Notice a backward pass for ``inputs`` alone."""
 
+    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what a function of autograd is to be given for ``args``."""
+
     def module_changes(self) -> None:
         """Notice that the script is about to set an attribute of a module."""
 
@@ -117,6 +120,7 @@ class Seams:
             self._replace(nn.Module, "zero_grad", self._zero_grad),
             self._replace(nn.Module, "__setattr__", self._set),
             self._replace(torch, "compile", self._compile),
+            self._watch_functions(),
         ]
         if self.loader:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
@@ -223,6 +227,27 @@ class Seams:
             plain(owner, set_to_none)
 
         return zero_grad
+
+    def _watch_functions(self) -> Undo:
+        """Let the handler see what the script's own functions of autograd are given.
+
+        They take their tensors past Python: no tensor that stands for another one is asked.
+        """
+        owner = torch.autograd.Function
+        plain = vars(owner)["apply"]
+
+        @functools.wraps(plain.__func__)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.inside and not torch.compiler.is_compiling():
+                args = self.handler.given(args)
+            return plain.__func__(cls, *args, **kwargs)
+
+        owner.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+        def undo() -> None:
+            owner.apply = plain  # type: ignore[method-assign]
+
+        return undo
 
     def _set(self, plain: Callable[..., None]) -> Callable[..., None]:
         def __setattr__(module: nn.Module, name: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
-from autofit.worker.harness.awaited import PutOff, refuse_late, there
+from autofit.worker.harness.awaited import Awaited, PutOff, refuse_late, there
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.known import Known
@@ -234,6 +234,10 @@ class Session:
         if roots and not self.facts.autograd_grad:
             self._learn(autograd_grad=True)
         return [root for root in roots if root.elastic is not None]
+
+    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return ``args`` with the tensors that outputs among them stand for."""
+        return tuple(each.value() if isinstance(each, Awaited) else each for each in args)
 
     def module_changes(self) -> None:
         """Let outputs that wait be there before something of a model is another."""
