@@ -7,6 +7,7 @@ kept chunk or in that of a chunk that is run again.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -106,25 +107,20 @@ class Step:
 def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | None) -> Step:
     """Train one step from a fixed seed; the first of all proves the split.
 
-    ``loss_is``: ``inside`` the model, ``outside`` of it, or ``waiting`` for a call that is put off.
+    ``loss_is``: ``inside`` the model, ``outside`` of it, or ``waiting`` outside, with the call.
     """
     run.met.clear()
     for root in run.roots:
         if root.elastic is not None:
             root.elastic.micro_batch = micro_batch
-            root.elastic.puts_off = True
+            root.elastic.puts_off = loss_is == "waiting"
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     y = torch.randint(WIDTH, (BATCH,))
     model.zero_grad()
     model.fall = fall or (lambda: None)
     try:
-        if loss_is == "inside":
-            loss = model(x, y)
-        elif loss_is == "waiting":
-            loss = F.cross_entropy(model(x), y)
-        else:  # no call waits for what is not torch's loss
-            loss = F.cross_entropy(1 * model(x), y)
+        loss = model(x, y) if loss_is == "inside" else F.cross_entropy(model(x), y)
         if fall is not None and fall.call == BEFORE_BACKWARD:
             gauge.set_cap(gauge.current() + fall.room)
         (0.5 * loss).backward()
@@ -151,6 +147,8 @@ def main(dropout: float, loss_is: str, micro_batch: int, call: int) -> None:
             if "can't allocate" not in str(error):
                 raise
             found.append({"room": room, "died": True})
+            del error
+            gc.collect()  # a call that waits in what is left of this step would be made
             continue
         # Where the forward started over, its smaller chunks have drawn anew.
         over = [size for phase, size, _ in short.met if phase == "forward" and size]
