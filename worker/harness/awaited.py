@@ -270,7 +270,7 @@ class Awaited(torch.Tensor):
 
     def _shaped(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Awaited | None:
         """Return a view that waits too; ``None`` unless each sample keeps its rows in it."""
-        if self._value is not None or _hold_tensors((others, kwargs)):
+        if self._value is not None or _hold((others, kwargs), torch.Tensor):
             return None
         try:
             like = func(self._outline(1), *others, **kwargs)
@@ -359,7 +359,7 @@ def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | No
     except TypeError:  # as the function itself will say
         return None
     output, target = given.pop("input"), given.pop("target")
-    if not isinstance(output, Awaited) or _hold_awaited((target, given)):
+    if not isinstance(output, Awaited) or _hold((target, given), Awaited):
         return None
     if not isinstance(target, torch.Tensor) or target.requires_grad or not target.ndim:
         return None
@@ -386,9 +386,5 @@ def _overflows(output: torch.Tensor) -> bool:
     return output.dtype is torch.float16 and not torch.is_autocast_enabled(kind)
 
 
-def _hold_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-
-
-def _hold_awaited(value: Any) -> bool:
-    return any(isinstance(leaf, Awaited) for leaf in tree_leaves(value))
+def _hold(value: Any, kind: type[torch.Tensor]) -> bool:
+    return any(isinstance(leaf, kind) for leaf in tree_leaves(value))

@@ -286,22 +286,27 @@ class Session:
     def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if PutOff.waiting:
             args, kwargs = there((args, kwargs))
+        return self._handled(root, args, kwargs, lambda: self._guarded(root, args, kwargs))
+
+    def _again(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Make a call that was put off, and noticed when it was."""
+
+        def run() -> Any:
+            return self._until_it_runs(root, lambda: Session._run(self, root, args, kwargs))
+
+        return self._handled(root, args, kwargs, run)
+
+    def _handled(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` makes of a call; inside another root the call is its own."""
         if self.seams.inside:
             return root.own_call(*args, **kwargs)
         with self.away():
             try:
-                return self._guarded(root, args, kwargs)
+                return run()
             except NotTakenBack as failure:
                 self.spoilt(failure)
             finally:
                 root.plainly.clear()
-
-    def _again(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Make a call that was put off, and noticed when it was."""
-        if self.seams.inside:
-            return root.own_call(*args, **kwargs)
-        with self.away():
-            return self._until_it_runs(root, lambda: Session._run(self, root, args, kwargs))
 
     def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
