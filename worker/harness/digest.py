@@ -6,6 +6,7 @@ the digest of the whole, and comparing two needs no second copy of the gradients
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 
@@ -37,6 +38,8 @@ def digest(
         found[index] = fold(gradient)
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
+    for device in {output.device for output in outputs}:
+        _begin_backward(device)
     hooks = [p.register_hook(partial(taken, n)) for n, p in enumerate(parameters)]
     # Asked for tensors, torch.autograd.grad leaves the torch-function modes for its duration, and
     # what checkpointing recomputes meanwhile would draw again; asked for graph edges, it does not.
@@ -56,6 +59,19 @@ def digest(
         else torch.zeros(1, dtype=torch.float64, device=parameter.device)
         for index, parameter in enumerate(parameters)
     ]
+
+
+@functools.cache
+def _begin_backward(device: torch.device) -> None:
+    """Let the thread that runs backward on a GPU take up its context.
+
+    Where cuBLAS is the first to want one there, as in a backward that begins at a linear layer,
+    torch warns the user of it.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad():
+            one = torch.ones((), device=device, requires_grad=True)
+            torch.autograd.grad([get_gradient_edge(one.exp())], [get_gradient_edge(one)])
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,16 +35,23 @@ class _Opened:
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of ``value`` and how ``tree_unflatten`` puts them together again."""
-    return tree_flatten(_opened(value))
+    leaves, spec = tree_flatten(value)
+    if any(map(_opens, leaves)):
+        return tree_flatten(_opened(value))
+    return leaves, spec
 
 
 def _opened(value: Any) -> Any:
     return tree_map(_open, value)
 
 
-def _open(leaf: Any) -> Any:
+def _opens(leaf: Any) -> bool:
     is_data = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict))
-    if not is_data and not isinstance(leaf, UserDict):
+    return is_data or isinstance(leaf, UserDict)
+
+
+def _open(leaf: Any) -> Any:
+    if not _opens(leaf):
         return leaf
     if hasattr(leaf, "__dict__"):
         names = tuple(vars(leaf))

@@ -40,8 +40,8 @@ class RealRun(Session):
         self._reporter = reporter
         self._retries: deque[int] = deque(maxlen=3)
         """Of the allocator, after the last steps."""
-        self._first_retries = 0
-        """Of these, until the first step was done."""
+        self._retries_before = 0
+        """Of these, until the first step was done, or the last with a proof."""
         self._standby = Standby(self.seams, self._is_shortage)
         self.seams.loader = False
         self.outside = Outside(meter, self._cleared)
@@ -123,14 +123,17 @@ class RealRun(Session):
         self._reporter.send(Learned(facts=self.facts))
 
     def boundary(self) -> None:
-        """After the first step the device holds all that libraries load: let the cap follow."""
+        """After the first step the device holds all that libraries load: let the cap follow.
+
+        What a proof needs of memory says nothing of the steps after it.
+        """
+        if self.steps == SETTLED or self.steps % SELDOM == 0:
+            self.outside.settle()
         if self.proven() or self.steps == 1:
             self.meter.release()  # what the proof, or making the optimizer's state, has left cached
-        if self.steps == 1:
             self.meter.reset()
-            self._first_retries = self.meter.retries()
-        elif self.steps == SETTLED or self.steps % SELDOM == 0:
-            self.outside.settle()
+            self._retries_before = self.meter.retries()
+            self._retries.clear()
         self._watch_headroom()
 
     def _watch_headroom(self) -> None:
@@ -139,9 +142,11 @@ class RealRun(Session):
         It gets on by waiting for the device and asking it anew: the error is not far then, and
         the step is slow already.
         """
-        self._retries.append(self.meter.retries())
         split = [r.elastic for r in self.roots if r.elastic and r.elastic.micro_batch > 1]
-        if not split or oom.classify_retries(self._retries).kind is oom.Kind.NOT_OOM:
+        if not split:
+            return
+        self._retries.append(self.meter.retries())
+        if oom.classify_retries(self._retries).kind is oom.Kind.NOT_OOM:
             return
         for elastic in split:
             elastic.micro_batch = -(-elastic.micro_batch // 2)
@@ -158,6 +163,6 @@ class RealRun(Session):
                 peak_allocated=peak.allocated,
                 peak_reserved=peak.reserved,
                 peak_device=peak.device,
-                retries=self.meter.retries() - self._first_retries,
+                retries=self.meter.retries() - self._retries_before,
             )
         )

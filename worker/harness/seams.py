@@ -366,8 +366,11 @@ class Calls:
         self._own[cls] = cls.__dict__.get("__call__")
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # First: to look a module up by its identity would compile each of its kind anew.
+            if torch.compiler.is_compiling():
+                return self._plain_call(cls, module, args, kwargs)
             forward = self._forwards.get(id(module))
-            if forward is None or torch.compiler.is_compiling():
+            if forward is None:
                 return self._plain_call(cls, module, args, kwargs)
             return forward(*args, **kwargs)
 
