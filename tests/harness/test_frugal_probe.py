@@ -118,3 +118,51 @@ hosted._Hosted.of = of
     )
     (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
+
+
+WIDE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x):
+        q = self.query(x)
+        scores = torch.bmm(q, x.transpose(1, 2))  # 16 MiB a sample, 8 in bf16
+        return self.head(torch.bmm(torch.sigmoid(scores), x) / 2048)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    x = torch.randn(6, 2048, 32)
+    loss = (model(x) - x.mean(-1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "verdict"), [("bf16", Verdict.MEASURED), ("as_is", Verdict.OUT_OF_MEMORY)]
+)
+def test_in_the_precision_of_the_plan(tmp_path: Path, precision: str, verdict: Verdict) -> None:
+    """Two samples do not fit in the script's own, however little is kept of them."""
+    (tmp_path / "train.py").write_text(WIDE)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"micro_batch": "1", "precision": precision}),),
+        device="cpu",
+        budget=66 << 20,
+        timeout=60.0,
+    )
+    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    assert report.verdict is verdict, report

@@ -98,7 +98,8 @@ class Words(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss of tokens (batch, length)."""
-        return self.words(tokens).square().mean()
+        vectors: torch.Tensor = self.words(tokens)
+        return vectors.square().mean()
 
 
 def test_a_later_proof_is_set_aside() -> None:

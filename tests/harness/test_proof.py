@@ -263,3 +263,36 @@ def test_a_rank_does_not_look_for_itself(calls: Calls) -> None:
     with pytest.raises(Refused, match="the gradients differ"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, facts)
     assert held.sensitivity is None
+
+
+class Steep(nn.Module):
+    """Makes thousands of times more of a last bit: what hundreds of ReLUs under BatchNorm make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a (batch, 8) of what oscillates."""
+        for block in self.blocks:
+            x = block(x)
+        return torch.sin(4e4 * x)
+
+
+@pytest.mark.parametrize(("times", "refused"), [(1.0, False), (1.03, True)])
+def test_what_a_model_makes_of_the_last_bits_is_no_difference(
+    calls: Calls, times: float, refused: bool
+) -> None:
+    """Another order of sums is made of a noise in them."""
+    torch.manual_seed(0)
+    module, x = Steep(), torch.randn(8, 8)
+    noise = 1.0 + 2.0**-22 * torch.randn_like(x)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (x,), {})
+    undo = held.around_forward(lambda forward: lambda x: times * forward(noise[: len(x)] * x))
+    with pytest.raises(Refused, match="differ") if refused else nullcontext():
+        prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))
+    undo()
+    assert held.difference is not None
+    assert held.difference > 2000 * torch.finfo(torch.float32).eps
+    held.take_back()

@@ -47,8 +47,8 @@ HALF_SCALE = 2.0**12
 """What a loss is multiplied with in float16, so that its gradients do not vanish."""
 
 
-Leanly = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which the model keeps fewer activations and computes the same."""
+Leanly = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which the model keeps fewer activations, or narrower ones."""
 
 
 def find_layout(
@@ -58,10 +58,12 @@ def find_layout(
     *,
     gradients: bool = True,
     leanly: Leanly | None = None,
+    narrowly: Leanly | None = None,
 ) -> Layout:
     """Return how calls like this one can be split; raise ``Refused`` with the reason if not.
 
-    Without ``gradients`` (evaluation) only outputs are compared.
+    Without ``gradients`` (evaluation) only outputs are compared. ``leanly``, ``narrowly``: where
+    there is no memory otherwise, the latter in half precision.
     """
     if gradients:
         refuse_listeners(module)
@@ -76,17 +78,20 @@ def find_layout(
                 raise Refused("the model sees one sample at a time already")
             if reason := pointing(batch, layout):
                 raise Refused(reason)
-            return _find_frugally(_Probe(module, forward, batch, gradients), layout, leanly)
+            probe = _Probe(module, forward, batch, gradients)
+            return _find_frugally(probe, layout, leanly, narrowly)
         except Refused as refusal:
             reasons.append(refusal)
     raise reasons[0] if reasons else Refused("no tensor argument of the model shows a batch")
 
 
-def _find_frugally(probe: _Probe, layout: Layout, leanly: Leanly | None) -> Layout:
+def _find_frugally(
+    probe: _Probe, layout: Layout, leanly: Leanly | None, narrowly: Leanly | None
+) -> Layout:
     """Probe on ``SAMPLES`` samples; on other samples where these could not decide.
 
     Where memory has no room for them: on two; then leanly; then with what autograd saves in host
-    memory, which takes long; then in the script's own autocast.
+    memory, which takes long; then in autocast as well, the script's own or the plan's.
     """
     chosen = choose(probe.batch, layout)
     found, error = _try(probe, layout, chosen[:SAMPLES])
@@ -103,6 +108,8 @@ def _find_frugally(probe: _Probe, layout: Layout, leanly: Leanly | None) -> Layo
     ways.append((nullcontext, hooks, True))
     if autocast_on():
         ways.append((nullcontext, hooks, False))
+    elif narrowly is not None:
+        ways.append((narrowly, hooks, False))
     for around, probe.on_host, probe.sharp in ways:
         if error is None or isinstance(error, Undecided):
             break

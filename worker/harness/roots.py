@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Forward, Load, Reader, Undo, Weights, Wrapper
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, RootFacts
+from autofit.strategies.precision import Precision
 from autofit.worker.harness import ddp, shown
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
@@ -290,8 +292,8 @@ class HarnessRoot:
         """Return how such a call is split, proven when its kind is seen for the first time.
 
         Raises ``Refused`` when it cannot be, each time for the same reason. Proven on the plain
-        root, in its own precision: what a plan's precision does is proven apart, and within
-        rounding only.
+        root, in its own precision where that fits: what a plan's precision does is proven apart,
+        and within rounding only.
         """
         try:
             return self._layouts.of(batch, gradients=gradients)
@@ -308,7 +310,14 @@ class HarnessRoot:
         ddp.refuse_what_cannot_be_split(self.outer)
         with uncompiled():
             forward = ddp.quiet(self._lasts())
-            return find_layout(self.module, forward, batch, gradients=gradients, leanly=self.leanly)
+            return find_layout(
+                self.module,
+                forward,
+                batch,
+                gradients=gradients,
+                leanly=self.leanly,
+                narrowly=self._narrowly,
+            )
 
     @property
     def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
@@ -321,6 +330,14 @@ class HarnessRoot:
         drops = any(root.dropout for root in here.roots)
         can = reason is None and not drops and self.plan[CHECKPOINTING.name] == AS_IS
         return self._leanly if can else None
+
+    @property
+    def _narrowly(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """Makes a context in which the model runs in the plan's bf16; ``None`` without it."""
+        if self.plan[Precision.name] != "bf16":
+            return None
+        devices = {parameter.device.type for parameter in self.module.parameters()}
+        return partial(torch.autocast, devices.pop(), dtype=torch.bfloat16)
 
     @contextmanager
     def _leanly(self) -> Iterator[None]:
