@@ -302,7 +302,7 @@ for step in range(400):
     ("name", "level", "script", "memory"),
     [
         ("activation_offload", "half", TRAIN, 11 * GIB),
-        ("compile", "budget", TRAIN, 9 * GIB),
+        ("compile", "budget", TRAIN, 21 * GIB // 2),
     ],
     ids=["half", "budget"],
 )

@@ -130,7 +130,8 @@ class RealRun(Session):
         if self.steps == SETTLED or self.steps % SELDOM == 0:
             self.outside.settle()
         if self.proven() or self.steps == 1:
-            self.meter.release()  # what the proof, or making the optimizer's state, has left cached
+            if not self._plan.neutral:  # what the proof, or making the optimizer's state, has left
+                self.meter.release()
             self.meter.reset()
             self._retries_before = self.meter.retries()
             self._retries.clear()
