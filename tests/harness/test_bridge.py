@@ -154,6 +154,34 @@ def losses_added_up() -> Any:
     return left(model), list(model.parameters())
 
 
+class Tasks(Scorer):
+    """Weighs its scores by an attribute that the script sets, and counts its calls."""
+
+    def __init__(self, losing: bool) -> None:
+        super().__init__()
+        self.task, self.calls, self.losing = 1.0, 0, losing
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scores = super().forward(x) ** self.task
+        return scores.mean() if self.losing else scores
+
+
+def attributes_set_between_calls(losing: bool) -> Any:
+    """Both calls run again in backward, when the attributes are those of neither."""
+    model = Tasks(losing).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        losses = []
+        for model.task in (1.0, 2.0):
+            losses.append(model(batch()[0]).square().mean())
+        model.task = 3.0
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+    return left(model), list(model.parameters()), [model.calls, model.task]
+
+
 def losses_one_after_another() -> Any:
     model = Losing().double()
     first, second = model(*batch()), model(*batch())
@@ -396,6 +424,8 @@ SCENARIOS = {
     "discriminator": discriminator,
     "losses added up": losses_added_up,
     "losses one after another": losses_one_after_another,
+    "attributes set between calls, loss outside": lambda: attributes_set_between_calls(False),
+    "attributes set between calls, loss inside": lambda: attributes_set_between_calls(True),
     "frozen between steps, loss outside": lambda: frozen_between_steps(False),
     "frozen between steps, loss inside": lambda: frozen_between_steps(True),
     "thawed later, loss outside": lambda: thawed_later(False),

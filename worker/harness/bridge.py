@@ -18,10 +18,13 @@ from autofit.strategies.base import Forward
 from autofit.worker.harness.eager import LossScale, alike
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Cut, Layout, cuts
+from autofit.worker.harness.moved import Attributes
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.parts import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams, inside, plain_backward
+
+CHANGED = "the model's weights, buffers or mode changed between its forward and its backward"
 
 
 class Owner(Protocol):
@@ -57,6 +60,9 @@ class Owner(Protocol):
 
     def came_back(self) -> None:
         """Notice that a call's backward is done."""
+
+    def attributes(self) -> Attributes:
+        """Return the root's plain attributes as they are now."""
 
     def mark(self) -> object:
         """What must be the same in forward and backward: the root's mode, weights and buffers."""
@@ -113,6 +119,8 @@ class Call:
         ]
         """Arguments that themselves need gradients (another root's output, say)."""
         self._ambient = Ambient.now()
+        self._attributes = owner.attributes()
+        """Of the root, when forward begins: what runs again in backward finds them so."""
         self._mark: object = None
         """Of the owner, once forward has run."""
         # Not a leaf: autograd says of other nodes only whether a backward pass comes through.
@@ -411,7 +419,7 @@ class Call:
         missing = [p for p in candidates if p.requires_grad and id(p) not in self.owner.accumulated]
         smaller = self.owner.shrink(error, "backward", size)
         self._kept = None
-        _forget(error)
+        traceback.clear_frames(error.__traceback__)
         if not smaller or on_host:
             raise error
         if self._drew or size == 1:
@@ -457,13 +465,10 @@ class Call:
         if kept is not None and kept.cut == cut:
             return kept.leaves, kept.outputs
         if self.owner.mark() != self._mark:
-            reason = (
-                "the model's weights, buffers or mode changed between its forward and its backward"
-            )
-            raise Refused(reason, "micro_batch")
+            raise Refused(CHANGED, "micro_batch")
         if state is not None:
             state.restore()
-        with self._ambient.again():
+        with self._ambient.again(), self._attributes.again():
             return self._forward(cut)
 
     def _let_go(self, error: BaseException) -> None:
@@ -472,7 +477,7 @@ class Call:
         self._outputs = []
         self._gradients = None
         self._parts.drop()
-        _forget(error)
+        traceback.clear_frames(error.__traceback__)
 
     def _empty_gradients(self) -> None:
         for parameter in self.parameters:
@@ -493,8 +498,3 @@ def _needs_gradient(output: Any) -> bool:
 
 def _versions(parameters: Sequence[nn.Parameter]) -> int:
     return sum(parameter._version for parameter in parameters)
-
-
-def _forget(error: BaseException) -> None:
-    """Clear the local variables of the frames in an error's traceback."""
-    traceback.clear_frames(error.__traceback__)

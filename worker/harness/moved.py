@@ -7,7 +7,7 @@ part but the first starts where the first did, and leaves what it found.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ from autofit.strategies.base import Forward
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Kinds of attributes that cannot be changed in place."""
+_PLAIN = frozenset(PLAIN)
+"""The same, to look up in: a model has thousands of attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def places(module: nn.Module) -> dict[str, Place]:
         for name in each._buffers:
             found[f"buffer {path}{name}"] = Place(owner, name, True)
         for name, value in vars(each).items():
-            if type(value) in PLAIN:
+            if type(value) in _PLAIN:
                 found[f"attribute {path}{name}"] = Place(owner, name, False)
     return found
 
@@ -191,6 +193,34 @@ def moved_otherwise(found: dict[str, Any], expected: dict[str, Any]) -> list[str
             other = value != expected.get(name, value)
         names += [name] if other else []
     return names
+
+
+class Attributes:
+    """The plain attributes of a module and its children, as they are when this is made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [
+            (held, name, value)
+            for held in map(vars, module.modules())
+            for name, value in held.items()
+            if type(value) in _PLAIN
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it they are so again."""
+        other = [each for each in self._held if each[0].get(each[1]) is not each[2]]
+        now = [(held, name, held.get(name)) for held, name, _ in other]
+        _write(other)
+        try:
+            yield
+        finally:
+            _write(now)
+
+
+def _write(values: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    for held, name, value in values:
+        held[name] = value
 
 
 @contextmanager
