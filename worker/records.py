@@ -343,11 +343,11 @@ class Ran:
     steps: int
     """Optimizer steps taken."""
     peak_allocated: int
-    """Bytes, at the worst moment after the first step, and after the last with a proof."""
+    """Bytes, at the worst moment after the first step, later proofs included."""
     peak_reserved: int
     peak_device: int
     retries: int
-    """Of the allocator, after that step."""
+    """Of the allocator, after the first step and the last with a proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -397,5 +397,12 @@ def test_nothing_is_held_on_to(split: Any) -> None:
         output = made(x)
         del x, output
         assert argument() is None
+        other = split(3)
+        output = other.waiting(samples())
+        call = weakref.ref(output._call)
+        loss = functional.mse_loss(output, ODDS)
+        loss.backward()
+        del output, loss
+        assert call() is None, "its output's graph holds what it ran, and that would hold the output"
     finally:
         gc.enable()

@@ -216,12 +216,12 @@ class Elastic:
 
     def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a call that was put off with the loss as its last part; return loss and output."""
-        layout = call.layout
+        layout, ambient, run = call.layout, call.ambient, call.forward
         args, kwargs = call.batch.call(call.batch.leaves)
 
         def forward(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with call.ambient.again():
-                output = call.forward(*args, **kwargs)
+            with ambient.again():  # not the call's: it holds the output, whose graph holds this
+                output = run(*args, **kwargs)
             return loss(output, target), output
 
         batch = Batch.of((loss.target, *args), kwargs)

@@ -125,16 +125,18 @@ class RealRun(Session):
     def boundary(self) -> None:
         """After the first step the device holds all that libraries load: let the cap follow.
 
-        What a proof needs of memory says nothing of the steps after it.
+        That the allocator had to retry in a proof says nothing of the steps after it.
         """
+        first = self.steps == 1
         if self.steps == SETTLED or self.steps % SELDOM == 0:
             self.outside.settle()
-        if self.proven() or self.steps == 1:
+        if self.proven() or first:
             if not self._plan.neutral:  # what the proof, or making the optimizer's state, has left
                 self.meter.release()
-            self.meter.reset()
             self._retries_before = self.meter.retries()
             self._retries.clear()
+        if first:
+            self.meter.reset()
         self._watch_headroom()
 
     def _watch_headroom(self) -> None:
