@@ -403,6 +403,6 @@ def test_nothing_is_held_on_to(split: Any) -> None:
         loss = functional.mse_loss(output, ODDS)
         loss.backward()
         del output, loss
-        assert call() is None, "its output's graph holds what it ran, and that would hold the output"
+        assert call() is None, "the output's graph holds what ran, and that would hold the output"
     finally:
         gc.enable()
