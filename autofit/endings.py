@@ -12,6 +12,9 @@ from autofit.storage import TrialRecord
 from autofit.units import format_duration, format_size
 from autofit.worker.records import Script, TrialReport, Verdict
 
+CALLED = ("backward", "optimizer step")
+"""Where memory may run out in a script of whose model no call was seen."""
+
 
 def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None) -> NoReturn:
     """Raise the error of a search without a plan to keep; ``timeout``: in seconds, if it is up."""
@@ -27,6 +30,8 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
     if last is not None and last.verdict is Verdict.DRIFTED:
         return f"{plan} drifted: {last.reason}"
     reason = last.reason if last is not None else "it did not finish"
+    if last is not None and last.out_of_memory is not None:
+        reason = f"out of memory in {last.out_of_memory.phase}"
     return f"{plan} did not hold when measured again: {reason}"
 
 
@@ -76,7 +81,13 @@ def of_baseline(
 
 
 def model_too_large(report: TrialReport, budget: int) -> str:
-    """Say that memory ran out where no plan reaches: before the model is first called."""
+    """Say that memory ran out where no plan reaches: before the model is first called, if ever."""
+    short = report.out_of_memory
+    if short is not None and short.phase in CALLED:
+        return (
+            f"memory ran out in {short.phase}, and the script called no torch.nn.Module with"
+            " gradients: there is nothing to attach to (model.forward(x) is no call of the model)"
+        )
     return (
         f"memory ran out before the model's first forward: {report.reason};"
         f" the budget is {format_size(budget)}, give more with --memory"

@@ -142,7 +142,9 @@ class Pool:
         except (ray.exceptions.RayError, StopIteration) as error:
             del self._streams[stream]
             self._replace(slot)
-            return slot, WorkerError(f"the worker of slot {slot} died: {first_line(error)}")
+            return slot, WorkerError(
+                f"the worker of slot {slot} died: {first_line(error).rstrip('.')}"
+            )
         if isinstance(event, LaunchEnded):
             del self._streams[stream]
         return slot, event

@@ -342,3 +342,20 @@ def test_what_cannot_be_split_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=reason):
         split(module, 3)(*arguments)
+
+
+def test_another_strategys_refusal_is_its_own(split: Any) -> None:
+    module, refuses = LossOutside().double(), False
+
+    def forward(_: nn.Module, args: Any) -> None:
+        if refuses:
+            raise Refused("the data set draws random numbers", "data_loading")
+
+    module.register_forward_pre_hook(forward)
+    call = split(module, 4)
+    x = torch.randn(12, 5).double()
+    call(x)
+    refuses = True
+    with pytest.raises(Refused, match=r"^the data set draws") as refusal:
+        call(x)
+    assert refusal.value.strategy == "data_loading"

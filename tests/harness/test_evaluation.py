@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from autofit.plan import Plan
+from autofit.worker.launcher import launch
+from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+
 pytestmark = pytest.mark.quick
 
 
@@ -46,3 +50,33 @@ def test_a_call_that_fits_is_left_alone(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["batch norm in training mode", "dropout in training mode"])
 def test_what_cannot_be_split_ends_as_it_would_have(seen: dict[str, Any], case: str) -> None:
     assert "can't allocate" in seen[case]["error"]
+
+
+EVALUATES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+batch, test = torch.randn(512, 64), torch.randn(3000, 64)
+while True:
+    optimizer.zero_grad()
+    (model(batch) - batch).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(test)  # 23 MiB, where a chunk's forward and backward take 3
+"""
+
+
+def test_a_trial_goes_on_as_the_run_will(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EVALUATES)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"micro_batch": "64"}),),
+        device="cpu",
+        budget=16 << 20,
+        timeout=60.0,
+    )
+    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    assert (report.verdict, report.out_of_memory) == (Verdict.MEASURED, None), report

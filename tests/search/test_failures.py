@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from autofit import endings
 from autofit.cli import main
 from autofit.plan import Plan
 from autofit.storage import State, Store, StudyRecord, TrialRecord
-from autofit.worker.records import Verdict
+from autofit.worker.records import OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_host")
 
@@ -251,6 +252,23 @@ def test_the_model_itself_does_not_fit(script: Write, trials: Trials, capsys: Ca
     assert "memory ran out before the model's first forward: " in last_line(capsys)
     (trial,) = trials(folder)
     assert trial.verdict is Verdict.OUT_OF_MEMORY
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("phase", "line"),
+    [
+        ("backward", "memory ran out in backward, and the script called no torch.nn.Module"),
+        ("outside the model", "memory ran out before the model's first forward: 8 bytes;"),
+    ],
+)
+def test_a_model_that_was_never_called(phase: str, line: str) -> None:
+    """``model.forward(x)`` is none of its calls."""
+    short = OutOfMemory(phase=phase, message="8 bytes")
+    report = TrialReport(
+        index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY, reason="8 bytes", out_of_memory=short
+    )
+    assert endings.model_too_large(report, 1 << 30).startswith(line)
 
 
 @pytest.mark.quick

@@ -146,7 +146,7 @@ class Elastic:
         try:
             return self._split(forward, batch)
         except Refused as refusal:
-            if not self._has_split or self._ranks is not None:
+            if not self._has_split or self._ranks is not None or _is_of_another(refusal):
                 raise
             if not self._whole_at_worst:
                 reason = f"a later batch cannot be split: {refusal}"
@@ -172,7 +172,9 @@ class Elastic:
             call = Call(self, once(forward, layout.moved), batch, layout)
             try:
                 output = self._around(call)
-            except Refused:  # the parts show that what was proven does not hold for this batch
+            except Refused as refusal:  # what was proven does not hold for this batch
+                if _is_of_another(refusal):
+                    raise
                 if start is not None:
                     start.restore()
                 self._doubt()
@@ -335,6 +337,11 @@ class Elastic:
             )
             for hook in (hooks or {}).values()
         )
+
+
+def _is_of_another(refusal: Refused) -> bool:
+    """Return whether a strategy refuses that has nothing to do with the split."""
+    return refusal.strategy not in (None, "micro_batch")
 
 
 def _is_of_rows(layout: Layout, output: Any) -> bool:

@@ -17,6 +17,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import oom
+from autofit.worker.harness import evaluation
 from autofit.worker.harness.compiling import CompileClock
 from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.lookahead import SameBatches
@@ -344,7 +345,8 @@ class Trial(RankedSession):
 
     def shortage(self, found: OutOfMemory) -> None:
         """End this stage at the next boundary, if the process gets there."""
-        if self._stage is not None and self._stage.shortage is None:
+        in_parts = found.phase == evaluation.PHASE and (found.micro_batch or 0) > 1  # as in a run
+        if self._stage is not None and self._stage.shortage is None and not in_parts:
             self._stage.shortage = found
             self.reporter.send(Shortage(index=self.index, out_of_memory=found))
 
