@@ -142,9 +142,8 @@ class Pool:
         except (ray.exceptions.RayError, StopIteration) as error:
             del self._streams[stream]
             self._replace(slot)
-            return slot, WorkerError(
-                f"the worker of slot {slot} died: {first_line(error).rstrip('.')}"
-            )
+            reason = first_line(error).removesuffix(".")
+            return slot, WorkerError(f"the worker of slot {slot} died: {reason}")
         if isinstance(event, LaunchEnded):
             del self._streams[stream]
         return slot, event
