@@ -127,16 +127,16 @@ class RealRun(Session):
 
         That the allocator had to retry in a proof says nothing of the steps after it.
         """
-        first = self.steps == 1
+        first, proven = self.steps == 1, self.proven()
         if self.steps == SETTLED or self.steps % SELDOM == 0:
             self.outside.settle()
-        if self.proven() or first:
-            if not self._plan.neutral:  # what the proof, or making the optimizer's state, has left
-                self.meter.release()
-            self._retries_before = self.meter.retries()
-            self._retries.clear()
+        if proven or (first and not self._plan.neutral):
+            self.meter.release()  # what the proof, or making the optimizer's state, has left cached
         if first:
             self.meter.reset()
+        if first or proven:
+            self._retries_before = self.meter.retries()
+            self._retries.clear()
         self._watch_headroom()
 
     def _watch_headroom(self) -> None:
