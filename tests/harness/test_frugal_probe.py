@@ -43,18 +43,24 @@ while True:
 """
 
 
-@pytest.mark.parametrize("mebibytes", [70, 400])
-def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int) -> None:
-    """Two samples are the fewest that can be split, and two do not fit in the smaller budget."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+def reported(folder: Path, script: str, levels: dict[str, str], mebibytes: int) -> TrialReport:
+    """Return what a trial of one plan says within a budget."""
+    (folder / "train.py").write_text(script)
     request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan.of({"micro_batch": "1"}),),
+        script=Script(target="train.py", cwd=str(folder)),
+        plans=(Plan.of(levels),),
         device="cpu",
         budget=mebibytes << 20,
         timeout=60.0,
     )
     (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    return report
+
+
+@pytest.mark.parametrize("mebibytes", [70, 400])
+def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int) -> None:
+    """Two samples are the fewest that can be split, and two do not fit in the smaller budget."""
+    report = reported(tmp_path, SCRIPT, {"micro_batch": "1"}, mebibytes)
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
     assert report.measurement is not None
     assert report.measurement.peak_device > 48 << 20
@@ -108,15 +114,7 @@ def of(tensor):
 
 hosted._Hosted.of = of
 """
-    (tmp_path / "train.py").write_text(forbidden + BLOCKS + loop)
-    request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan.of({"micro_batch": "1"}),),
-        device="cpu",
-        budget=70 << 20,
-        timeout=60.0,
-    )
-    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    report = reported(tmp_path, forbidden + BLOCKS + loop, {"micro_batch": "1"}, 70)
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
 
 
@@ -156,13 +154,5 @@ while True:
 )
 def test_in_the_precision_of_the_plan(tmp_path: Path, precision: str, verdict: Verdict) -> None:
     """Two samples do not fit in the script's own, however little is kept of them."""
-    (tmp_path / "train.py").write_text(WIDE)
-    request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan.of({"micro_batch": "1", "precision": precision}),),
-        device="cpu",
-        budget=66 << 20,
-        timeout=60.0,
-    )
-    (report,) = [event for event in launch(request) if isinstance(event, TrialReport)]
+    report = reported(tmp_path, WIDE, {"micro_batch": "1", "precision": precision}, 66)
     assert report.verdict is verdict, report
