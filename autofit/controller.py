@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -25,19 +26,13 @@ from autofit.progress import (
     Remeasuring,
     Result,
     SizeMeasured,
+    TrialDropped,
     TrialStarted,
 )
 from autofit.proposing import Proposer
 from autofit.results import kept, result_of
 from autofit.rules import tainted
-from autofit.storage import (
-    Owner,
-    Purpose,
-    State,
-    Store,
-    TrialRecord,
-)
-from autofit.worker.pool import Pool
+from autofit.storage import Owner, Purpose, State, Store, TrialRecord
 from autofit.worker.records import (
     Answer,
     Asking,
@@ -142,9 +137,9 @@ class Search:
     def _open(self) -> None:
         options = self._options
         self._crew = muster(options, self._stack)
-        device, hardware = self._crew.device, self._crew.hardware
+        hardware = self._crew.hardware
         budget = studies.budget(self._crew.free, hardware, options.memory, options.headroom)
-        self._device = device
+        self._workers = partial(self._crew.workers, self._stack)  # started for the first launch
         self._store = self._stack.enter_context(Store(options.storage))
         study, before = studies.taken(self._store, options, hardware, budget, self._crew.versions)
         self._tell(studies.opened(study, options, devices=self._crew.devices, resumed=len(before)))
@@ -156,10 +151,6 @@ class Search:
         for number, trial in enumerate(before):
             self._ledger.announce(number, trial, slot=0)
         self._proposer = Proposer(self._ledger, hardware)
-
-    def _workers(self) -> Pool:
-        """Return the pool, started when the first launch needs it."""
-        return self._crew.workers(self._stack)
 
     # --- driving ---------------------------------------------------------------------------
 
@@ -220,6 +211,15 @@ class Search:
             slot = max(waiting, key=lambda each: len(waiting[each].fixed.changes))
             self._give(slot, waiting[slot], None, Purpose.SEARCH)
 
+    def _drop_what_is_outdone(self) -> None:
+        """End what the search would only wait for: by what is known now it would not be begun."""
+        running = {slot: flight for slot, flight in self._flights.items() if flight.runs}
+        if self._crew.slots > 1 and running and self._proposer.outdone():
+            for slot, flight in running.items():
+                flight.over = True
+                self._workers().cancel(slot)
+                self._tell(TrialDropped(slot=slot, plan=flight.trials[-1].plan))
+
     def _start_ahead(self, slot: int, flight: Flight) -> None:
         self._ahead.add(slot)
         flight.launch = self._store.next_launch(self._ledger.study)
@@ -235,10 +235,11 @@ class Search:
         for slot, flight in self._flights.waiting.items():
             assert flight.asking is not None, "it waits"
             self._answer(slot, flight, flight.asking)
+        self._drop_what_is_outdone()
 
     def _answer(self, slot: int, flight: Flight, asking: Asking) -> None:
         """Give a launch that asks its next plan; none where its weights may be spoilt."""
-        plan, more = None, flight.purpose is Purpose.SEARCH and not flight.spoilt
+        plan, more = None, flight.purpose is Purpose.SEARCH and not (flight.spoilt or flight.over)
         if more and not flight.spare:
             plan = self._proposer.next(flight.fixed, fresh=asking.fresh)
         flight.asking = asking
@@ -268,16 +269,15 @@ class Search:
 
     def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
         """Write a trial down before it runs: a kill finds it there."""
-        (trial,) = self._store.add_trials(
+        return self._store.add_trials(
             self._ledger.study, [plan], launch=launch, owner=self._owner, purpose=purpose
-        )
-        return trial
+        )[0]
 
     def _request(self, plan: Plan, purpose: Purpose) -> LaunchRequest:
         return LaunchRequest(
             script=self._options.script,
             plans=(plan,),
-            device=self._device,
+            device=self._crew.device,
             budget=self._ledger.study.budget,
             timeout=self._deadline(purpose),
             whole_fits=self._ledger.baseline() is Verdict.MEASURED,

@@ -51,7 +51,7 @@ class Flight:
     asking: Asking | None = None
     """It waits for a plan."""
     over: bool = False
-    """It has been told that there is no other, and ends."""
+    """It has been told that there is no other, or is ended, and ends."""
     refused: set[int] = field(default_factory=set)
     """Indices of the plans that it did not take."""
     heard: float = 0.0
@@ -68,6 +68,12 @@ class Flight:
         """Whether it has measured what it was given, and will ask for more in a moment."""
         done = 0 < len(self.trials) == self.reported and not (self.over or self.asking)
         return done and time.monotonic() - self.heard < MOMENT
+
+    @property
+    def runs(self) -> bool:
+        """Whether a plan of the search is being measured, and nothing has ended it."""
+        ended = self.over or self.doubted is not None or self.purpose is not Purpose.SEARCH
+        return len(self.trials) > self.reported and not ended
 
     def note(self, report: TrialReport) -> None:
         """Note that a plan is done."""

@@ -79,6 +79,14 @@ class TrialEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialDropped:
+    """A trial is ended before its verdict: by now, it would not be begun."""
+
+    slot: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Remeasuring:
     """The fastest plan is measured again, in a fresh process."""
 
@@ -99,6 +107,7 @@ Notice = (
     | TrialStarted
     | SizeMeasured
     | TrialEnded
+    | TrialDropped
     | Remeasuring
     | Line
 )

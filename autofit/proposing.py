@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from autofit import strategies
 from autofit.choice import Situation, choose
@@ -86,13 +87,9 @@ class Proposer:
             return None
         if fixed is None and self._awaited(flying):
             return None
-        known = {trial.plan for trial in finished} | flying
-        if fixed is None and Plan() not in known:
+        if fixed is None and Plan() not in flying.union(trial.plan for trial in finished):
             return Plan()
-        drifted = ledger.drifted()
-        good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
-        batch = ledger.study.facts.batch if ledger.study.facts else None
-        options, space = ledger.options, self._space()
+        space = self._space()
         ground = self._ground(space)
         ledger.require_baseline(reachable=bool(ground))
         footing = self._footing(ground, space, finished)
@@ -100,28 +97,54 @@ class Proposer:
             return self._footed(footing, space, flying, fixed, fresh=fresh)
         if ground is not None and not ledger.ranked():
             return None
-        holds = self._holds if ground is not None else None
-        tried = within_reach(space, good, ledger.study.budget, options.horizon, holds=holds)
-        untried = [p for p in tried if p not in known and not tainted(p, drifted, finished)]
-        candidates = [plan for plan in untried if dominated(plan, good, batch) is None]
-        core = [plan for plan in space.plans() if plan in candidates]
+        found = self._situation(space, ground, flying, fixed)
+        core = [plan for plan in space.plans() if plan in found.candidates]
         if (first := self._leading(core)) is not None:
             here = fixed is None or (fresh and first.follows(fixed))
             out = first in flying  # in small parts, in a launch that began a moment ago
             return first if here and not out else None  # what others are compared with comes first
         if fixed is not None and not fresh:
-            candidates = [plan for plan in candidates if plan not in ledger.alone]
+            left = tuple(plan for plan in found.candidates if plan not in ledger.alone)
+            return replace(found, candidates=left)
+        return found
+
+    def _situation(
+        self,
+        space: Space,
+        ground: tuple[Footing, ...] | None,
+        flying: set[Plan],
+        fixed: Plan | None = None,
+    ) -> Situation:
+        """Return what may be measured next beside what is ``flying``, and what that depends on."""
+        ledger = self._ledger
+        finished, drifted = ledger.finished(), ledger.drifted()
+        good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
+        facts, budget, horizon = ledger.study.facts, ledger.study.budget, ledger.options.horizon
+        known = flying.union(trial.plan for trial in finished)
+        holds = self._holds if ground is not None else None
+        tried = within_reach(space, good, budget, horizon, holds=holds)
+        untried = [p for p in tried if p not in known and not tainted(p, drifted, finished)]
+        batch = facts.batch if facts else None
         return Situation(
-            candidates=tuple(candidates),
+            candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
             waiting=tuple(plan for plan in untried if waits(plan, good)),
             finished=good,
             flying=tuple(flying),
-            facts=ledger.study.facts,
-            budget=ledger.study.budget,
+            facts=facts,
+            budget=budget,
             cuda=self._hardware.device == "cuda",
-            horizon=ledger.options.horizon,
+            horizon=horizon,
             fixed=fixed,
         )
+
+    def outdone(self) -> bool:
+        """Return whether nothing is left to choose, nor would be what is being measured."""
+        if self.awaiting() or not self._ledger.ranked() or self.wants_launch():
+            return False
+        flying, space = {trial.plan for trial in self._ledger.running()}, self._space()
+        found = self._situation(space, self._ground(space), set())
+        left = tuple(plan for plan in found.candidates if plan in flying)
+        return choose(replace(found, candidates=left)) is None
 
     def awaiting(self) -> bool:
         """Return whether the launch is out that shows what plans are compared with."""

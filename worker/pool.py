@@ -102,16 +102,12 @@ class Pool:
 
     def answer(self, slot: int, answer: Answer) -> None:
         """Answer the launch on ``slot``, which is asking; nothing if it has ended meanwhile."""
-        import ray
-
-        # Only once it has arrived may another launch be started there: it would take it for its own
-        with contextlib.suppress(ray.exceptions.RayError):  # the stream says what has happened
-            ray.get(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
+        self._heard(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
 
     def cancel(self, slot: int) -> None:
         """End what runs on ``slot``; its plan is reported as interrupted, then the launch ends."""
         if slot not in self.free:
-            self._cancel(slot)
+            self._heard(self._cancel(slot))
 
     def events(self, timeout: float | None = None) -> list[Happening]:
         """Return what has happened, in order for each slot; nothing when nothing runs.
@@ -126,6 +122,13 @@ class Pool:
         more, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0)
         ready = [each for each in ready if each in self._streams]
         return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]
+
+    def _heard(self, said: Any) -> None:
+        """Wait until a slot has heard: another launch there would take it for its own."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):  # the stream says what has happened
+            ray.get(said)
 
     def _cancel(self, slot: int) -> Any:
         return self._actors[slot].cancel.options(concurrency_group="control").remote()

@@ -14,7 +14,14 @@ from rich.text import Text
 from autofit.cli import words
 from autofit.cli.transcript import Said, Transcript
 from autofit.plan import Plan
-from autofit.progress import Notice, SizeMeasured, StudyOpened, TrialEnded, TrialStarted
+from autofit.progress import (
+    Notice,
+    SizeMeasured,
+    StudyOpened,
+    TrialDropped,
+    TrialEnded,
+    TrialStarted,
+)
 from autofit.units import format_duration
 from autofit.worker.records import Measurement
 
@@ -82,7 +89,7 @@ class LiveTable:
             case SizeMeasured(slot=slot, plan=plan, measurement=latest):
                 running = self._running.get(slot) or Running(plan=plan, since=time.monotonic())
                 self._running[slot] = replace(running, plan=plan, latest=latest)
-            case TrialEnded(slot=slot):
+            case TrialEnded(slot=slot) | TrialDropped(slot=slot):
                 self._running.pop(slot, None)
             case _:
                 pass

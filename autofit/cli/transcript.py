@@ -13,6 +13,7 @@ from autofit.progress import (
     Remeasuring,
     SizeMeasured,
     StudyOpened,
+    TrialDropped,
     TrialEnded,
     TrialStarted,
 )
@@ -50,6 +51,8 @@ class Transcript:
                 return [Said(text, "dim") for text in words.left_out(reasons)]
             case TrialEnded():
                 return self._trial(notice, table.Columns.of(width))
+            case TrialDropped(plan=plan):
+                return [Said(f"not waited for: {plan}: by now it promises nothing more", "dim")]
             case Remeasuring(plan=plan):
                 return [Said(f"measuring again, in a fresh process: {plan}", "dim")]
             case Line(text=text):

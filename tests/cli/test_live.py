@@ -14,7 +14,14 @@ from rich.console import Console
 
 from autofit.cli.live import LiveTable, Running, running_line
 from autofit.plan import Plan
-from autofit.progress import FactsKnown, SizeMeasured, StudyOpened, TrialEnded, TrialStarted
+from autofit.progress import (
+    FactsKnown,
+    SizeMeasured,
+    StudyOpened,
+    TrialDropped,
+    TrialEnded,
+    TrialStarted,
+)
 from autofit.strategies import Facts
 from autofit.worker.records import Measurement, TrialReport
 
@@ -56,6 +63,9 @@ def test_which_card_runs_what() -> None:
     first, second = table.status().plain.split("\n")
     assert first.startswith("  .. GPU 2: as it is")
     assert second.startswith("  .. GPU 3: as it is")
+    table(TrialDropped(slot=0, plan=Plan()))
+    assert "\n" not in table.status().plain
+    assert "not waited for: as it is" in screen.getvalue()
 
 
 def test_a_real_terminal_gets_the_live_table() -> None:

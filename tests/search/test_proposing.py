@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut, Notice
 from autofit.proposing import Proposer
 from autofit.reference import PARTS
-from autofit.storage import Owner, Store, StudyKey
+from autofit.storage import Owner, Store, StudyKey, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.worker.records import OutOfMemory, Script, TrialReport, Verdict
+from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -88,3 +88,30 @@ def test_of_levels_that_refine_only_those_asked_for_are_news(ledger: Ledger) -> 
 
     assert "loss" not in told(frozenset())
     assert told(frozenset({"loss", "micro_batch"})) == {"loss"}
+
+
+def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
+    ledger: Ledger, measurement: Callable[..., Measurement]
+) -> None:
+    """Not because of one another: of two that promise as much, either would be begun."""
+
+    def begun(plan: Plan) -> TrialRecord:
+        (trial,) = ledger.store.add_trials(ledger.study, [plan], launch=1, owner=Owner.current())
+        return trial
+
+    def ends(trial: TrialRecord, seconds: float) -> None:
+        found = (measurement(32, seconds, 2 * GIB),)
+        verdict = Verdict.MEASURED
+        report = TrialReport(index=0, plan=trial.plan, verdict=verdict, measurements=found)
+        ledger.finish(trial, report, 0)
+
+    ledger.options = replace(ledger.options, only=frozenset({"precision", "micro_batch"}))
+    split = Plan.of({"micro_batch": "auto"})
+    narrow = [split.replace(precision=name) for name in ("tf32", "bf16")]
+    proposer, first = Proposer(ledger, GPU), begun(split)
+    running = [begun(plan) for plan in narrow]
+    assert not proposer.outdone()
+    ends(first, 1.0)
+    assert not proposer.outdone()
+    ends(running[1], 0.1)
+    assert proposer.outdone(), "tf32 alone will not be faster"

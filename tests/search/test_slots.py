@@ -20,6 +20,7 @@ from autofit.progress import (
     Remeasuring,
     SizeMeasured,
     StudyOpened,
+    TrialDropped,
     TrialEnded,
     TrialStarted,
 )
@@ -179,3 +180,31 @@ def test_a_launch_waits_while_others_may_show_what_comes_next(
     searched = [trial for trial in found if trial.purpose is Purpose.SEARCH]
     assert len(searched) >= 5
     assert len({trial.launch for trial in searched}) == 2, "one a slot"
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
+    options: SearchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot goes on with what comes next, and the store does not take it for measured."""
+    monkeypatch.setattr(choice, "GAIN", -1.0)
+    times: Counter[bool] = Counter()
+
+    def once(proposer: Proposer) -> bool:
+        """Whether something runs that began a moment ago; the first time."""
+        due = not times[True] and bool(proposer.known()[1]) and proposer.known()[0] > 0
+        times[due] += 1
+        return due
+
+    monkeypatch.setattr(Proposer, "outdone", once)
+    heard: list[Notice] = []
+    result = search(options, heard.append)
+    dropped = [each for each in heard if isinstance(each, TrialDropped)]
+    assert dropped
+    after = heard[heard.index(dropped[-1]) :]
+    slots = {each.slot for each in dropped}
+    assert slots <= {each.slot for each in after if isinstance(each, TrialStarted)}
+    with Store(options.storage) as store:
+        found = store.trials(store.study(result.study), state=State.INTERRUPTED)
+    assert {each.plan for each in dropped} == {trial.plan for trial in found}
