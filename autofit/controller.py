@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from autofit import endings
@@ -99,12 +98,7 @@ class Search:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             for flight in self._flights.values():
                 self._release(flight)
@@ -261,8 +255,12 @@ class Search:
         flight.asking, flight.over = None, plan is None
         if plan is not None:
             flight.trials.append(self._begin(plan, flight.launch, purpose))
-        fits = self._ledger.baseline() is Verdict.MEASURED
-        answer = Answer(plan=plan, timeout=self._deadline(purpose), whole_fits=fits)
+        answer = Answer(
+            plan=plan,
+            timeout=self._deadline(purpose),
+            whole_fits=self._ledger.baseline() is Verdict.MEASURED,
+            proven=tuple(self._ledger.proven.values()),
+        )
         self._workers().answer(slot, answer)
         if plan is not None:
             self._turned(slot, plan)

@@ -426,6 +426,8 @@ class Answer:
     """Seconds from now after which the launch is ended."""
     whole_fits: bool = False
     """The script as it is is known to fit by now."""
+    proven: tuple[Proven, ...] = ()
+    """What all launches have proven by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

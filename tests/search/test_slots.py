@@ -174,6 +174,7 @@ def test_a_launch_waits_while_others_may_show_what_comes_next(
 
     monkeypatch.setattr(Proposer, "next", hesitant)
     monkeypatch.setattr(Proposer, "wants_launch", lambda proposer: False)
+    monkeypatch.setattr(Proposer, "outdone", lambda proposer: False)
     result = search(options)
     with Store(options.storage) as store:
         found = store.trials(store.study(result.study), state=State.FINISHED)

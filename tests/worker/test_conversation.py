@@ -18,6 +18,7 @@ from autofit.worker.records import (
     LaunchEvent,
     LaunchRequest,
     Measurement,
+    Proven,
     Script,
     Traced,
     TrialReport,
@@ -107,6 +108,7 @@ def talk(tmp_path: Path) -> Talk:
         thinking: float = 0.0,
         budget: int = 1 << 30,
         waits: bool = False,
+        proven: Sequence[Proven] = (),
     ) -> list[LaunchEvent]:
         if harness is None:
             harness = tmp_path / "harness.py"
@@ -125,7 +127,8 @@ def talk(tmp_path: Path) -> Talk:
             heard.append(event)
             if isinstance(event, Asking):
                 time.sleep(thinking)
-                control.answer(Answer(plan=left.pop(0) if left else None, timeout=timeout))
+                plan = left.pop(0) if left else None
+                control.answer(Answer(plan=plan, timeout=timeout, proven=tuple(proven)))
         control.answer(Answer(plan=NEUTRAL, timeout=timeout))  # too late: it is heard by nobody
         return heard
 
@@ -196,6 +199,21 @@ def test_started_ahead_it_asks_for_its_first_plan_too(talk: Talk, tmp_path: Path
         Asking,
         LaunchEnded,
     ]
+
+
+def test_with_a_plan_it_is_told_what_others_have_proven(talk: Talk, tmp_path: Path) -> None:
+    """How the batch is split it has seen by then."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def proofs(*proven: Proven) -> list[Proven]:
+        heard = talk("", ALL, harness=HARNESS, waits=True, proven=proven)
+        assert reports(heard) == [(0, ALL, Verdict.MEASURED)]
+        asked = next(at for at, event in enumerate(heard) if isinstance(event, Asking))
+        return [event for event in heard[asked:] if isinstance(event, Proven)]
+
+    others = proofs()
+    assert others
+    assert not proofs(*others)
 
 
 def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_next_plan(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from torch import nn
@@ -40,6 +40,10 @@ class Known:
         ]
         root = self._of, position, type(module).__qualname__, parameters
         return type(self)(self._held, self._tell, root)
+
+    def hear(self, proven: Iterable[Proven]) -> None:
+        """Take in what other launches have proven meanwhile."""
+        self._held.update({each.key: each.content for each in proven})
 
     def get(self, *key: object) -> Any:
         """Return what was put there, in this process or in one before it; else ``None``."""

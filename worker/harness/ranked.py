@@ -36,8 +36,8 @@ class RankedSession(Session):
         self, meter: Meter, peers: Peers, reporter: Reporter, proven: Sequence[Proven] = ()
     ) -> None:
         super().__init__(meter)
-        held = {each.key: each.content for each in proven}
-        self.known = Known(held, reporter.send, reporter.rank)
+        self.known = Known(tell=reporter.send, of=reporter.rank)
+        self.known.hear(proven)
         self.peers = peers
         self.reporter = reporter
         self.facts = Facts(world_size=peers.ranks)

@@ -126,6 +126,7 @@ class Trial(RankedSession):
             if answer.plan is None:
                 return
             self._whole_fits |= answer.whole_fits
+            self.known.hear(answer.proven)
             self._given.append(answer.plan)
             yield answer.plan
 
@@ -218,14 +219,13 @@ class Trial(RankedSession):
         self._send_trace()
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
-        measured = verdict is Verdict.MEASURED
         differences = [root.difference for root in self.roots if root.difference is not None]
         report = TrialReport(
             index=self.index,
             plan=self._given[self.index],
             verdict=verdict,
             reason=reason,
-            best=self._measured[-1][0] if measured else None,
+            best=self._measured[-1][0] if verdict is Verdict.MEASURED else None,
             measurements=tuple(measurement for _, measurement in self._measured),
             out_of_memory=self._shortage,
             blamed=blamed,
