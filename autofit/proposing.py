@@ -138,13 +138,11 @@ class Proposer:
         )
 
     def outdone(self) -> bool:
-        """Return whether nothing is left to choose, nor would be what is being measured."""
-        if self.awaiting() or not self._ledger.ranked() or self.wants_launch():
+        """Return whether nothing would be chosen by what is known now, nor what is measured."""
+        if self.awaiting() or not self._ledger.ranked():
             return False
-        flying, space = {trial.plan for trial in self._ledger.running()}, self._space()
-        found = self._situation(space, self._ground(space), set())
-        left = tuple(plan for plan in found.candidates if plan in flying)
-        return choose(replace(found, candidates=left)) is None
+        space = self._space()
+        return choose(self._situation(space, self._ground(space), set())) is None
 
     def awaiting(self) -> bool:
         """Return whether the launch is out that shows what plans are compared with."""

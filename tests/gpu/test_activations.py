@@ -235,13 +235,17 @@ def test_memory_that_runs_out_in_backward_is_split(calls: Calls) -> None:
     x = torch.randn(48, 512, WIDTH, device="cuda")
     held = HarnessRoot(module, Seams(Bystander()), calls, short)
     plain = gradients(module, held, x)
-    held.apply(Plan.of({"activation_offload": "all", "micro_batch": "24"}))
-    gradients(module, held, x)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    gradients(module, held, x)
-    cap = 0.8 * torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()
+
+    def reserved(size: int) -> int:
+        held.apply(Plan.of({"activation_offload": "all", "micro_batch": str(size)}))
+        backward(module, held, x)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        backward(module, held, x)
+        torch.cuda.empty_cache()
+        return torch.cuda.max_memory_reserved()
+
+    cap = (reserved(12) + reserved(24)) / 2
     torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.mem_get_info()[1])
     try:
         backward(module, held, x)

@@ -174,7 +174,6 @@ def test_a_launch_waits_while_others_may_show_what_comes_next(
 
     monkeypatch.setattr(Proposer, "next", hesitant)
     monkeypatch.setattr(Proposer, "wants_launch", lambda proposer: False)
-    monkeypatch.setattr(Proposer, "outdone", lambda proposer: False)
     result = search(options)
     with Store(options.storage) as store:
         found = store.trials(store.study(result.study), state=State.FINISHED)
@@ -194,7 +193,8 @@ def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
 
     def once(proposer: Proposer) -> bool:
         """Whether something runs that began a moment ago; the first time."""
-        due = not times[True] and bool(proposer.known()[1]) and proposer.known()[0] > 0
+        finished, flying, *_ = proposer.known()
+        due = not times[True] and bool(finished and flying)
         times[due] += 1
         return due
 
