@@ -16,13 +16,33 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Blocks are two or more children of one class in a ``ModuleList`` or ``Sequential``, which may be
     the model itself, each with submodules of its own (a list of bare linear layers has nothing
     inside to recompute). Where no list has blocks alone, they are what most members of one are:
-    those between the stem and the head of a model in one ``Sequential``. Blocks inside a block are
-    not looked for.
+    those between the stem and the head of a model in one ``Sequential``. Where no list has any,
+    they are the children of one class that a module holds one by one, as a U-Net does its stages; a
+    ``Sequential`` is then of the class of those with the same parts. Blocks inside a block are not
+    looked for.
     """
-    return list(_walk(model, _all_alike)) or list(_walk(model, _most_alike))
+    ways = _in_lists(model, _all_alike), _in_lists(model, _most_alike), _one_by_one(model)
+    found = (list(dict.fromkeys(way)) for way in ways)
+    return next((blocks for blocks in found if blocks), [])
 
 
-def _walk(
+BY_HAND = """
+from collections import Counter
+
+held = torch.nn.ModuleList, torch.nn.Sequential
+
+def blocks_of(module, in_lists):
+    found = Counter(type(each) for each in module.children() if list(each.children()))
+    for each in module.children():
+        fits = not in_lists or (isinstance(module, held) and not isinstance(each, held))
+        yield from [each] if fits and found[type(each)] > 1 else blocks_of(each, in_lists)
+
+blocks = list(blocks_of(model, True)) or list(blocks_of(model, False))
+"""
+"""The same by hand, in short."""
+
+
+def _in_lists(
     module: nn.Module, alike: Callable[[list[nn.Module]], list[nn.Module]]
 ) -> Iterator[nn.Module]:
     from torch import nn
@@ -33,7 +53,16 @@ def _walk(
         yield from blocks
         return
     for child in members:
-        yield from _walk(child, alike)
+        yield from _in_lists(child, alike)
+
+
+def _one_by_one(module: nn.Module) -> Iterator[nn.Module]:
+    kinds = Counter(_kind(child) for child in module.children() if _has_parts(child))
+    for child in module.children():
+        if kinds[_kind(child)] > 1:
+            yield child
+        else:
+            yield from _one_by_one(child)
 
 
 def _all_alike(members: list[nn.Module]) -> list[nn.Module]:
@@ -57,4 +86,21 @@ def _composite(module: nn.Module) -> bool:
 
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+    return _has_parts(module)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether a module runs several others, with parameters."""
+    from torch import nn
+
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # it runs nothing
+        return False
+    several = len(list(module.children())) > int(isinstance(module, nn.Sequential))
+    return several and any(True for _ in module.parameters())
+
+
+def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    from torch import nn
+
+    inside = map(type, module.children()) if isinstance(module, nn.Sequential) else ()
+    return (type(module), *inside)

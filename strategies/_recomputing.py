@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from autofit.strategies.base import Forward
@@ -39,18 +42,45 @@ def plainly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def wrapper(run: Run) -> Callable[[Forward], Forward]:
-    """Return what has a block's calls run by ``run``, those with gradients."""
+def wrapper(run: Run, block: nn.Module) -> Callable[[Forward], Forward]:
+    """Return what has the calls of ``block`` run by ``run``, those with gradients."""
+    norms = [each for each in block.modules() if isinstance(each, _NormBase)]
 
     def wrapped(forward: Forward) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return run(forward, *args, **kwargs)
+            return run(_counted_once(forward, norms) if norms else forward, *args, **kwargs)
 
         return call
 
     return wrapped
+
+
+def _counted_once(forward: Forward, norms: Sequence[nn.Module]) -> Forward:
+    """Return ``forward``, after whose first call ``norms`` write their statistics to copies.
+
+    What they return in training does not depend on the statistics of the batches before.
+    """
+    counted = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal counted
+        if not counted:
+            counted = True
+            return forward(*args, **kwargs)
+        before = [dict(norm._buffers) for norm in norms]
+        with _disable_current_modes():  # selective checkpointing expects what forward did, no more
+            copies = [{n: None if b is None else b.clone() for n, b in o.items()} for o in before]
+        for norm, buffers in zip(norms, copies, strict=True):
+            norm._buffers.update(buffers)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for norm, buffers in zip(norms, before, strict=True):
+                norm._buffers.update(buffers)
+
+    return call
 
 
 class Switched:

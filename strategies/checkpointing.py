@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autofit.exceptions import Refused
-from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies._blocks import BY_HAND, repeated_blocks
 from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
 from autofit.strategies.facts import Facts
 
@@ -26,22 +26,29 @@ FAULTS = {
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Where a Hugging Face model keeps the handles of hooks on its embeddings."""
-SELECTIVE = """
+SELECTIVE = f"""
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
+{BY_HAND}
 # Without attention that drops: kept, its draws would be missing when the rest runs again.
 aten = torch.ops.aten
 kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default]
 contexts = partial(create_selective_checkpoint_contexts, kept)
-kinds = torch.nn.ModuleList, torch.nn.Sequential
-lists = [m for m in model.modules() if isinstance(m, kinds)]
-lists = [[block for block in m if list(block.children())] for m in lists]
-for block in max(lists, key=len):
+# Norms in a block that keep statistics of the batches count each of them twice so.
+for block in blocks:
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 """
-"""By hand."""
+PLAIN = f"""
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+{BY_HAND}
+# A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
+# Norms in a block that keep statistics of the batches count each of them twice so.
+for block in blocks[::STRIDE]:
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+"""
 
 
 class Checkpointing(Strategy):
@@ -78,14 +85,14 @@ class Checkpointing(Strategy):
         return self.name if level == "all" else f"{self.name} {level}"
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It needs blocks without BatchNorm, and a script that does not checkpoint by itself."""
+        """It needs blocks, whose calls it sees, in a script that does not checkpoint by itself."""
         if level == AS_IS or not facts.roots:
             return None
         if any(root.checkpointing for root in facts.roots):
             return "the script checkpoints already"
         if not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
-        if any(root.batch_norm for root in facts.roots):
+        if any(r.batch_norm and (r.transformers or r.compiled) for r in facts.roots):
             return "BatchNorm would update its statistics twice"
         if level == "third" and max(root.blocks for root in facts.roots) < EVERY[level]:
             return "the model has fewer than three blocks: half is the same"
@@ -103,24 +110,11 @@ class Checkpointing(Strategy):
         return next(found, None) if isinstance(error, RuntimeError) else None
 
     def by_hand(self, level: str) -> ByHand:
-        """Checkpoint the longest list of blocks; a Hugging Face model has its own switch."""
+        """Checkpoint the blocks; a Hugging Face model has its own switch."""
         if level == "selective":
             return ByHand(prepare=SELECTIVE)
-        step = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
-        return ByHand(
-            prepare=f"""
-            from functools import partial
-
-            from torch.utils.checkpoint import checkpoint
-
-            # A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
-            kinds = torch.nn.ModuleList, torch.nn.Sequential
-            lists = [m for m in model.modules() if isinstance(m, kinds)]
-            lists = [[block for block in m if list(block.children())] for m in lists]
-            for block in max(lists, key=len){step}:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            """
-        )
+        stride = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
+        return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride))
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint every block, or some of them."""
@@ -132,10 +126,12 @@ class Checkpointing(Strategy):
         blocks = repeated_blocks(module)[:: EVERY[level]]
         if not blocks:
             return None  # another root of this script has the blocks
+        if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
+            raise Refused("SyncBatchNorm would wait for the other ranks once more in backward")
         from autofit.strategies._recomputing import wrapper
 
-        run = wrapper(_runs(level))
-        undos = [root.around_call(block, run) for block in blocks]
+        run = _runs(level)
+        undos = [root.around_call(block, wrapper(run, block)) for block in blocks]
 
         def undo() -> None:
             for take_back in undos:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from autofit.exceptions import Refused
-from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies._blocks import BY_HAND, repeated_blocks
 from autofit.strategies.base import (
     AS_IS,
     ByHand,
@@ -133,7 +133,7 @@ class Compile(Strategy):
         return f"torch.compile: {type(cause).__name__}: {lines[0] if lines else ''}"
 
     def by_hand(self, level: str) -> ByHand:
-        """Compile the model, or the longest list of blocks, in place."""
+        """Compile the model, or its blocks, in place."""
         if level == "full":
             return ByHand(prepare="model.compile()")
         if level == "budget":
@@ -146,13 +146,10 @@ class Compile(Strategy):
                 """
             )
         return ByHand(
-            prepare="""
-            kinds = torch.nn.ModuleList, torch.nn.Sequential
-            lists = [m for m in model.modules() if isinstance(m, kinds)]
-            lists = [[block for block in m if list(block.children())] for m in lists]
-            for block in max(lists, key=len):
-                block.compile()  # in place: the checkpoint's names stay
-            """
+            prepare=f"""{BY_HAND}
+for block in blocks:
+    block.compile()  # in place: the checkpoint's names stay
+"""
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:

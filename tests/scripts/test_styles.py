@@ -106,9 +106,9 @@ STYLES = [
     ),
     Style(
         script="batch_norm.py",
+        quick=("checkpointing",),
         refusals={
             "split": "BatchNorm in training mode: a split batch has other statistics",
-            "checkpointing": "BatchNorm would update its statistics twice",
             "both": "BatchNorm",
         },
     ),

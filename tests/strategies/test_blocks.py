@@ -24,6 +24,19 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(Layer(), Layer())
 
 
+class Parts(nn.Module):
+    """Holds each of ``parts`` by itself."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        for index, part in enumerate(parts):
+            self.add_module(f"part{index}", part)
+
+
+def convolution(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3), nn.BatchNorm2d(outputs), *more)
+
+
 @pytest.mark.parametrize(
     ("model", "count"),
     [
@@ -34,10 +47,22 @@ class Stage(nn.Module):
         (lambda: nn.Sequential(Layer(), nn.Linear(4, 4)), 0),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0),
         (lambda: nn.Sequential(nn.Linear(4, 4), Layer(), Layer(), Layer(), nn.Linear(4, 4)), 3),
-        (lambda: nn.Sequential(nn.Linear(4, 4), Layer(), Layer(), nn.Linear(4, 4)), 0),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Layer(), Layer(), nn.Linear(4, 4)), 2),
         (lambda: nn.Sequential(nn.Linear(4, 4), Stage(), Stage(), Stage()), 6),
         (lambda: nn.ModuleDict({"a": nn.ModuleList([Layer(), Layer()])}), 2),
+        (lambda: nn.Sequential(convolution(1, 2), convolution(2, 4), nn.Flatten()), 2),
+        (lambda: nn.Sequential(convolution(1, 2), convolution(2, 4, nn.ReLU())), 0),
+        (lambda: nn.Sequential(convolution(1, 2), nn.Sequential(Layer(), Layer())), 2),
+        (lambda: Parts(nn.Linear(4, 4), Stage(), nn.Linear(4, 4)), 2),
+        (lambda: Parts(nn.Linear(4, 4), nn.Linear(4, 4)), 0),
+        (lambda: Parts(Layer(), Layer(), nn.Linear(4, 4), Parts(convolution(1, 2))), 2),
+        (lambda: Parts(nn.ModuleList([nn.Linear(4, 4)] * 2), nn.ModuleList([nn.Linear(4, 4)])), 0),
     ],
 )
 def test_where_blocks_are_found(model: Callable[[], nn.Module], count: int) -> None:
     assert len(repeated_blocks(model())) == count
+
+
+def test_a_block_that_is_shared_is_one() -> None:
+    layers = [Layer(), Layer()]
+    assert repeated_blocks(Parts(nn.ModuleList(layers), nn.Sequential(*layers))) == layers

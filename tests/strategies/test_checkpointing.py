@@ -142,6 +142,51 @@ def test_training_is_the_same_whatever_drops(
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
+class Stage(nn.Sequential):
+    """A part of a network that keeps statistics of its batches."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__(nn.Conv2d(2, 2, 3, padding=1), norm(2), nn.ReLU())
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "cumulative": partial(nn.BatchNorm2d, momentum=None),
+    "instance": partial(nn.InstanceNorm2d, track_running_stats=True),
+    "without": partial(nn.BatchNorm2d, track_running_stats=False),
+}
+
+
+@quick
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    "levels",
+    [{"checkpointing": level} for level in ("half", "selective", "all")]
+    + [{"checkpointing": "all", "compile": "regional"}],
+    ids=lambda levels: "+".join(levels.values()),
+)
+def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, calls: Calls) -> None:
+    """In training, also where backward goes through it twice; not in evaluation."""
+    twice = levels["checkpointing"] != "selective"  # which keeps nothing for a second time
+
+    def after(levels: dict[str, str]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module = nn.Sequential(Stage(NORMS[norm]), Stage(NORMS[norm])).double()
+        held = under(module, calls, **levels)
+        for mode in (True, True, False):
+            module.train(mode)
+            x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+            loss = held.call((x,), {}).square().sum()
+            loss.backward(retain_graph=twice)
+            if twice:
+                loss.backward()
+        held.take_back()
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        return [*gradients, *module.buffers()]
+
+    torch.testing.assert_close(after(levels), after({}), rtol=1e-12, atol=1e-12)
+
+
 @quick
 def test_what_runs_again(calls: Calls) -> None:
     """Selectively: no product, and attention only where it drops."""
