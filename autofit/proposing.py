@@ -138,7 +138,7 @@ class Proposer:
         )
 
     def outdone(self) -> bool:
-        """Return whether nothing would be chosen by what is known now, nor what is measured."""
+        """Return whether nothing is worth beginning by what is known now, not even what runs."""
         if self.awaiting() or not self._ledger.ranked():
             return False
         space = self._space()

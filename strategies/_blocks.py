@@ -26,22 +26,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return next((blocks for blocks in found if blocks), [])
 
 
-BY_HAND = """
-from collections import Counter
-
-held = torch.nn.ModuleList, torch.nn.Sequential
-
-def blocks_of(module, in_lists):
-    found = Counter(type(each) for each in module.children() if list(each.children()))
-    for each in module.children():
-        fits = not in_lists or (isinstance(module, held) and not isinstance(each, held))
-        yield from [each] if fits and found[type(each)] > 1 else blocks_of(each, in_lists)
-
-blocks = list(blocks_of(model, True)) or list(blocks_of(model, False))
-"""
-"""The same by hand, in short."""
-
-
 def _in_lists(
     module: nn.Module, alike: Callable[[list[nn.Module]], list[nn.Module]]
 ) -> Iterator[nn.Module]:

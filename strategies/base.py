@@ -129,6 +129,8 @@ class ByHand:
 
     prepare: str = ""
     """Statements on ``model``, once, before training; ``torch`` is imported."""
+    blocks: bool = False
+    """They need the model's ``blocks``."""
     around: str = ""
     """A context manager around ``model(x)``, as an expression."""
     scaled: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autofit.exceptions import Refused
-from autofit.strategies._blocks import BY_HAND, repeated_blocks
+from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
 from autofit.strategies.facts import Facts
 
@@ -26,11 +26,11 @@ FAULTS = {
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Where a Hugging Face model keeps the handles of hooks on its embeddings."""
-SELECTIVE = f"""
+SELECTIVE = """
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-{BY_HAND}
+
 # Without attention that drops: kept, its draws would be missing when the rest runs again.
 aten = torch.ops.aten
 kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default]
@@ -39,11 +39,11 @@ contexts = partial(create_selective_checkpoint_contexts, kept)
 for block in blocks:
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 """
-PLAIN = f"""
+PLAIN = """
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint
-{BY_HAND}
+
 # A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
 # Norms in a block that keep statistics of the batches count each of them twice so.
 for block in blocks[::STRIDE]:
@@ -112,9 +112,9 @@ class Checkpointing(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Checkpoint the blocks; a Hugging Face model has its own switch."""
         if level == "selective":
-            return ByHand(prepare=SELECTIVE)
+            return ByHand(prepare=SELECTIVE, blocks=True)
         stride = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
-        return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride))
+        return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride), blocks=True)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint every block, or some of them."""

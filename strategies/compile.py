@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from autofit.exceptions import Refused
-from autofit.strategies._blocks import BY_HAND, repeated_blocks
+from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies.base import (
     AS_IS,
     ByHand,
@@ -146,10 +146,11 @@ class Compile(Strategy):
                 """
             )
         return ByHand(
-            prepare=f"""{BY_HAND}
-for block in blocks:
-    block.compile()  # in place: the checkpoint's names stay
-"""
+            prepare="""
+            for block in blocks:
+                block.compile()  # in place: the checkpoint's names stay
+            """,
+            blocks=True,
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:

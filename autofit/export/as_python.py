@@ -14,6 +14,21 @@ from autofit.progress import Result
 from autofit.strategies.base import ByHand
 from autofit.units import format_size
 
+BLOCKS = """
+from collections import Counter
+
+held = torch.nn.ModuleList, torch.nn.Sequential
+
+def blocks_of(module, in_lists):
+    found = Counter(type(each) for each in module.children() if list(each.children()))
+    for each in module.children():
+        fits = not in_lists or (isinstance(module, held) and not isinstance(each, held))
+        yield from [each] if fits and found[type(each)] > 1 else blocks_of(each, in_lists)
+
+blocks = list(blocks_of(model, True)) or list(blocks_of(model, False))
+"""
+"""What repeats in a model, found as the strategies find it, in short."""
+
 
 def render(result: Result) -> str:
     """Return a module with ``prepare(model)`` and ``train_step(...)``; it needs torch alone."""
@@ -48,8 +63,10 @@ def _prepare(plan: Plan) -> str:
 
 
 def _statements(plan: Plan) -> Iterator[str]:
-    for strategy, level in plan:
-        hand = strategy.by_hand(level)
+    hands = [strategy.by_hand(level) for strategy, level in plan]
+    if any(hand is not None and hand.blocks for hand in hands):
+        yield BLOCKS.strip("\n")
+    for (strategy, level), hand in zip(plan, hands, strict=True):
         if hand is None:
             told = strategy.level(level).summary
             yield f"# {strategy.describe(level)} ({told}) takes more than a few lines by hand:"

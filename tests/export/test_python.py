@@ -15,6 +15,7 @@ from autofit.export import FORMATS
 from autofit.plan import Plan
 from autofit.progress import Result
 from autofit.strategies import AS_IS, REGISTRY, Fidelity
+from autofit.strategies._blocks import repeated_blocks
 
 pytestmark = pytest.mark.quick
 MakeResult = Callable[..., Result]
@@ -116,8 +117,27 @@ def test_all_of_a_plan_at_once(
     assert losses[-1] < losses[0]
 
 
-def test_blocks_between_a_stem_and_a_head(make_result: MakeResult) -> None:
+class Stages(nn.Module):
+    """Two blocks, held one by one between a stem and a head, as a U-Net holds its stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.down, self.up = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+
+def between() -> nn.Module:
     blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-    model = nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(("made", "count"), [(Toy, 3), (between, 3), (Stages, 2)])
+def test_the_blocks_are_those_of_a_search(
+    made: Callable[[], nn.Module], count: int, make_result: MakeResult
+) -> None:
+    model = made()
     program(make_result(Plan.of({"checkpointing": "all"})))["prepare"](model)
-    assert ["forward" in vars(each) for each in model] == [False, True, True, True, False]
+    found = [each for each in model.modules() if "forward" in vars(each)]
+    assert found == repeated_blocks(model)
+    assert len(found) == count
