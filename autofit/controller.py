@@ -384,6 +384,7 @@ class Search:
         for trial in flight.trials:
             if trial.id in running and trial != but:
                 self._store.release(trial)
+                self._ledger.mirror.drop(trial.plan)
 
     # --- whose fault -----------------------------------------------------------------------
 

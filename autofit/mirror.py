@@ -94,6 +94,11 @@ class Mirror:
         assert Plan.of(levels) == chosen.plan, "Optuna holds what is measured"
         return chosen.plan
 
+    def drop(self, plan: Plan) -> None:
+        """End what was asked and will not be told: its trial ended before its verdict."""
+        if (asked := self._asked.pop(plan, None)) is not None:
+            self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
+
     def tell(self, trial: TrialRecord) -> None:
         """Tell a trial that has just been stored as finished."""
         state, value, constraints = self._outcome(trial)

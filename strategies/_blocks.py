@@ -10,20 +10,31 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+NEARLY_ALL = 0.9
+"""Share of a child's parameter tensors from which the blocks inside it stand for it."""
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of ``model`` in the order of their registration.
 
-    Blocks are two or more children of one class in a ``ModuleList`` or ``Sequential``, which may be
-    the model itself, each with submodules of its own (a list of bare linear layers has nothing
-    inside to recompute). Where no list has blocks alone, they are what most members of one are:
-    those between the stem and the head of a model in one ``Sequential``. Where no list has any,
-    they are the children of one class that a module holds one by one, as a U-Net does its stages; a
-    ``Sequential`` is then of the class of those with the same parts. Blocks inside a block are not
+    Those of its lists; where no list has any, the children of one class that a module holds one by
+    one, as a U-Net does its stages: then a ``Sequential`` is of the class of those with the same
+    parts, and a child that is nearly all such blocks gives these. Blocks inside a block are not
     looked for.
     """
-    ways = _in_lists(model, _all_alike), _in_lists(model, _most_alike), _one_by_one(model)
-    found = (list(dict.fromkeys(way)) for way in ways)
-    return next((blocks for blocks in found if blocks), [])
+    return listed_blocks(model) or list(dict.fromkeys(_one_by_one(model)))
+
+
+def listed_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that ``model`` has in lists.
+
+    They are two or more children of one class in a ``ModuleList`` or ``Sequential``, which may be
+    the model itself, each with submodules of its own (a list of bare linear layers has nothing
+    inside to recompute). Where no list has blocks alone, they are what most members of one are:
+    those between the stem and the head of a model in one ``Sequential``.
+    """
+    found = list(_in_lists(model, _all_alike)) or list(_in_lists(model, _most_alike))
+    return list(dict.fromkeys(found))
 
 
 def _in_lists(
@@ -41,12 +52,14 @@ def _in_lists(
 
 
 def _one_by_one(module: nn.Module) -> Iterator[nn.Module]:
-    kinds = Counter(_kind(child) for child in module.children() if _has_parts(child))
+    kinds = Counter(kind for child in module.children() if (kind := _kind(child)))
     for child in module.children():
-        if kinds[_kind(child)] > 1:
+        inside = list(_one_by_one(child))
+        repeated = kinds[_kind(child)] > 1
+        if repeated and _parameters(*inside) < NEARLY_ALL * _parameters(child):
             yield child
         else:
-            yield from _one_by_one(child)
+            yield from inside
 
 
 def _all_alike(members: list[nn.Module]) -> list[nn.Module]:
@@ -68,23 +81,24 @@ def _most_alike(members: list[nn.Module]) -> list[nn.Module]:
 def _composite(module: nn.Module) -> bool:
     from torch import nn
 
-    if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-        return False
-    return _has_parts(module)
-
-
-def _has_parts(module: nn.Module) -> bool:
-    """Return whether a module runs several others, with parameters."""
-    from torch import nn
-
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # it runs nothing
-        return False
-    several = len(list(module.children())) > int(isinstance(module, nn.Sequential))
-    return several and any(True for _ in module.parameters())
+    listed = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    return not listed and bool(_kind(module))
 
 
 def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return what modules alike have in common; nothing for what runs no others, or has no weights.
+
+    A ``Sequential`` of one is as good as that one.
+    """
     from torch import nn
 
-    inside = map(type, module.children()) if isinstance(module, nn.Sequential) else ()
-    return (type(module), *inside)
+    inside = tuple(type(child) for child in module.children())
+    several = len(inside) > isinstance(module, nn.Sequential)
+    holds = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if holds or not several or not _parameters(module):
+        return ()
+    return (type(module), *inside) if isinstance(module, nn.Sequential) else (type(module),)
+
+
+def _parameters(*modules: nn.Module) -> int:
+    return sum(1 for module in modules for _ in module.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies._blocks import listed_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,14 +15,14 @@ WIDE = 4096
 
 def find_head(model: nn.Module) -> Any:
     """Return the head of ``model``: what Hugging Face's models name as theirs, in others the one
-    linear layer outside the blocks that is the widest, and wider than its input; else ``None``.
+    linear layer outside lists of blocks that is the widest, and wider than its input; or ``None``.
     """
     from torch import nn
 
     named = getattr(model, "get_output_embeddings", lambda: None)()
     if named is not None:
         return named
-    inside = {id(each) for block in repeated_blocks(model) for each in block.modules()}
+    inside = {id(each) for block in listed_blocks(model) for each in block.modules()}
     layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
     wide = [each for each in layers if each.out_features > each.in_features]
     outside = [each for each in wide if id(each) not in inside]

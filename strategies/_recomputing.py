@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 
 Run = Callable[..., Any]
 """Runs a forward, which comes first, with what it is given after it."""
+MOVED = "a block ran in evaluation, and other batches were counted before its backward"
 
 
 @contextlib.contextmanager
@@ -42,45 +46,91 @@ def plainly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+Modes = list[tuple[nn.Module, bool]]
+"""Modules, and whether they are in training."""
+
+
 def wrapper(run: Run, block: nn.Module) -> Callable[[Forward], Forward]:
     """Return what has the calls of ``block`` run by ``run``, those with gradients."""
-    norms = [each for each in block.modules() if isinstance(each, _NormBase)]
+    reference = weakref.ref(block)
 
     def wrapped(forward: Forward) -> Forward:
+        batches = 0  # that norms have counted
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            nonlocal batches
+            held, graded = reference(), torch.is_grad_enabled()
+            if held is None or not (graded or held.training):
                 return forward(*args, **kwargs)
-            return run(_counted_once(forward, norms) if norms else forward, *args, **kwargs)
+            modes = [(each, each.training) for each in held.modules()]
+            batches += any(mode and isinstance(each, _NormBase) for each, mode in modes)
+            if not graded:
+                return forward(*args, **kwargs)
+            return run(_as_at_first(forward, held, modes, lambda: batches), *args, **kwargs)
 
         return call
 
     return wrapped
 
 
-def _counted_once(forward: Forward, norms: Sequence[nn.Module]) -> Forward:
-    """Return ``forward``, after whose first call ``norms`` write their statistics to copies.
+def _as_at_first(
+    forward: Forward, block: nn.Module, modes: Modes, batches: Callable[[], int]
+) -> Forward:
+    """Return ``forward``, which runs again as it ran: in its ``modes``, on lists as they were.
 
-    What they return in training does not depend on the statistics of the batches before.
+    Statistics of batches are moved on by the first run alone; what a norm returns in training does
+    not depend on them. ``batches``: that norms have counted by now. Where there have been more
+    meanwhile, what a norm returned in evaluation is lost: ``Refused``.
     """
-    counted = False
+    lists: dict[int | str, Any] = {}
+    evaluates = any(isinstance(each, _NormBase) and not mode for each, mode in modes)
+    counted, ran = batches(), False
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal counted
-        if not counted:
-            counted = True
+        nonlocal ran
+        if not ran:
+            ran = True
+            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            lists.update({at: copy(each) for at, each in given if type(each) in (list, dict)})
             return forward(*args, **kwargs)
-        before = [dict(norm._buffers) for norm in norms]
-        with _disable_current_modes():  # selective checkpointing expects what forward did, no more
-            copies = [{n: None if b is None else b.clone() for n, b in o.items()} for o in before]
-        for norm, buffers in zip(norms, copies, strict=True):
-            norm._buffers.update(buffers)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for norm, buffers in zip(norms, before, strict=True):
-                norm._buffers.update(buffers)
+        if evaluates and batches() > counted:
+            raise Refused(MOVED, "checkpointing")
+        # Tensors are those that come now: they may have been elsewhere meanwhile.
+        again = [copy(lists[at]) if at in lists else each for at, each in enumerate(args)]
+        named = {at: copy(lists[at]) if at in lists else each for at, each in kwargs.items()}
+        with _in_modes(modes), _statistics_kept(block):
+            return forward(*again, **named)
 
     return call
+
+
+@contextlib.contextmanager
+def _in_modes(modes: Modes) -> Iterator[None]:
+    """Have modules in training or evaluation as given, whatever the script has set since."""
+    others = [(vars(each), mode) for each, mode in modes if each.training is not mode]
+    for held, mode in others:
+        held["training"] = mode
+    try:
+        yield
+    finally:
+        for held, mode in others:
+            held["training"] = not mode
+
+
+@contextlib.contextmanager
+def _statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Have the norms in ``block`` write their statistics to copies."""
+    norms = [each for each in block.modules() if isinstance(each, _NormBase)]
+    before = [dict(norm._buffers) for norm in norms]
+    with _disable_current_modes():  # selective checkpointing expects what forward did, no more
+        copies = [{n: None if b is None else b.clone() for n, b in o.items()} for o in before]
+    for norm, buffers in zip(norms, copies, strict=True):
+        norm._buffers.update(buffers)
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, before, strict=True):
+            norm._buffers.update(buffers)
 
 
 class Switched:

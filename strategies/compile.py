@@ -49,7 +49,7 @@ class Compile(Strategy):
     """``torch.compile`` in place, with the default mode (Ansel et al., 2024).
 
     Each module keeps its class, its name and its parameters (``Module.compile``), so checkpoints
-    carry no prefix. ``accelerate.utils.compile_regions`` finds the same blocks, but returns a new
+    carry no prefix. ``accelerate.utils.compile_regions`` finds blocks in lists, and returns a new
     model, while the script, its optimizer and its EMA hold the old one.
 
     Every size of a batch is another graph, so chunks are of one size, and a search looks for that

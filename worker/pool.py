@@ -107,7 +107,7 @@ class Pool:
     def cancel(self, slot: int) -> None:
         """End what runs on ``slot``; its plan is reported as interrupted, then the launch ends."""
         if slot not in self.free:
-            self._heard(self._cancel(slot))
+            self._heard(self._actors[slot].stop.options(concurrency_group="control").remote())
 
     def events(self, timeout: float | None = None) -> list[Happening]:
         """Return what has happened, in order for each slot; nothing when nothing runs.

@@ -152,18 +152,23 @@ class Slot:
                 guard=self._guard,
             )
         finally:
+            self._idle.set()  # first: whoever finds it unset has the control of this launch
             self._control = Control()
-            self._idle.set()
 
     def answer(self, answer: Answer) -> None:
         """Answer the running launch, which is asking for another plan."""
         self._control.answer(answer)
 
+    def stop(self) -> None:
+        """End the running launch, if there is one; its events say when it is gone."""
+        control = self._control
+        if not self._idle.is_set():
+            control.stop()
+
     def cancel(self) -> None:
         """End the running launch, if there is one, and wait until it is gone."""
-        if not self._idle.is_set():
-            self._control.stop()
-            self._idle.wait(GOODBYE)
+        self.stop()
+        self._idle.wait(GOODBYE)
 
 
 def share(slots: int) -> str:

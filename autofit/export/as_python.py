@@ -17,17 +17,29 @@ from autofit.units import format_size
 BLOCKS = """
 from collections import Counter
 
-held = torch.nn.ModuleList, torch.nn.Sequential
+def kind(module):
+    parts = [type(each) for each in module.children()]
+    listed = isinstance(module, torch.nn.Sequential)
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or len(parts) <= listed:
+        return None
+    return (type(module), *(parts if listed else ()))
 
-def blocks_of(module, in_lists):
-    found = Counter(type(each) for each in module.children() if list(each.children()))
+def blocks_of(module, in_lists):  # in lists; else those that a module holds one by one
+    here = not in_lists or isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    kinds = Counter(kind(each) for each in module.children())
     for each in module.children():
-        fits = not in_lists or (isinstance(module, held) and not isinstance(each, held))
-        yield from [each] if fits and found[type(each)] > 1 else blocks_of(each, in_lists)
+        inside = list(blocks_of(each, in_lists))
+        block = here and kind(each) and kinds[kind(each)] > 1
+        if in_lists:
+            block = block and not isinstance(each, torch.nn.Sequential)
+        else:
+            within = sum(len(list(part.parameters())) for part in inside)
+            block = block and within < 0.9 * len(list(each.parameters()))
+        yield from [each] if block else inside
 
 blocks = list(blocks_of(model, True)) or list(blocks_of(model, False))
 """
-"""What repeats in a model, found as the strategies find it, in short."""
+"""What repeats in a model, found as a search finds it, in short."""
 
 
 def render(result: Result) -> str:

@@ -117,22 +117,33 @@ def test_all_of_a_plan_at_once(
     assert losses[-1] < losses[0]
 
 
-class Stages(nn.Module):
-    """Two blocks, held one by one between a stem and a head, as a U-Net holds its stages."""
+def alike() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
-    def __init__(self) -> None:
+
+class Held(nn.Module):
+    """Holds each of ``parts`` by itself, as a U-Net holds its stages."""
+
+    def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.down, self.up = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(8, 4)
+        for index, part in enumerate(parts):
+            self.add_module(f"part{index}", part)
 
 
-def between() -> nn.Module:
-    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-    return nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 4))
+STEM, HEAD = nn.Linear(8, 8), nn.Linear(8, 4)
+MODELS: list[tuple[Callable[[], nn.Module], int]] = [
+    (Toy, 3),
+    (lambda: nn.Sequential(STEM, alike(), alike(), alike(), HEAD), 3),
+    (lambda: Held(STEM, alike(), alike(), HEAD), 2),
+    (lambda: Held(*[nn.ModuleList([alike(), alike()]) for _ in range(2)], HEAD), 4),
+    (lambda: Held(nn.Sequential(alike(), alike()), nn.Sequential(STEM, nn.ReLU(), HEAD)), 2),
+    (lambda: Held(alike(), alike(), nn.Sequential(STEM, HEAD), nn.Sequential(Toy())), 5),
+    (lambda: Held(Held(alike(), alike()), Held(alike(), alike())), 4),
+    (lambda: Held(*[Held(alike(), alike(), nn.Linear(8, 8)) for _ in range(2)]), 2),
+]
 
 
-@pytest.mark.parametrize(("made", "count"), [(Toy, 3), (between, 3), (Stages, 2)])
+@pytest.mark.parametrize(("made", "count"), MODELS)
 def test_the_blocks_are_those_of_a_search(
     made: Callable[[], nn.Module], count: int, make_result: MakeResult
 ) -> None:

@@ -37,6 +37,13 @@ def convolution(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3), nn.BatchNorm2d(outputs), *more)
 
 
+class Encoder(Parts):
+    """A network of two stages and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(convolution(1, 2), convolution(2, 4))
+
+
 @pytest.mark.parametrize(
     ("model", "count"),
     [
@@ -56,6 +63,8 @@ def convolution(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:
         (lambda: Parts(nn.Linear(4, 4), Stage(), nn.Linear(4, 4)), 2),
         (lambda: Parts(nn.Linear(4, 4), nn.Linear(4, 4)), 0),
         (lambda: Parts(Layer(), Layer(), nn.Linear(4, 4), Parts(convolution(1, 2))), 2),
+        (lambda: Parts(Encoder(), Encoder()), 4),
+        (lambda: Parts(nn.ModuleList([convolution(1, 2), convolution(2, 4)]), nn.Linear(4, 4)), 2),
         (lambda: Parts(nn.ModuleList([nn.Linear(4, 4)] * 2), nn.ModuleList([nn.Linear(4, 4)])), 0),
     ],
 )

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space import clash
 from autofit.strategies import Facts, RootFacts, get
@@ -185,6 +186,87 @@ def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, calls: Calls
         return [*gradients, *module.buffers()]
 
     torch.testing.assert_close(after(levels), after({}), rtol=1e-12, atol=1e-12)
+
+
+class Dense(nn.Module):
+    """A layer that is given all that came before, in a list that grows meanwhile."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, before: list[torch.Tensor], *, more: dict[str, int]) -> torch.Tensor:
+        after: torch.Tensor = self.norm(self.layer(torch.cat(before, dim=1))) * more.pop("scale")
+        return after
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Dense(4), Dense(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [x]
+        for layer in (self.one, self.two):
+            found.append(layer(found, more={"scale": 2}))
+        return found[-1]
+
+
+def stages() -> nn.Module:
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(2))
+    return nn.Sequential(*layers)
+
+
+def replaced(module: nn.Module) -> None:
+    module.set_submodule("0.1", nn.BatchNorm1d(4).double())
+
+
+@quick
+@pytest.mark.parametrize("level", ["selective", "all"])
+@pytest.mark.parametrize(
+    ("made", "between"),
+    [(stages, nn.Module.eval), (Growing, nn.Module.train), (stages, replaced)],
+    ids=["in another mode", "lists", "another norm"],
+)
+def test_what_runs_again_is_what_ran(
+    made: Callable[[], nn.Module],
+    between: Callable[[nn.Module], object],
+    level: str,
+    calls: Calls,
+) -> None:
+    """Whatever the script does with modes, lists and modules between forward and backward."""
+
+    def after(**levels: str) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module = made().double().train()
+        held = under(module, calls, **levels)
+        found = []
+        for _ in range(2):
+            loss = held.call((torch.randn(6, 4, dtype=torch.float64),), {}).square().sum()
+            between(module)
+            found.append(module.training)
+            loss.backward()
+            module.train()
+        held.take_back()
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        return [*gradients, *module.buffers()]
+
+    torch.testing.assert_close(after(checkpointing=level), after(), rtol=1e-12, atol=1e-12)
+
+
+@quick
+def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(calls: Calls) -> None:
+    module = stages().eval()
+    held = under(module, calls, checkpointing="all")
+    x = torch.randn(6, 4)
+    held.call((x,), {}).sum().backward()
+    evaluated = held.call((x,), {}).sum()
+    module.train()
+    with torch.no_grad():
+        held.call((x,), {})
+    with pytest.raises(Refused, match="counted before its backward"):
+        evaluated.backward()
 
 
 @quick
