@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 
 from autofit import choice, crew, results
@@ -209,3 +210,6 @@ def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
     with Store(options.storage) as store:
         found = store.trials(store.study(result.study), state=State.INTERRUPTED)
     assert {each.plan for each in dropped} == {trial.plan for trial in found}
+    (study,) = optuna.study.get_all_study_names(options.storage)
+    trials = optuna.load_study(study_name=study, storage=options.storage).trials
+    assert optuna.trial.TrialState.RUNNING not in {trial.state for trial in trials}
