@@ -138,7 +138,7 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(
     script: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = script().parent
-    monkeypatch.setattr("autofit.controller.Pool", None)
+    monkeypatch.setattr("autofit.crew.Pool", None)
     assert main(["search", "train.py", "--dry-run"]) == 0
     assert "  0  as it is\n" in capsys.readouterr().out
     assert main(["search", "train.py", "--dry-run", "--json", "--only", "precision"]) == 0
