@@ -16,6 +16,7 @@ from autofit.plan import Plan
 from autofit.progress import Result
 from autofit.strategies import AS_IS, REGISTRY, Fidelity
 from autofit.strategies._blocks import repeated_blocks
+from tests.strategies.models import Parts
 
 pytestmark = pytest.mark.quick
 MakeResult = Callable[..., Result]
@@ -121,25 +122,16 @@ def alike() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
 
-class Held(nn.Module):
-    """Holds each of ``parts`` by itself, as a U-Net holds its stages."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        for index, part in enumerate(parts):
-            self.add_module(f"part{index}", part)
-
-
 STEM, HEAD = nn.Linear(8, 8), nn.Linear(8, 4)
 MODELS: list[tuple[Callable[[], nn.Module], int]] = [
     (Toy, 3),
     (lambda: nn.Sequential(STEM, alike(), alike(), alike(), HEAD), 3),
-    (lambda: Held(STEM, alike(), alike(), HEAD), 2),
-    (lambda: Held(*[nn.ModuleList([alike(), alike()]) for _ in range(2)], HEAD), 4),
-    (lambda: Held(nn.Sequential(alike(), alike()), nn.Sequential(STEM, nn.ReLU(), HEAD)), 2),
-    (lambda: Held(alike(), alike(), nn.Sequential(STEM, HEAD), nn.Sequential(Toy())), 5),
-    (lambda: Held(Held(alike(), alike()), Held(alike(), alike())), 4),
-    (lambda: Held(*[Held(alike(), alike(), nn.Linear(8, 8)) for _ in range(2)]), 2),
+    (lambda: Parts(STEM, alike(), alike(), HEAD), 2),
+    (lambda: Parts(*[nn.ModuleList([alike(), alike()]) for _ in range(2)], HEAD), 4),
+    (lambda: Parts(nn.Sequential(alike(), alike()), nn.Sequential(STEM, nn.ReLU(), HEAD)), 2),
+    (lambda: Parts(alike(), alike(), nn.Sequential(STEM, HEAD), nn.Sequential(Toy())), 5),
+    (lambda: Parts(Parts(alike(), alike()), Parts(alike(), alike())), 4),
+    (lambda: Parts(*[Parts(alike(), alike(), nn.Linear(8, 8)) for _ in range(2)]), 2),
 ]
 
 

@@ -100,3 +100,12 @@ def bert(tokens: torch.Tensor) -> Case:
     kwargs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 2}
     model = BertForSequenceClassification(config).double()
     return Case(model, kwargs, lambda output: output.loss)
+
+
+class Parts(nn.Module):
+    """Holds each of ``parts`` by itself, as a U-Net holds its stages."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        for index, part in enumerate(parts):
+            self.add_module(f"part{index}", part)

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from autofit.strategies._blocks import repeated_blocks
+from tests.strategies.models import Parts
 
 pytestmark = pytest.mark.quick
 
@@ -22,15 +23,6 @@ class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(Layer(), Layer())
-
-
-class Parts(nn.Module):
-    """Holds each of ``parts`` by itself."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        for index, part in enumerate(parts):
-            self.add_module(f"part{index}", part)
 
 
 def convolution(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:

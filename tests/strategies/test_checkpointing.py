@@ -241,11 +241,9 @@ def test_what_runs_again_is_what_ran(
         torch.manual_seed(3)
         module = made().double().train()
         held = under(module, calls, **levels)
-        found = []
         for _ in range(2):
             loss = held.call((torch.randn(6, 4, dtype=torch.float64),), {}).square().sum()
             between(module)
-            found.append(module.training)
             loss.backward()
             module.train()
         held.take_back()
