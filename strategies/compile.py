@@ -53,8 +53,10 @@ class Compile(Strategy):
     model, while the script, its optimizer and its EMA hold the old one.
 
     Every size of a batch is another graph, so chunks are of one size, and a search looks for that
-    size without compiling. Random draws are PyTorch's own. Kernels that fuse operations of half
-    precision round less often, hence ``rounding`` where the script trains in it.
+    size without compiling. Blocks that differ have a graph each, for their sizes alone: after those
+    of the first the compiler would take the second's for a batch that changes. Random draws are
+    PyTorch's own. Kernels that fuse operations of half precision round less often, hence
+    ``rounding`` where the script trains in it.
 
     Under ``budget`` the compiler chooses what backward makes again rather than keep (He and Yu,
     2023; the budget is ``torch._functorch.config.activation_memory_budget``). What is made again
@@ -147,8 +149,9 @@ class Compile(Strategy):
             )
         return ByHand(
             prepare="""
-            for block in blocks:
-                block.compile()  # in place: the checkpoint's names stay
+            sizes = {tuple(p.shape for p in block.parameters()) for block in blocks}
+            for block in blocks:  # in place: the checkpoint's names stay
+                block.compile(dynamic=None if len(sizes) == 1 else False)
             """,
             blocks=True,
         )
@@ -163,25 +166,28 @@ class Compile(Strategy):
         if any(each._compiled_call_impl is not None for each in root.module.modules()):
             raise Refused("the script compiles a part of the model already")
         undo_size = root.one_size()
-        undo_limits = _limits(len(modules), root.strict)
+        undo_settings = _settings(len(modules), root.strict)
         undo_budget = root.around_forward(_within_budget) if level == "budget" else None
+        sizes = {tuple(p.shape for p in each.parameters()) for each in modules}
         for each in modules:
-            _compile(each)
+            _compile(each, dynamic=None if len(sizes) == 1 else False)
 
         def undo() -> None:
             for each in modules:
                 vars(each).pop("_compiled_call_impl", None)
             if undo_budget is not None:
                 undo_budget()
-            undo_limits()
+            undo_settings()
             undo_size()
             _forget()
 
         return undo
 
 
-def _compile(module: Any) -> None:
+def _compile(module: Any, *, dynamic: bool | None) -> None:
     """Compile a module in place, also one of torch's own, such as ``Sequential``.
+
+    ``dynamic``: as ``torch.compile`` takes it; None: for any size once a second one has come.
 
     Of these ``Module.compile`` makes nothing: Dynamo looks at no frame of torch itself. With a
     frame around the call it has one to begin with.
@@ -190,11 +196,11 @@ def _compile(module: Any) -> None:
 
     own = type(module).__module__.startswith("torch.nn.modules.")
     with config.patch(wrap_top_frame=True) if own else nullcontext():
-        module.compile(**SETTINGS)
+        module.compile(**SETTINGS, dynamic=dynamic)
 
 
-def _limits(modules: int, strict: bool) -> Undo:
-    """Let each of ``modules`` have its graphs; ``strict``: fail at the limit.
+def _settings(modules: int, strict: bool) -> Undo:
+    """Let each of ``modules`` have its graphs; ``strict``: fail at the limit and at what fails.
 
     Otherwise torch goes on without compiling, and says so: right for a real run, which is not to
     end for it, but a trial would measure something else.
@@ -202,8 +208,7 @@ def _limits(modules: int, strict: bool) -> Undo:
     from torch._dynamo import config
 
     wanted = {"recompile_limit": max(config.recompile_limit, GRAPHS_A_BLOCK * modules)}
-    if strict:
-        wanted["fail_on_recompile_limit_hit"] = True
+    wanted["fail_on_recompile_limit_hit" if strict else "suppress_errors"] = True
     before = {name: getattr(config, name) for name in wanted}
     for name, value in wanted.items():
         setattr(config, name, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from autofit.worker.launcher import launch
 from autofit.worker.meter.toolchain import cannot_compile
 from autofit.worker.records import LaunchRequest, Measurement, Script, TrialReport, Verdict
 from tests.strategies.bystander import Bystander
+from tests.strategies.models import Parts
 
 quick, full = pytest.mark.quick, pytest.mark.full
 
@@ -250,6 +251,33 @@ def test_the_blocks_are_compiled_once_and_taken_back(light: None, calls: Calls) 
 
 
 @quick
+@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 16, 4)], ids=["alike", "unlike"])
+def test_unlike_blocks_have_a_graph_each(
+    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    """Of fixed sizes; blocks that are alike share one, for any size once a second has come."""
+    found: list[bool] = []
+
+    def backend(graph: Callable[..., object], inputs: list[object]) -> object:
+        found.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return graph
+
+    monkeypatch.setattr(compile, "SETTINGS", {"backend": backend})
+    stages = [
+        nn.Sequential(nn.Linear(before, after), nn.ReLU())
+        for before, after in itertools.pairwise((8, *widths))
+    ]
+    module = Parts(*stages)
+    held = root_of(module, calls)
+    held.apply(Plan.of({"compile": "regional"}))
+    for batch in (6, 5):
+        for width, stage in zip((8, *widths), stages, strict=False):
+            stage(torch.randn(batch, width))
+    held.take_back()
+    assert found == ([False, True] if len({*widths}) == 1 else [False] * 6)
+
+
+@quick
 def test_roots_are_looked_for_without_being_compiled_in(light: None, calls: Calls) -> None:
     """What watches calls while roots are looked for is not there when the compiler looks."""
     module, x = Net(), torch.randn(6, 8)
@@ -346,7 +374,9 @@ def test_the_scripts_own_error_is_not_its_fault(light: None, calls: Calls) -> No
 
 
 @quick
-def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+def test_the_compilers_error_is_its_fault_in_a_trial_and_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise RuntimeError("no code for this")
 
@@ -358,6 +388,14 @@ def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, calls
         held.call((torch.randn(2, 8),), {})
     assert get("compile").fault(caught.value) == "torch.compile: RuntimeError: no code for this"
     held.take_back()
+
+    run = root_of(module, calls, strict=False)
+    x = torch.randn(2, 8)
+    expected = run.call((x,), {})
+    run.apply(Plan.of({"compile": "regional"}))
+    torch.testing.assert_close(run.call((x,), {}), expected)
+    run.take_back()
+    assert not torch._dynamo.config.suppress_errors
 
 
 @quick

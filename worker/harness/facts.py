@@ -165,3 +165,17 @@ def casts_noticed(root: HarnessRoot) -> Iterator[None]:
 def autocast_on() -> bool:
     """Return whether an autocast context is active for any device."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def tf32_on(module: nn.Module) -> bool:
+    """Return whether products of float32 may be computed in TF32; cuDNN may by default."""
+    if not any(parameter.is_cuda for parameter in module.parameters()):
+        return False
+    convolves = (nn.modules.conv._ConvNd, nn.RNNBase)
+    try:
+        return torch.get_float32_matmul_precision() != "highest" or (
+            torch.backends.cudnn.allow_tf32
+            and any(isinstance(each, convolves) for each in module.modules())
+        )
+    except RuntimeError:  # the script has used torch's newer settings, which the older cannot read
+        return True

@@ -22,7 +22,7 @@ from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.digest import Digest, digest, mean_difference
-from autofit.worker.harness.facts import casts_noticed, silenced
+from autofit.worker.harness.facts import casts_noticed, silenced, tf32_on
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Moves, moved_otherwise
@@ -57,7 +57,11 @@ gradient is off by far more. Under BatchNorm it may be more: see ``_sensitivity`
 """
 
 ORDER = 0.02
-"""The most that the order of float32's sums may make, however a model enlarges it."""
+"""The most that the order of float32's sums may make, however a model enlarges it.
+
+Where products are in TF32 a last bit decides what some of them are rounded to, a thousandth away:
+then it is what any lower precision may make.
+"""
 
 PLAN = "what of a plan shows in the gradients"
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
@@ -269,8 +273,9 @@ def _compare(
         root.sensitivity = _sensitivity(root, applied, batch, _to_bf16)
     if rounding and root.sensitivity is not None:
         allowed = max(allowed, min(NOISE * root.sensitivity, MOST))
-    elif not rounding and alone and allowed < error < ORDER:
-        allowed = max(allowed, min(NOISE * _sensitivity(root, applied, batch, _nudged), ORDER))
+    most = MOST if tf32_on(root.module) else ORDER
+    if not rounding and alone and allowed < error < most:
+        allowed = max(allowed, min(NOISE * _sensitivity(root, applied, batch, _nudged), most))
     if error > allowed:
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autofit.worker.harness.facts import autocast_on, rates_of_dropping
+from autofit.worker.harness.facts import autocast_on, rates_of_dropping, tf32_on
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.harness.roots import HarnessRoot
@@ -278,18 +278,6 @@ def _epsilon(module: nn.Module) -> float:
     found = [torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point()]
     if autocast_on():
         found.append(HALF)
-    if any(parameter.is_cuda for parameter in module.parameters()) and _tf32(module):
+    if tf32_on(module):
         found.append(TF32)
     return max(found, default=0.0)
-
-
-def _tf32(module: nn.Module) -> bool:
-    """Return whether products of float32 may be computed in TF32; cuDNN may by default."""
-    convolves = (nn.modules.conv._ConvNd, nn.RNNBase)
-    try:
-        return torch.get_float32_matmul_precision() != "highest" or (
-            torch.backends.cudnn.allow_tf32
-            and any(isinstance(each, convolves) for each in module.modules())
-        )
-    except RuntimeError:  # the script has used torch's newer settings, which the older cannot read
-        return True
