@@ -207,8 +207,11 @@ def _settings(modules: int, strict: bool) -> Undo:
     """
     from torch._dynamo import config
 
-    wanted = {"recompile_limit": max(config.recompile_limit, GRAPHS_A_BLOCK * modules)}
-    wanted["fail_on_recompile_limit_hit" if strict else "suppress_errors"] = True
+    wanted = {
+        "recompile_limit": max(config.recompile_limit, GRAPHS_A_BLOCK * modules),
+        "fail_on_recompile_limit_hit": strict,
+        "suppress_errors": not strict,
+    }
     before = {name: getattr(config, name) for name in wanted}
     for name, value in wanted.items():
         setattr(config, name, value)

@@ -195,10 +195,14 @@ def test_a_plan_is_measured_where_one_sample_does_not_fit_without_it(tmp_path: P
 
 
 class Normalised(nn.Module):
-    """Residual blocks under BatchNorm, whose gradients rounding moves by tens of per cent."""
+    """Residual blocks under BatchNorm, whose gradients rounding moves by tens of per cent.
 
-    def __init__(self) -> None:
+    More than ``most`` samples do not fit.
+    """
+
+    def __init__(self, most: int = 16) -> None:
         super().__init__()
+        self.most = most
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -213,6 +217,8 @@ class Normalised(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("out of memory")
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
             x = torch.relu(x + block(x))
@@ -222,13 +228,13 @@ class Normalised(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("times", [1.0, 2.0, 0.0])
+@pytest.mark.parametrize(("times", "most"), [(1.0, 16), (2.0, 16), (0.0, 16), (1.0, 2)])
 def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
-    calls: Calls, times: float
+    calls: Calls, times: float, most: int
 ) -> None:
     """Not more: gradients twice as large are refused, or none."""
     torch.manual_seed(0)
-    module, images = Normalised(), torch.rand(16, 3, 8, 8)
+    module, images = Normalised(most), torch.rand(16, 3, 32, 32)
     held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.facts = describe(module, (images,), {})
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
@@ -296,3 +302,51 @@ def test_what_a_model_makes_of_the_last_bits_is_no_difference(
     assert held.difference is not None
     assert held.difference > 2000 * torch.finfo(torch.float32).eps
     held.take_back()
+
+
+STARVED = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=0.5)
+        self.line = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.line(self.norm(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+    def forward(self, x):
+        x = self.blocks(x)
+        torch.empty(len(x) << 20, dtype=torch.uint8)
+        return x
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(100):
+    optimizer.zero_grad()
+    model(torch.randn(256, 8) + 3).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_plans_that_run_out_in_one_call_are_each_shown_the_statistics_they_find(
+    tmp_path: Path,
+) -> None:
+    """What ran of a call before memory ran out in it has moved them: it is no plan's doing."""
+    (tmp_path / "train.py").write_text(STARVED)
+    levels = [{"checkpointing": "all"}, {"checkpointing": "half"}, {"precision": "bf16"}]
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=tuple(Plan.of(each) for each in levels),
+        device="cpu",
+        budget=100 << 20,
+        timeout=60.0,
+    )
+    reports = [event for event in launch(request) if isinstance(event, TrialReport)]
+    assert [each.verdict for each in reports] == [Verdict.OUT_OF_MEMORY] * 3, reports

@@ -125,15 +125,16 @@ class Change:
         old = before.double()
         return cls(tensor.detach().double() - old, old.norm(), versions)
 
-    def is_like(self, other: Change) -> bool:
+    def is_like(self, other: Change, noise: float = 0.0) -> bool:
         """Return whether both are one, as far as rounding to bf16 lets that be seen.
 
-        What settles as it moves, a power iteration, shows in its versions that it moved twice.
+        ``noise``: the relative difference that it makes where that is known to be more. What
+        settles as it moves, a power iteration, shows in its versions that it moved twice.
         """
         apart = (self.by - other.by).norm()
         if self.versions > other.versions > 0 and bool(apart > other.size / 10**5):
             return False
-        return not bool(apart > other.by.norm() / 10 + other.size / 100)
+        return not bool(apart > other.by.norm() * max(0.1, noise) + other.size / 100)
 
 
 class Moves:
@@ -178,15 +179,18 @@ class Moves:
         return {n: v for n, v in values.items() if not isinstance(v, (float, complex))}
 
 
-def moved_otherwise(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def moved_otherwise(
+    found: dict[str, Any], expected: dict[str, Any], noise: float = 0.0
+) -> list[str]:
     """Return what moved in another way: buffers more often, attributes to something else.
 
-    Not what moved in one of them alone: a table is made once, a switch may be the plan's own.
+    ``noise``: the relative difference that rounding may make. Not what moved in one of them alone:
+    a table is made once, a switch may be the plan's own.
     """
     names = []
     for name, value in found.items():
         if isinstance(value, Change):
-            other = not (name in expected and value.is_like(expected[name]))
+            other = not (name in expected and value.is_like(expected[name], noise))
         elif name.startswith("buffer") and isinstance(value, int):
             other = value > expected.get(name, 0)
         else:

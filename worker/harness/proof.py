@@ -260,22 +260,24 @@ def _compare(
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
     (found, moved), (gradients, once) = under, expected
-    if twice := moved_otherwise(moved, once):
-        raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
     dtypes = (p.dtype for p in root.module.parameters() if p.is_floating_point())
     exact = tolerance(dtypes, casts=root.casts)
     facts = replace(facts, autocast=facts.autocast or root.casts)
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
-    allowed = max(ROUNDING, exact) if rounding else exact
+    allowed, noise = max(ROUNDING, exact) if rounding else exact, 0.0
     error = root.difference = mean_difference(found, gradients)
     alone = facts.world_size == 1  # others would not look, and the model may communicate
-    if rounding and alone and error > ROUNDING / 2 and root.sensitivity is None:
+    doubtful = error > ROUNDING / 2 or moved_otherwise(moved, once)
+    if rounding and alone and doubtful and root.sensitivity is None:
         root.sensitivity = _sensitivity(root, applied, batch, _to_bf16)
     if rounding and root.sensitivity is not None:
-        allowed = max(allowed, min(NOISE * root.sensitivity, MOST))
+        noise = min(NOISE * root.sensitivity, MOST)
     most = MOST if tf32_on(root.module) else ORDER
     if not rounding and alone and allowed < error < most:
-        allowed = max(allowed, min(NOISE * _sensitivity(root, applied, batch, _nudged), most))
+        noise = min(NOISE * _sensitivity(root, applied, batch, _nudged), most)
+    allowed = max(allowed, noise)
+    if twice := moved_otherwise(moved, once, noise):
+        raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
     if error > allowed:
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
@@ -291,23 +293,32 @@ def _sensitivity(
     Of weights and inputs; the computation stays the script's own. What a model does to so small a
     difference it does to that of any lower precision, or of another order of sums: BatchNorm at
     random initialisation makes tens of per cent of bf16's, and with ReLU half a per cent of
-    float32's own. None where the samples do not fit.
+    float32's own. None where no sample fits.
     """
     root.take_back()
-    samples = _samples(batch, _few(root))
     try:
-        plain, _ = _gradients(root, root.plain, samples)
-        with _rounded(root.module.parameters(), rounded):
-            leaves = [_if_wide(leaf, rounded) for leaf in samples.leaves]
-            moved, _ = _gradients(root, root.plain, Batch(leaves, samples.spec))
-        return mean_difference(moved, plain)
-    except Exception as error:
-        if classify(error).kind is not Kind.OOM:
-            raise
-        clear_frames(error.__traceback__)
+        for _, most, saved in _ways(root):
+            try:
+                with saved():
+                    return _difference(root, _samples(batch, most), rounded)
+            except Exception as error:
+                if classify(error).kind is not Kind.OOM:
+                    raise
+                clear_frames(error.__traceback__)
         return 0.0
     finally:
         root.apply(plan)
+
+
+def _difference(
+    root: HarnessRoot, samples: Batch, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> float:
+    """Return the relative difference of the plain root's gradients once all is ``rounded``."""
+    plain, _ = _gradients(root, root.plain, samples)
+    with _rounded(root.module.parameters(), rounded):
+        leaves = [_if_wide(leaf, rounded) for leaf in samples.leaves]
+        moved, _ = _gradients(root, root.plain, Batch(leaves, samples.spec))
+    return mean_difference(moved, plain)
 
 
 @contextmanager

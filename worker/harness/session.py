@@ -336,6 +336,7 @@ class Session:
                     raise
                 clear_frames(error.__traceback__)  # they hold what did not fit
                 root.take_back()
+                root.plainly.clear()  # what did run has moved the statistics of batches
                 self.phase = "forward"
                 self.go_on()
             else:
