@@ -30,7 +30,6 @@ from autofit.progress import (
 )
 from autofit.proposing import Proposer
 from autofit.results import kept, result_of
-from autofit.rules import tainted
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
 from autofit.worker.records import (
     Answer,
@@ -463,19 +462,18 @@ class Search:
 
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""
-        failed, ledger = 0, self._ledger
-        for trial in ledger.ranked():
+        failed, ledger, out = 0, self._ledger, set[Plan]()
+        while failed < FINALISTS and (trial := ledger.leader(out)) is not None:
             plan = kept(trial)
-            if tainted(plan, ledger.drifted(), ledger.finished()):
-                continue
-            if not ledger.held(plan):
-                self._again(plan)
-                failed += not ledger.confirmations(plan, Verdict.DRIFTED)
             if ledger.held(plan):
                 return trial
-            ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
-            if failed == FINALISTS:
-                break
+            self._again(plan)  # it may turn out to be slower than the next
+            if not ledger.held(plan):
+                out.add(plan)
+                failed += not ledger.confirmations(plan, Verdict.DRIFTED)
+                ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
+            elif any(t.measurement and t.measurement.strained for t in ledger.confirmations(plan)):
+                ledger.say(endings.hardly_fits(plan))
         raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
 
     def _again(self, *plans: Plan) -> None:

@@ -36,7 +36,7 @@ from autofit.static import context as context_of
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.records import HORIZON, Verdict
+from autofit.worker.records import HORIZON, Measurement, Verdict
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -50,6 +50,8 @@ DEVIATION = 0.04
 """Of a plan from the structure, as a share, before there are enough plans to see it."""
 NOISE = 0.03
 """Of a step time or a peak at one size, as a share: what the line through sizes leaves over."""
+STRAINED = 1.0
+"""Of a step time where the allocator emptied its cache at each step: it says little of a plan."""
 SHORT = 2
 """Steps of a window that only gives a point of the line: a noisy one."""
 KNEE = 4.0
@@ -344,11 +346,17 @@ def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
             seconds=each.seconds
             * (facts.effective_batch or each.effective_batch)
             / each.effective_batch,
-            noise=max(NOISE if len(each.step_seconds) > SHORT else 3 * NOISE, each.spread),
+            noise=max(_noise(each), each.spread),
             peak=float(each.peak_device),
         )
         for size, each in found.items()
     ]
+
+
+def _noise(measurement: Measurement) -> float:
+    if measurement.strained:
+        return STRAINED
+    return NOISE if len(measurement.step_seconds) > SHORT else 3 * NOISE
 
 
 def _bounds(trial: TrialRecord, batch: float) -> list[Row]:

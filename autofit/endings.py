@@ -24,6 +24,13 @@ def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None)
     raise NothingFits(none_fits(finished, budget) + late)
 
 
+def hardly_fits(plan: Plan) -> str:
+    """Say that a plan was measured again, and is slow for want of memory."""
+    return (
+        f"{plan} hardly fits: torch frees and reserves memory anew at each step, which takes time"
+    )
+
+
 def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
     """Say why a plan that was measured in the search is not kept."""
     last = confirmations[-1].report if confirmations else None

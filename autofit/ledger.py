@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
+from dataclasses import replace
 
 from autofit import endings
 from autofit.asked import SearchOptions
@@ -11,8 +13,8 @@ from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.progress import FactsKnown, Line, Listener, TrialEnded
 from autofit.reference import Reference
-from autofit.results import finalists, fits, overtaken, ranked, standing
-from autofit.rules import BLAMED, culprit, judged
+from autofit.results import finalists, fits, kept, overtaken, ranked, standing
+from autofit.rules import BLAMED, culprit, judged, tainted
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
 from autofit.worker.records import Proven, TrialReport, Verdict
@@ -59,8 +61,14 @@ class Ledger:
     # --- what is known ---------------------------------------------------------------------
 
     def finished(self) -> tuple[TrialRecord, ...]:
-        """Return the search's finished trials, confirmations left out."""
-        return self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
+        """Return the search's finished trials, confirmations left out.
+
+        One that hardly fitted when it was measured again counts as it was then.
+        """
+        again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+        tight = {t.plan: t.report for t in again if t.measurement and t.measurement.strained}
+        found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
+        return tuple(_as_it_was(trial, tight.get(kept(trial))) for trial in found)
 
     def running(self) -> tuple[TrialRecord, ...]:
         """Return the search's trials that have no verdict yet, whether they run or wait for one."""
@@ -69,6 +77,12 @@ class Ledger:
     def ranked(self) -> list[TrialRecord]:
         """Return the finished trials that fit, the fastest first."""
         return ranked(self.finished(), self.study.budget, self.options.horizon)
+
+    def leader(self, without: Container[Plan]) -> TrialRecord | None:
+        """Return the first of ``ranked`` that holds nothing that drifted, some plans left out."""
+        drifted, finished = self.drifted(), self.finished()
+        left = (trial for trial in self.ranked() if kept(trial) not in without)
+        return next((t for t in left if not tainted(kept(t), drifted, finished)), None)
 
     def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
         """Return the winner's plan and those that may take its place, ``most`` in all."""
@@ -163,3 +177,8 @@ class Ledger:
         lap = self.lap()
         self.store.add_seconds(self.study, lap - self._stored_seconds)
         self._stored_seconds = lap
+
+
+def _as_it_was(trial: TrialRecord, again: TrialReport | None) -> TrialRecord:
+    """Return a trial with what became of its plan when that was measured again."""
+    return trial if again is None else replace(trial, report=replace(again, best=kept(trial)))

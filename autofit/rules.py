@@ -140,9 +140,9 @@ def lost(trial: TrialRecord) -> float:
 
 
 def _whole(trial: TrialRecord, batch: int | None) -> bool:
-    """Whether a trial was measured, and its winner runs the batch in one piece."""
+    """Whether a trial was measured with ease, and its winner runs the batch in one piece."""
     measurement = trial.measurement
-    if trial.verdict is not Verdict.MEASURED or measurement is None:
+    if trial.verdict is not Verdict.MEASURED or measurement is None or measurement.strained:
         return False
     return trial.plan["micro_batch"] == AS_IS or measurement.micro_batch == batch
 

@@ -142,6 +142,11 @@ class Measurement:
         return (max(self.step_seconds) - min(self.step_seconds)) / 2 / self.seconds
 
     @property
+    def strained(self) -> bool:
+        """Whether torch's allocator emptied its cache about once a step: it hardly fits."""
+        return self.allocation_retries >= len(self.step_seconds)
+
+    @property
     def samples_per_second(self) -> float:
         """Samples trained on in a second, over all ranks."""
         return self.effective_batch / self.seconds

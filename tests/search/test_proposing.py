@@ -14,7 +14,7 @@ from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut, Notice
 from autofit.proposing import Proposer
 from autofit.reference import PARTS
-from autofit.storage import Owner, Store, StudyKey, TrialRecord
+from autofit.storage import Owner, Purpose, Store, StudyKey, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -115,3 +115,39 @@ def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
     assert not proposer.outdone()
     ends(running[1], 0.1)
     assert proposer.outdone(), "tf32 alone will not be faster"
+
+
+def test_what_hardly_fits_when_measured_again_is_relieved(
+    ledger: Ledger, measurement: Callable[..., Measurement]
+) -> None:
+    """It was fast in a process with room to spare, and is not in one of its own."""
+
+    def ends(plan: Plan, purpose: Purpose, retries: int, seconds: float) -> None:
+        (trial,) = ledger.store.add_trials(
+            ledger.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
+        )
+        tight = replace(
+            measurement(32, seconds, 6 * GIB - 1),
+            allocation_retries=retries,
+            peak_allocated=4 * GIB,
+            peak_reserved=5 * GIB,
+        )
+        report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(tight,))
+        ledger.finish(trial, report, 0)
+
+    ledger.learn(
+        Facts(roots=(replace(ROOT, batch_norm=True),), optimizers=("AdamW",), stepped=True)
+    )
+    ledger.options = replace(ledger.options, only=frozenset({"checkpointing", "allocator"}))
+    lean, proposer = Plan.of({"checkpointing": "all"}), Proposer(ledger, GPU)
+    ends(lean, Purpose.SEARCH, 0, 1.0)
+    for plan in (Plan.of({"checkpointing": name}) for name in ("half", "third", "selective")):
+        ends(plan, Purpose.SEARCH, 0, 1.2)
+    assert proposer.next() is None
+    ends(lean, Purpose.CONFIRM, 2, 1.0)
+    assert proposer.next() is None, "it was no slower than before"
+    ends(lean, Purpose.CONFIRM, 30, 3.0)
+    assert proposer.next() == lean.replace(allocator="expandable")
+    first = ledger.leader(())
+    assert first is not None
+    assert first.plan != lean
