@@ -122,6 +122,7 @@ class Measurement:
     peak_device: int
     """Bytes the process occupied on the device at the worst moment."""
     allocation_retries: int = 0
+    """Measured steps in which torch's allocator emptied its cache and tried again."""
     data_wait: float = 0.0
     """Share of the step spent waiting for data, 0 to 1."""
     losses: tuple[float, ...] = ()
@@ -143,8 +144,8 @@ class Measurement:
 
     @property
     def strained(self) -> bool:
-        """Whether torch's allocator emptied its cache about once a step: it hardly fits."""
-        return self.allocation_retries >= len(self.step_seconds)
+        """Whether the plan hardly fits: the allocator retried in half of the steps, or more."""
+        return 2 * self.allocation_retries >= len(self.step_seconds)
 
     @property
     def samples_per_second(self) -> float:

@@ -179,7 +179,7 @@ def test_a_size_at_which_a_run_would_not_stay_is_not_kept(tmp_path: Path) -> Non
     ],
 )
 def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
-    stage = Stage(Plan.of({"micro_batch": size}), steps=len(retried), retries=0)
+    stage = Stage(Plan.of({"micro_batch": size}), steps=len(retried))
     for each in retried:
         stage.window.append(Step(1.0, 0.0, 0.5, each))
     measurement = stage.measurement([stage.figures(meter.for_device("cpu"), 0.0)], Facts())

@@ -130,5 +130,5 @@ def test_smaller_sizes_of_the_plan_itself_count(ran_out: str, kept: list[int]) -
         return of.replace(micro_batch=str(size)), measured
 
     measured = [one(plain, 1, 1.0), one(plan, 4, 2.0), one(plan, 2, 3.0)]
-    stage = Stage(plan.replace(micro_batch=ran_out), steps=2, retries=0)
+    stage = Stage(plan.replace(micro_batch=ran_out), steps=2)
     assert [each.micro_batch for _, each in stage.smaller(plan, measured)] == kept

@@ -146,7 +146,7 @@ def test_what_hardly_fits_when_measured_again_is_relieved(
     assert proposer.next() is None
     ends(lean, Purpose.CONFIRM, 2, 1.0)
     assert proposer.next() is None, "it was no slower than before"
-    ends(lean, Purpose.CONFIRM, 30, 3.0)
+    ends(lean, Purpose.CONFIRM, 5, 3.0)
     assert proposer.next() == lean.replace(allocator="expandable")
     first = ledger.leader(())
     assert first is not None

@@ -280,7 +280,8 @@ def test_nobody_waits_for_a_rank_that_was_stopped_alone(run: Run) -> None:
 
 def test_what_a_rank_counted_before_a_stage_is_not_in_its_figures() -> None:
     """Ranks are told to one another as they were in the stage: the worst of each counts."""
-    stage = Stage(Plan(), 1, retries=7, compiled=3.0, window=[Step(1.0, 0.0, 0.5, retried=False)])
+    stage = Stage(Plan(), 1, compiled=3.0, window=[Step(1.0, 0.0, 0.5, retried=True)])
+    assert stage.figures(meter.for_device("cpu"), 4.5)[1:] == (1, 1.5, False)
     figures = (Peak(1, 2, 3), 0, 0.0, False), (Peak(2, 2, 4), 2, 1.5, True)
     found = stage.measurement(figures, Facts())
     assert (found.allocation_retries, found.compile_seconds) == (2, 1.5)

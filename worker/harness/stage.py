@@ -16,8 +16,8 @@ from autofit.worker.meter import Meter, Peak
 from autofit.worker.records import Measurement, OutOfMemory
 
 Figures = tuple[Peak, int, float, bool]
-"""Of one rank in a stage: its peak, the allocator's retries, the seconds spent compiling, and
-whether the allocator emptied its cache in two steps on end."""
+"""Of one rank in a stage: its peak, the steps in which the allocator emptied its cache, the seconds
+spent compiling, and whether two such steps came on end."""
 PRESSED = "the allocator empties its cache in step after step"
 WARM_UP = 1
 """Steps dropped after every change: allocations, caches and optimizer state settle in them."""
@@ -43,8 +43,6 @@ class Stage:
 
     plan: Plan
     steps: int
-    retries: int
-    """Of the allocator, before the stage."""
     compiled: float = 0.0
     """Seconds spent compiling before the stage."""
     dropped: int = 0
@@ -112,7 +110,7 @@ class Stage:
     def figures(self, meter: Meter, compiled: float) -> Figures:
         """Return this rank's; ``compiled``: seconds spent compiling by now."""
         pressed = oom.pressed(step.retried for step in self.window)
-        retries = meter.retries() - self.retries
+        retries = sum(step.retried for step in self.window)
         return meter.peak().worst(self.peak), retries, compiled - self.compiled, pressed
 
     def does_not_hold(self, measurement: Measurement, budget: int) -> OutOfMemory | None:

@@ -187,7 +187,7 @@ class Trial(RankedSession):
     def _window(self, plan: Plan, steps: int) -> Generator[Stage, None, Measurement | None]:
         """Measure one stage; return nothing where memory ran out, raise ``Refused`` on refusal."""
         compiled = self._compiling.seconds()
-        stage = Stage(plan, steps, retries=self.meter.retries(), compiled=compiled)
+        stage = Stage(plan, steps, compiled=compiled)
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
         yield stage
