@@ -114,12 +114,12 @@ class Search:
         if not ledger.ranked():
             asked = self._options.timeout if ledger.late() else None
             endings.give_up(ledger.finished(), ledger.study.budget, asked)
-        if limit := self._proposer.limit():
-            ledger.say(f"ended by {limit}: plans that were not tried may be faster")
+        self._proposer.tell_limit()
         self._confirm()
-        while self._proposer.wants_launch():  # it has ruled out what others were measured against
+        while self._proposer.wants_launch():  # what was ruled out or slower may have hidden others
             self._drive(self._proposer.next)
             self._confirm()
+        self._proposer.tell_limit()
         ledger.keep_seconds()
         result = result_of(self._store, self._store.study(ledger.study.id), self._options.horizon)
         assert result is not None, "a confirmed plan is a result"
@@ -462,19 +462,21 @@ class Search:
 
     def _holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too."""
-        failed, ledger, out = 0, self._ledger, set[Plan]()
-        while failed < FINALISTS and (trial := ledger.leader(out)) is not None:
-            plan = kept(trial)
-            if ledger.held(plan):
-                return trial
-            self._again(plan)  # it may turn out to be slower than the next
+        tried, ledger = 0, self._ledger
+        while tried < FINALISTS:
+            left = [t for t in ledger.standing() if not ledger.failed(kept(t))]
+            some = any(ledger.held(kept(trial)) for trial in left)
+            if not left or ledger.held(kept(left[0])) or (some and ledger.late()):
+                break
+            plan = kept(left[0])
+            self._again(plan)  # it may be slower than the next by itself
+            tried += not ledger.confirmations(plan, Verdict.DRIFTED)
             if not ledger.held(plan):
-                out.add(plan)
-                failed += not ledger.confirmations(plan, Verdict.DRIFTED)
                 ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
-            elif any(t.measurement and t.measurement.strained for t in ledger.confirmations(plan)):
-                ledger.say(endings.hardly_fits(plan))
-        raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
+        held = [trial for trial in ledger.standing() if ledger.held(kept(trial))]
+        if not held:
+            raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
+        return held[0]
 
     def _again(self, *plans: Plan) -> None:
         """Measure plans in fresh processes; once more where that was none of their doing."""

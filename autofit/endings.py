@@ -25,9 +25,9 @@ def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None)
 
 
 def hardly_fits(plan: Plan) -> str:
-    """Say that a plan was measured again, and is slow for want of memory."""
+    """Say that a plan was measured again, and was slower for want of memory."""
     return (
-        f"{plan} hardly fits: torch frees and reserves memory anew at each step, which takes time"
+        f"{plan} is slower by itself: it hardly fits, torch has to free memory in step after step"
     )
 
 

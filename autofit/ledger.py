@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
-from dataclasses import replace
 
 from autofit import endings
 from autofit.asked import SearchOptions
@@ -13,8 +11,8 @@ from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.progress import FactsKnown, Line, Listener, TrialEnded
 from autofit.reference import Reference
-from autofit.results import finalists, fits, kept, overtaken, ranked, standing
-from autofit.rules import BLAMED, culprit, judged, tainted
+from autofit.results import as_it_was, finalists, fits, kept, overtaken, ranked, standing
+from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
 from autofit.worker.records import Proven, TrialReport, Verdict
@@ -63,12 +61,12 @@ class Ledger:
     def finished(self) -> tuple[TrialRecord, ...]:
         """Return the search's finished trials, confirmations left out.
 
-        One that hardly fitted when it was measured again counts as it was then.
+        One that was slower when it was measured again, and hardly fitted, counts as it was then.
         """
         again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        tight = {t.plan: t.report for t in again if t.measurement and t.measurement.strained}
+        by_plan = {t.plan: t.measurement for t in again if t.verdict is Verdict.MEASURED}
         found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
-        return tuple(_as_it_was(trial, tight.get(kept(trial))) for trial in found)
+        return tuple(as_it_was(trial, by_plan.get(kept(trial))) for trial in found)
 
     def running(self) -> tuple[TrialRecord, ...]:
         """Return the search's trials that have no verdict yet, whether they run or wait for one."""
@@ -78,11 +76,10 @@ class Ledger:
         """Return the finished trials that fit, the fastest first."""
         return ranked(self.finished(), self.study.budget, self.options.horizon)
 
-    def leader(self, without: Container[Plan]) -> TrialRecord | None:
-        """Return the first of ``ranked`` that holds nothing that drifted, some plans left out."""
-        drifted, finished = self.drifted(), self.finished()
-        left = (trial for trial in self.ranked() if kept(trial) not in without)
-        return next((t for t in left if not tainted(kept(t), drifted, finished)), None)
+    def standing(self) -> list[TrialRecord]:
+        """Return those of ``ranked`` that hold nothing that drifted when it was measured again."""
+        again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+        return standing((*self.finished(), *again), self.study.budget, self.options.horizon)
 
     def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
         """Return the winner's plan and those that may take its place, ``most`` in all."""
@@ -121,6 +118,10 @@ class Ledger:
         again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
         return [t.report for t in again if t.verdict is Verdict.DRIFTED and t.report is not None]
 
+    def failed(self, plan: Plan) -> bool:
+        """Return whether a plan did not fit when it was measured again."""
+        return bool(self.confirmations(plan)) and not self.held(plan)
+
     def held(self, plan: Plan) -> bool:
         """Return whether a plan fitted when it was measured again."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))
@@ -143,11 +144,16 @@ class Ledger:
         if report.verdict is Verdict.INTERRUPTED or cut:
             return  # released with its flight, and planned again
         report = judged(report, self.options.script, self.baseline())
-        kept = trace if trace is self.reference.trace else None
-        trial = self.store.finish(trial, report, trace=kept)
+        trace = trace if trace is self.reference.trace else None
+        before = {each.id: each for each in self.finished()}
+        trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.mirror.tell(trial)
             self.announce(len(self.finished()) - 1, trial, slot)
+        else:
+            slower = [each for each in self.finished() if each != before.get(each.id, each)]
+            for each in slower:
+                self.say(endings.hardly_fits(kept(each)))
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
         ruled_out = culprit(report, self.finished())
@@ -157,9 +163,7 @@ class Ledger:
     def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
         """Tell of a finished trial."""
         assert trial.report is not None, "a finished trial has a report"
-        trials = self.store.trials(self.study, state=State.FINISHED)
-        first = standing(trials, self.study.budget, self.options.horizon)[:1]
-        best = any(each.id == trial.id for each in first)
+        best = any(each.id == trial.id for each in self.standing()[:1])
         self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
 
     # --- time ------------------------------------------------------------------------------
@@ -177,8 +181,3 @@ class Ledger:
         lap = self.lap()
         self.store.add_seconds(self.study, lap - self._stored_seconds)
         self._stored_seconds = lap
-
-
-def _as_it_was(trial: TrialRecord, again: TrialReport | None) -> TrialRecord:
-    """Return a trial with what became of its plan when that was measured again."""
-    return trial if again is None else replace(trial, report=replace(again, best=kept(trial)))

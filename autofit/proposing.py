@@ -241,12 +241,15 @@ class Proposer:
         asked = strategy in self._ledger.options.only
         return asked or not strategies.get(strategy).level(level).refines
 
-    def limit(self) -> str | None:
-        """Return the option that has ended the search, as it was given; ``None`` if none has."""
-        options = self._ledger.options
-        if self._ledger.late() and options.timeout is not None:
-            return f"--timeout {format_duration(options.timeout)}"
-        return f"--trials {options.trials}" if self._spent(len(self._ledger.finished())) else None
+    def tell_limit(self) -> None:
+        """Tell, once, which option has ended the search, if one has."""
+        ledger, options, limit = self._ledger, self._ledger.options, ""
+        if ledger.late() and options.timeout is not None:
+            limit = f"--timeout {format_duration(options.timeout)}"
+        elif self._spent(len(ledger.finished())):
+            limit = f"--trials {options.trials}"
+        if limit:
+            ledger.say_once(f"ended by {limit}: plans that were not tried may be faster")
 
     def _spent(self, trials: int) -> bool:
         most = self._ledger.options.trials

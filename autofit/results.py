@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.progress import Result
 from autofit.rules import tainted
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
-from autofit.worker.records import HORIZON, Script, Verdict
+from autofit.worker.records import HORIZON, Measurement, Script, Verdict
 
 TIE = 0.03
 """Speeds that differ by no more than this are the same: launches of one plan differ as much."""
@@ -115,6 +116,18 @@ def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
         return False
     as_is = next((t for t in ranked(trials, budget, horizon) if t.plan.neutral), None)
     return as_is is not None and _speed(as_is, horizon) > _speed(winner, horizon)
+
+
+def as_it_was(trial: TrialRecord, again: Measurement | None) -> TrialRecord:
+    """Return a trial as its plan was when it was measured again, where memory made it slower."""
+    first = trial.measurement
+    if trial.report is None or first is None or again is None:
+        return trial
+    slower = again.samples_per_second < (1 - TIE) * first.samples_per_second
+    if not (again.strained and slower):
+        return trial
+    measured = (*trial.report.measurements[:-1], again)
+    return replace(trial, report=replace(trial.report, measurements=measured))
 
 
 def kept(trial: TrialRecord) -> Plan:

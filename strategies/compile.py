@@ -53,9 +53,9 @@ class Compile(Strategy):
     model, while the script, its optimizer and its EMA hold the old one.
 
     Every size of a batch is another graph, so chunks are of one size, and a search looks for that
-    size without compiling. Blocks that differ have a graph each, for their sizes alone: after those
-    of the first the compiler would take the second's for a batch that changes. Random draws are
-    PyTorch's own. Kernels that fuse operations of half precision round less often, hence
+    size without compiling. Where most blocks differ, each has a graph for its sizes alone: after
+    those of the first the compiler would take the second's for a batch that changes. Random draws
+    are PyTorch's own. Kernels that fuse operations of half precision round less often, hence
     ``rounding`` where the script trains in it.
 
     Under ``budget`` the compiler chooses what backward makes again rather than keep (He and Yu,
@@ -149,9 +149,10 @@ class Compile(Strategy):
             )
         return ByHand(
             prepare="""
-            sizes = {tuple(p.shape for p in block.parameters()) for block in blocks}
+            shapes = [[p.shape for p in block.parameters()] for block in blocks]
+            alike = 2 * max(map(shapes.count, shapes)) >= len(shapes)
             for block in blocks:  # in place: the checkpoint's names stay
-                block.compile(dynamic=None if len(sizes) == 1 else False)
+                block.compile(dynamic=None if alike else False)
             """,
             blocks=True,
         )
@@ -166,18 +167,19 @@ class Compile(Strategy):
         if any(each._compiled_call_impl is not None for each in root.module.modules()):
             raise Refused("the script compiles a part of the model already")
         undo_size = root.one_size()
-        undo_settings = _settings(len(modules), root.strict)
+        undo_limits = _limits(len(modules), root.strict)
         undo_budget = root.around_forward(_within_budget) if level == "budget" else None
-        sizes = {tuple(p.shape for p in each.parameters()) for each in modules}
+        shapes = [[p.shape for p in each.parameters()] for each in modules]
+        alike = 2 * max(map(shapes.count, shapes)) >= len(shapes)
         for each in modules:
-            _compile(each, dynamic=None if len(sizes) == 1 else False)
+            _compile(each, dynamic=None if alike else False)
 
         def undo() -> None:
             for each in modules:
                 vars(each).pop("_compiled_call_impl", None)
             if undo_budget is not None:
                 undo_budget()
-            undo_settings()
+            undo_limits()
             undo_size()
             _forget()
 
@@ -199,19 +201,17 @@ def _compile(module: Any, *, dynamic: bool | None) -> None:
         module.compile(**SETTINGS, dynamic=dynamic)
 
 
-def _settings(modules: int, strict: bool) -> Undo:
-    """Let each of ``modules`` have its graphs; ``strict``: fail at the limit and at what fails.
+def _limits(modules: int, strict: bool) -> Undo:
+    """Let each of ``modules`` have its graphs; ``strict``: fail at the limit.
 
     Otherwise torch goes on without compiling, and says so: right for a real run, which is not to
     end for it, but a trial would measure something else.
     """
     from torch._dynamo import config
 
-    wanted = {
-        "recompile_limit": max(config.recompile_limit, GRAPHS_A_BLOCK * modules),
-        "fail_on_recompile_limit_hit": strict,
-        "suppress_errors": not strict,
-    }
+    wanted = {"recompile_limit": max(config.recompile_limit, GRAPHS_A_BLOCK * modules)}
+    if strict:
+        wanted["fail_on_recompile_limit_hit"] = True
     before = {name: getattr(config, name) for name in wanted}
     for name, value in wanted.items():
         setattr(config, name, value)

@@ -228,7 +228,7 @@ class Normalised(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("times", "most"), [(1.0, 16), (2.0, 16), (0.0, 16), (1.0, 2)])
+@pytest.mark.parametrize(("times", "most"), [(1.0, 16), (2.0, 16), (0.0, 16), (1.0, 2), (2.0, 2)])
 def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
     calls: Calls, times: float, most: int
 ) -> None:
@@ -247,12 +247,61 @@ def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
         assert held.difference is not None
         assert held.sensitivity is not None
         assert held.difference > ROUNDING
-        assert 0.1 < held.sensitivity < 0.5
+        assert 0.1 < held.sensitivity.gradients < 0.5
     held.take_back()
     for name, (value, version) in before.items():
         assert torch.equal(state(module)[name], value), name
         if isinstance(state(module)[name], nn.Parameter):
             assert state(module)[name]._version == version, "an open graph may need it"
+
+
+class Whitened(Normalised):
+    """Normalises its input first, so that its scale shows in statistics alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(x))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_gradients_that_are_noisy_excuse_no_statistics(scale: float, calls: Calls) -> None:
+    torch.manual_seed(0)
+    module, images = Whitened(), torch.rand(16, 3, 32, 32)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
+    undo = held.around_forward(lambda forward: lambda x: forward(scale * x))
+    with nullcontext() if scale == 1.0 else pytest.raises(Refused, match=r"first\.1\.running_mean"):
+        prove(held, plan, (images,), {}, facts)
+    assert held.sensitivity is not None
+    assert held.sensitivity.gradients > 0.1
+    undo()
+    held.take_back()
+
+
+class Whole(Normalised):
+    """Runs on all samples of a batch, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) != 32:
+            raise RuntimeError(f"shape '[32]' is invalid for input of size {len(x)}")
+        return super().forward(x)
+
+
+def test_noise_is_found_of_a_model_that_runs_on_no_fewer_samples(calls: Calls) -> None:
+    torch.manual_seed(0)
+    module, images = Whole(), torch.rand(32, 3, 8, 8)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
+    assert held.sensitivity is not None
+    held.take_back()
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -251,11 +251,13 @@ def test_the_blocks_are_compiled_once_and_taken_back(light: None, calls: Calls) 
 
 
 @quick
-@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 16, 4)], ids=["alike", "unlike"])
-def test_unlike_blocks_have_a_graph_each(
+@pytest.mark.parametrize(
+    "widths", [(8, 8, 8), (4, 4, 4), (8, 16, 4)], ids=["alike", "most alike", "unlike"]
+)
+def test_where_most_blocks_differ_each_has_a_graph(
     widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, calls: Calls
 ) -> None:
-    """Of fixed sizes; blocks that are alike share one, for any size once a second has come."""
+    """For its sizes alone; else a graph is for any size once a second one has come."""
     found: list[bool] = []
 
     def backend(graph: Callable[..., object], inputs: list[object]) -> object:
@@ -274,7 +276,9 @@ def test_unlike_blocks_have_a_graph_each(
         for width, stage in zip((8, *widths), stages, strict=False):
             stage(torch.randn(batch, width))
     held.take_back()
-    assert found == ([False, True] if len({*widths}) == 1 else [False] * 6)
+    unlike = widths == (8, 16, 4)
+    assert any(found) is not unlike
+    assert len(found) == 6 or not unlike, "two batches, three blocks"
 
 
 @quick
@@ -374,9 +378,7 @@ def test_the_scripts_own_error_is_not_its_fault(light: None, calls: Calls) -> No
 
 
 @quick
-def test_the_compilers_error_is_its_fault_in_a_trial_and_ends_no_run(
-    monkeypatch: pytest.MonkeyPatch, calls: Calls
-) -> None:
+def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise RuntimeError("no code for this")
 
@@ -388,14 +390,6 @@ def test_the_compilers_error_is_its_fault_in_a_trial_and_ends_no_run(
         held.call((torch.randn(2, 8),), {})
     assert get("compile").fault(caught.value) == "torch.compile: RuntimeError: no code for this"
     held.take_back()
-
-    run = root_of(module, calls, strict=False)
-    x = torch.randn(2, 8)
-    expected = run.call((x,), {})
-    run.apply(Plan.of({"compile": "regional"}))
-    torch.testing.assert_close(run.call((x,), {}), expected)
-    run.take_back()
-    assert not torch._dynamo.config.suppress_errors
 
 
 @quick

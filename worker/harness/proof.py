@@ -35,7 +35,7 @@ from autofit.worker.harness.probe import (
     preserved,
     tolerance,
 )
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.roots import HarnessRoot, Sensitivity
 from autofit.worker.harness.sharded import gathered, is_sharded
 from autofit.worker.oom import Kind, classify
 from autofit.worker.traces import MOST, NOISE
@@ -264,20 +264,24 @@ def _compare(
     exact = tolerance(dtypes, casts=root.casts)
     facts = replace(facts, autocast=facts.autocast or root.casts)
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
-    allowed, noise = max(ROUNDING, exact) if rounding else exact, 0.0
+    allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
+    otherwise = moved_otherwise(moved, once)
     alone = facts.world_size == 1  # others would not look, and the model may communicate
-    doubtful = error > ROUNDING / 2 or moved_otherwise(moved, once)
-    if rounding and alone and doubtful and root.sensitivity is None:
+    doubtful = alone and (error > ROUNDING / 2 or bool(otherwise))
+    if rounding and doubtful and root.sensitivity is None:
         root.sensitivity = _sensitivity(root, applied, batch, _to_bf16)
-    if rounding and root.sensitivity is not None:
-        noise = min(NOISE * root.sensitivity, MOST)
-    most = MOST if tf32_on(root.module) else ORDER
-    if not rounding and alone and allowed < error < most:
-        noise = min(NOISE * _sensitivity(root, applied, batch, _nudged), most)
-    allowed = max(allowed, noise)
-    if twice := moved_otherwise(moved, once, noise):
-        raise Refused(f"the model's {twice[0]} would not change as it does", blamed)
+    most, noise = MOST, root.sensitivity if rounding else None
+    if not rounding and alone:
+        most = MOST if tf32_on(root.module) else ORDER
+        if allowed < error < most:
+            noise = _sensitivity(root, applied, batch, _nudged)
+    if noise is not None:
+        allowed = max(allowed, min(NOISE * noise.gradients, most))
+        far = moved_otherwise(moved, once, MOST)
+        otherwise = [name for name in otherwise if name in far or name not in noise.buffers]
+    if otherwise:
+        raise Refused(f"the model's {otherwise[0]} would not change as it does", blamed)
     if error > allowed:
         raise Refused(
             f"the gradients differ from the plain model's by {error:.1e}, {allowed:.1e} allowed",
@@ -287,38 +291,40 @@ def _compare(
 
 def _sensitivity(
     root: HarnessRoot, plan: Plan, batch: Batch, rounded: Callable[[torch.Tensor], torch.Tensor]
-) -> float:
-    """Return the relative difference that rounding makes, once and before all else.
+) -> Sensitivity | None:
+    """Return what rounding does to the model, once and before all else.
 
     Of weights and inputs; the computation stays the script's own. What a model does to so small a
     difference it does to that of any lower precision, or of another order of sums: BatchNorm at
     random initialisation makes tens of per cent of bf16's, and with ReLU half a per cent of
-    float32's own. None where no sample fits.
+    float32's own. ``None`` where no sample fits.
     """
     root.take_back()
+    size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
     try:
-        for _, most, saved in _ways(root):
+        for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
             try:
                 with saved():
-                    return _difference(root, _samples(batch, most), rounded)
-            except Exception as error:
-                if classify(error).kind is not Kind.OOM:
+                    return _rounded_once(root, _samples(batch, most), rounded)
+            except Exception as error:  # too few for the model, as they may be, or too many
+                if classify(error).kind is not Kind.OOM and most >= size:
                     raise
                 clear_frames(error.__traceback__)
-        return 0.0
+        return None
     finally:
         root.apply(plan)
 
 
-def _difference(
+def _rounded_once(
     root: HarnessRoot, samples: Batch, rounded: Callable[[torch.Tensor], torch.Tensor]
-) -> float:
-    """Return the relative difference of the plain root's gradients once all is ``rounded``."""
-    plain, _ = _gradients(root, root.plain, samples)
+) -> Sensitivity:
+    """Return what the plain root makes of the samples once all is ``rounded``."""
+    plain, once = _gradients(root, root.plain, samples)
     with _rounded(root.module.parameters(), rounded):
         leaves = [_if_wide(leaf, rounded) for leaf in samples.leaves]
-        moved, _ = _gradients(root, root.plain, Batch(leaves, samples.spec))
-    return mean_difference(moved, plain)
+        found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
+    buffers = frozenset(moved_otherwise(moved, once))
+    return Sensitivity(mean_difference(found, plain), buffers)
 
 
 @contextmanager

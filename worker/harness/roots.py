@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,16 @@ from autofit.worker.harness.standby import Standby
 from autofit.worker.harness.undoing import take_back
 
 CHECKPOINTING = Checkpointing()
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What rounding does to a root, once and before all else."""
+
+    gradients: float
+    """Their relative difference, all together."""
+    buffers: frozenset[str]
+    """Those that it moves otherwise."""
 
 
 class HarnessRoot:
@@ -66,8 +77,8 @@ class HarnessRoot:
         """What a few samples of the present call do without a plan, once that was computed."""
         self.difference: float | None = None
         """Of the gradients under the plan from the plain ones, when that was proven last."""
-        self.sensitivity: float | None = None
-        """What rounding to bf16 does to its gradients, relative, where a proof has looked."""
+        self.sensitivity: Sensitivity | None = None
+        """What rounding to bf16 does, where a proof has looked."""
         self.proofs = 0
         """How often something was proven of it: that takes time and memory of its own."""
         self.plan = Plan()

@@ -176,7 +176,7 @@ class Session:
 
     def sensitivity(self) -> float:
         """Return what rounding does to the gradients of a root, at most, as proofs have found."""
-        return max((root.sensitivity or 0.0 for root in self.roots), default=0.0)
+        return max((r.sensitivity.gradients for r in self.roots if r.sensitivity), default=0.0)
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""

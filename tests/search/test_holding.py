@@ -1,0 +1,177 @@
+"""Which plan is kept once those that were fastest are measured again.
+
+Launches are played: what is decided between them is the controller's own, on a real store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autofit.asked import SearchOptions
+from autofit.controller import FINALISTS, Search
+from autofit.exceptions import NothingFits
+from autofit.ledger import Ledger
+from autofit.plan import Plan
+from autofit.results import result_of
+from autofit.rules import most
+from autofit.storage import Owner, Purpose, Store, StudyKey
+from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+
+pytestmark = pytest.mark.quick
+
+GIB = 1 << 30
+GPU = Hardware(device="cuda", name="a GPU", total_bytes=80 * GIB, capability=(9, 0))
+ROOT = RootFacts(
+    name="Net",
+    parameters=1,
+    parameter_bytes=4,
+    trainable=1,
+    dtype="float32",
+    batch=32,
+    blocks=4,
+)
+PLANS = [Plan.of({"checkpointing": name}) for name in ("half", "third", "selective", "all")]
+SHORT = OutOfMemory(phase="forward", message="no memory")
+
+Again = Mapping[Plan, Measurement | None]
+"""What each plan comes to when it is measured again; ``None``: memory runs out."""
+
+
+def tight(measurement: Measurement) -> Measurement:
+    return replace(measurement, allocation_retries=len(measurement.step_seconds))
+
+
+class Played(Search):
+    """A search whose launches were played."""
+
+    def __init__(self, ledger: Ledger, again: Again) -> None:
+        self._ledger, self._played = ledger, again
+        self._crew = SimpleNamespace(slots=1)  # type: ignore[assignment]
+        self.measured: list[Plan] = []
+
+    def _again(self, *plans: Plan) -> None:
+        for plan in plans:
+            self.measured.append(plan)
+            ends(self._ledger, plan, self._played[plan], Purpose.CONFIRM)
+
+
+def ends(ledger: Ledger, plan: Plan, found: Measurement | None, purpose: Purpose) -> None:
+    """Enter a trial: as it was measured, or out of memory."""
+    (trial,) = ledger.store.add_trials(
+        ledger.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
+    )
+    report = TrialReport(
+        index=0, plan=plan, verdict=Verdict.OUT_OF_MEMORY, out_of_memory=SHORT, measurements=()
+    )
+    if found is not None:
+        report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(found,))
+    ledger.finish(trial, report, 0)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """A study on a GPU, its time not limited."""
+    (tmp_path / "train.py").touch()
+    script = Script(target="train.py", cwd=str(tmp_path))
+    with Store(str(tmp_path / "autofit.db")) as store:
+        study = store.open_study(
+            StudyKey.of(script, gpu="a GPU", gpus=1, memory=6 * GIB, allow="rounding"),
+            script=script,
+            hardware=GPU,
+            budget=6 * GIB,
+            versions={},
+        )
+        options = SearchOptions(script=script, storage=store.url, allow=Fidelity.ROUNDING)
+        held = Ledger(store, study, options, lambda _: None, time.monotonic())
+        held.learn(Facts(roots=(ROOT,), optimizers=("AdamW",), stepped=True))
+        yield held
+
+
+@pytest.fixture
+def figures(measurement: Callable[..., Measurement]) -> list[Measurement]:
+    """Of each of ``PLANS``, the fastest first."""
+    return [measurement(32, 1.0 + index / 10, 5 * GIB) for index in range(len(PLANS))]
+
+
+def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
+    ledger: Ledger, figures: list[Measurement], measurement: Callable[..., Measurement]
+) -> None:
+    for plan, found in zip(PLANS, figures, strict=True):
+        ends(ledger, plan, found, Purpose.SEARCH)
+    slow = tight(measurement(32, 4.0, 5 * GIB))
+    search = Played(ledger, {PLANS[0]: slow, PLANS[1]: figures[1]})
+    assert search._holding().plan == PLANS[1]
+    assert search.measured == PLANS[:2]
+    result = result_of(ledger.store, ledger.study)
+    assert result is not None
+    assert result.plan == PLANS[1]
+
+
+def test_it_is_kept_where_nothing_else_fits_again(
+    ledger: Ledger, figures: list[Measurement], measurement: Callable[..., Measurement]
+) -> None:
+    for plan, found in zip(PLANS, figures, strict=True):
+        ends(ledger, plan, found, Purpose.SEARCH)
+    slow = tight(measurement(32, 4.0, 5 * GIB))
+    search = Played(ledger, dict.fromkeys(PLANS) | {PLANS[0]: slow})
+    assert search._holding().plan == PLANS[0]
+    assert search.measured == PLANS[:FINALISTS]
+    assert search._holding().plan == PLANS[0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_plans_are_not_measured_again_without_end(
+    ledger: Ledger,
+    figures: list[Measurement],
+    measurement: Callable[..., Measurement],
+    late: bool,
+) -> None:
+    if late:
+        ledger.options = replace(ledger.options, timeout=0.0)
+    for plan, found in zip(PLANS, figures, strict=True):
+        ends(ledger, plan, found, Purpose.SEARCH)
+    slow = [tight(measurement(32, 4.0 + index, 5 * GIB)) for index in range(len(PLANS))]
+    search = Played(ledger, dict(zip(PLANS, slow, strict=True)))
+    kept = search._holding().plan
+    assert len(search.measured) == (1 if late else FINALISTS)
+    assert kept == PLANS[0]
+
+
+def test_none_is_kept_where_none_fits_again(ledger: Ledger, figures: list[Measurement]) -> None:
+    for plan, found in zip(PLANS, figures, strict=True):
+        ends(ledger, plan, found, Purpose.SEARCH)
+    with pytest.raises(NothingFits, match="fitted again"):
+        Played(ledger, dict.fromkeys(PLANS))._holding()
+
+
+def test_what_a_search_has_learned_of_sizes_stays(
+    ledger: Ledger, measurement: Callable[..., Measurement]
+) -> None:
+    more = Plan.of({"micro_batch": "auto"})
+    split = more.replace(checkpointing="all")
+    (trial,) = ledger.store.add_trials(ledger.study, [split], launch=1, owner=Owner.current())
+    sizes = {4: 3.0, 8: 2.0, 16: 1.0}
+    report = TrialReport(
+        index=0,
+        plan=split,
+        verdict=Verdict.MEASURED,
+        best=split.replace(micro_batch="16"),
+        measurements=tuple(measurement(size, time, 5 * GIB) for size, time in sizes.items()),
+        out_of_memory=replace(SHORT, micro_batch=24),
+    )
+    ledger.finish(trial, report, 0)
+    before = most(more, ledger.finished())
+    again = tight(measurement(16, 1.5, 5 * GIB))
+    ends(ledger, split.replace(micro_batch="16"), again, Purpose.CONFIRM)
+    (found,) = ledger.finished()
+    assert found.measurement == again
+    assert found.report is not None
+    assert len(found.report.measurements) == 3
+    assert most(more, ledger.finished()) == before == 23
