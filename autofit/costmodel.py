@@ -51,7 +51,7 @@ DEVIATION = 0.04
 NOISE = 0.03
 """Of a step time or a peak at one size, as a share: what the line through sizes leaves over."""
 STRAINED = 1.0
-"""Of a step time where the allocator emptied its cache at each step: it says little of a plan."""
+"""Of a step time where the plan hardly fits (``Measurement.strained``): it says little of it."""
 SHORT = 2
 """Steps of a window that only gives a point of the line: a noisy one."""
 KNEE = 4.0

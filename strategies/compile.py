@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -169,10 +169,9 @@ class Compile(Strategy):
         undo_size = root.one_size()
         undo_limits = _limits(len(modules), root.strict)
         undo_budget = root.around_forward(_within_budget) if level == "budget" else None
-        shapes = [[p.shape for p in each.parameters()] for each in modules]
-        alike = 2 * max(map(shapes.count, shapes)) >= len(shapes)
+        dynamic = None if _mostly_alike(modules) else False
         for each in modules:
-            _compile(each, dynamic=None if alike else False)
+            _compile(each, dynamic=dynamic)
 
         def undo() -> None:
             for each in modules:
@@ -184,6 +183,14 @@ class Compile(Strategy):
             _forget()
 
         return undo
+
+
+def _mostly_alike(modules: Sequence[Any]) -> bool:
+    """Return whether half of the modules, or more, have parameters of the same shapes."""
+    from torch.nn.parameter import is_lazy
+
+    shapes = [[None if is_lazy(p) else p.shape for p in each.parameters()] for each in modules]
+    return 2 * max(map(shapes.count, shapes)) >= len(shapes)
 
 
 def _compile(module: Any, *, dynamic: bool | None) -> None:
