@@ -63,10 +63,9 @@ class Ledger:
 
         One that was slower when it was measured again, and hardly fitted, counts as it was then.
         """
-        again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        by_plan = {t.plan: t.measurement for t in again if t.verdict is Verdict.MEASURED}
+        again = {t.plan: t.measurement for t in self._again() if t.verdict is Verdict.MEASURED}
         found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
-        return tuple(as_it_was(trial, by_plan.get(kept(trial))) for trial in found)
+        return tuple(as_it_was(trial, again.get(kept(trial))) for trial in found)
 
     def running(self) -> tuple[TrialRecord, ...]:
         """Return the search's trials that have no verdict yet, whether they run or wait for one."""
@@ -78,8 +77,8 @@ class Ledger:
 
     def standing(self) -> list[TrialRecord]:
         """Return those of ``ranked`` that hold nothing that drifted when it was measured again."""
-        again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        return standing((*self.finished(), *again), self.study.budget, self.options.horizon)
+        trials = *self.finished(), *self._again()
+        return standing(trials, self.study.budget, self.options.horizon)
 
     def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
         """Return the winner's plan and those that may take its place, ``most`` in all."""
@@ -109,14 +108,13 @@ class Ledger:
 
     def confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
         """Return the trials in which ``plan`` was measured again, those with these verdicts."""
-        finished = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        mine = [trial for trial in finished if trial.plan == plan]
+        mine = [trial for trial in self._again() if trial.plan == plan]
         return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
 
     def drifted(self) -> list[TrialReport]:
         """Return the reports of the plans that drifted when they were measured again."""
-        again = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
-        return [t.report for t in again if t.verdict is Verdict.DRIFTED and t.report is not None]
+        drifted = (t for t in self._again() if t.verdict is Verdict.DRIFTED)
+        return [trial.report for trial in drifted if trial.report is not None]
 
     def failed(self, plan: Plan) -> bool:
         """Return whether a plan did not fit when it was measured again."""
@@ -125,6 +123,10 @@ class Ledger:
     def held(self, plan: Plan) -> bool:
         """Return whether a plan fitted when it was measured again."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))
+
+    def _again(self) -> tuple[TrialRecord, ...]:
+        """Return the finished trials in which plans were measured again."""
+        return self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
 
     # --- entering --------------------------------------------------------------------------
 
@@ -145,15 +147,14 @@ class Ledger:
             return  # released with its flight, and planned again
         report = judged(report, self.options.script, self.baseline())
         trace = trace if trace is self.reference.trace else None
-        before = {each.id: each for each in self.finished()}
+        before = self.finished()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.mirror.tell(trial)
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
-            slower = [each for each in self.finished() if each != before.get(each.id, each)]
-            for each in slower:
-                self.say(endings.hardly_fits(kept(each)))
+            for slower in (each for each in self.finished() if each not in before):
+                self.say(endings.hardly_fits(kept(slower)))
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
         ruled_out = culprit(report, self.finished())

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from autofit.worker import meter
+from autofit.worker.harness.seams import Calls
 
 HOG = """
 import sys, time, torch
@@ -20,6 +21,13 @@ time.sleep(600)
 """
 
 Hog = Callable[[int], AbstractContextManager[int]]
+
+
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    made = Calls()
+    yield made
+    made.clear()
 
 
 @pytest.fixture

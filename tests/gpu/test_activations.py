@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,13 +77,6 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
 
 
 @pytest.fixture

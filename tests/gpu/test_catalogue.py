@@ -148,7 +148,7 @@ def test_the_meter_counts_managed_memory(under: Under) -> None:
     state = 2 * 2 * 4 * 8192**2
     assert _managed.held() == state
     assert torch.cuda.memory_allocated() - held < 2 * MIB
-    assert abs(gauge.context - before - state) < 128 * MIB
+    assert state - 32 * MIB < gauge.context - before < state + 128 * MIB  # the process has others
     assert gauge.peak().device >= torch.cuda.max_memory_reserved() + state
     del optimizer
     gc.collect()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,13 +93,6 @@ class Decoder(nn.Module):
             x = block(x)
         logits: torch.Tensor = self.head(x)
         return logits
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
 
 
 @pytest.fixture

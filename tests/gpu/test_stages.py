@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.gpu
 CONTEXT = 1 << 29
 """Less than what a process holds of a card beside its tensors."""
 SCRIPT = Path(__file__).with_name("unet.py")
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ Launches are played: what is decided between them is the controller's own, on a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from autofit.asked import SearchOptions
 from autofit.controller import FINALISTS, Search
 from autofit.exceptions import NothingFits
 from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.results import result_of
 from autofit.rules import most
-from autofit.storage import Owner, Purpose, Store, StudyKey
-from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.storage import Owner, Purpose, Store
+from autofit.strategies import Facts, Fidelity, RootFacts
+from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from tests.search.test_footing import GIB, opened
 
 pytestmark = pytest.mark.quick
 
-GIB = 1 << 30
-GPU = Hardware(device="cuda", name="a GPU", total_bytes=80 * GIB, capability=(9, 0))
 ROOT = RootFacts(
     name="Net",
     parameters=1,
@@ -78,18 +75,8 @@ def ends(ledger: Ledger, plan: Plan, found: Measurement | None, purpose: Purpose
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     """A study on a GPU, its time not limited."""
-    (tmp_path / "train.py").touch()
-    script = Script(target="train.py", cwd=str(tmp_path))
     with Store(str(tmp_path / "autofit.db")) as store:
-        study = store.open_study(
-            StudyKey.of(script, gpu="a GPU", gpus=1, memory=6 * GIB, allow="rounding"),
-            script=script,
-            hardware=GPU,
-            budget=6 * GIB,
-            versions={},
-        )
-        options = SearchOptions(script=script, storage=store.url, allow=Fidelity.ROUNDING)
-        held = Ledger(store, study, options, lambda _: None, time.monotonic())
+        held = opened(store, tmp_path, Fidelity.ROUNDING, 6 * GIB)
         held.learn(Facts(roots=(ROOT,), optimizers=("AdamW",), stepped=True))
         yield held
 
