@@ -27,7 +27,8 @@ def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None)
 def hardly_fits(plan: Plan) -> str:
     """Say that a plan was measured again, and was slower for want of memory."""
     return (
-        f"{plan} is slower by itself: it hardly fits, torch has to free memory in step after step"
+        f"{plan} is slower by itself: it hardly fits, and has to free memory in step after step or"
+        " to do without"
     )
 
 

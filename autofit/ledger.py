@@ -63,9 +63,7 @@ class Ledger:
 
         One that was slower when it was measured again, and hardly fitted, counts as it was then.
         """
-        again = {t.plan: t.measurement for t in self._again() if t.verdict is Verdict.MEASURED}
-        found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
-        return tuple(as_it_was(trial, again.get(kept(trial))) for trial in found)
+        return tuple(after for _, after in self._as_they_were())
 
     def running(self) -> tuple[TrialRecord, ...]:
         """Return the search's trials that have no verdict yet, whether they run or wait for one."""
@@ -124,6 +122,16 @@ class Ledger:
         """Return whether a plan fitted when it was measured again."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))
 
+    def _slower(self) -> set[Plan]:
+        """Return the plans that memory made slower when they were measured again."""
+        return {kept(before) for before, after in self._as_they_were() if after is not before}
+
+    def _as_they_were(self) -> list[tuple[TrialRecord, TrialRecord]]:
+        """Return the search's finished trials, and each as ``finished`` counts it."""
+        again = {t.plan: t.measurement for t in self._again() if t.verdict is Verdict.MEASURED}
+        found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
+        return [(trial, as_it_was(trial, again.get(kept(trial)))) for trial in found]
+
     def _again(self) -> tuple[TrialRecord, ...]:
         """Return the finished trials in which plans were measured again."""
         return self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
@@ -147,14 +155,14 @@ class Ledger:
             return  # released with its flight, and planned again
         report = judged(report, self.options.script, self.baseline())
         trace = trace if trace is self.reference.trace else None
-        before = self.finished()
+        before = self._slower()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.mirror.tell(trial)
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
-            for slower in (each for each in self.finished() if each not in before):
-                self.say(endings.hardly_fits(kept(slower)))
+            for plan in self._slower() - before:
+                self.say(endings.hardly_fits(plan))
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
         ruled_out = culprit(report, self.finished())

@@ -155,6 +155,7 @@ class Measurement(Base):
     peak_reserved: Mapped[int] = mapped_column(Bytes)
     peak_device: Mapped[int] = mapped_column(Bytes)
     allocation_retries: Mapped[int]
+    allocations_refused: Mapped[int] = mapped_column(server_default="0")
     data_wait: Mapped[float]
     losses: Mapped[list[Any]]
     compile_seconds: Mapped[float] = mapped_column(server_default="0")

@@ -123,6 +123,8 @@ class Measurement:
     """Bytes the process occupied on the device at the worst moment."""
     allocation_retries: int = 0
     """Measured steps in which torch's allocator emptied its cache and tried again."""
+    allocations_refused: int = 0
+    """Since the plan began, and done without: cuDNN keeps to an algorithm that needs less."""
     data_wait: float = 0.0
     """Share of the step spent waiting for data, 0 to 1."""
     losses: tuple[float, ...] = ()
@@ -144,8 +146,11 @@ class Measurement:
 
     @property
     def strained(self) -> bool:
-        """Whether the plan hardly fits: the allocator retried in half of the steps, or more."""
-        return 2 * self.allocation_retries >= len(self.step_seconds)
+        """Whether the plan hardly fits, which may make it slower.
+
+        The allocator retried in half of the steps, or more; or a library did with less memory.
+        """
+        return self.allocations_refused > 0 or 2 * self.allocation_retries >= len(self.step_seconds)
 
     @property
     def samples_per_second(self) -> float:

@@ -19,8 +19,9 @@ from autofit.rules import UNALLOCATED
 from autofit.strategies.facts import Facts
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.harness.stage import Stage, Step, tighter
+from autofit.worker.harness.stage import Refusals, Stage, Step, tighter
 from autofit.worker.launcher import launch
+from autofit.worker.meter import Peak
 from autofit.worker.records import (
     LaunchRequest,
     OutOfMemory,
@@ -182,7 +183,8 @@ def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
     stage = Stage(Plan.of({"micro_batch": size}), steps=len(retried))
     for each in retried:
         stage.window.append(Step(1.0, 0.0, 0.5, each))
-    measurement = stage.measurement([stage.figures(meter.for_device("cpu"), 0.0)], Facts())
+    figures = stage.figures(Peak(0, 0, 0), compiled=0.0, refused=0)
+    measurement = stage.measurement([figures], Facts())
     gone = replace(measurement, peak_allocated=1 << 30, peak_reserved=3 << 30)
     short = stage.does_not_hold(gone, budget=1 << 60)
     assert (short is None) is holds
@@ -190,6 +192,60 @@ def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
         found = UNALLOCATED.search(short.message)
         assert found is not None
         assert found[1] == "2.0 GiB", "another allocator may help"
+
+
+DOES_WITH_LESS = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    \"\"\"Stands for cuDNN, which takes a slower algorithm where a workspace is refused.\"\"\"
+
+    def forward(self, x):
+        if step == 1:
+            try:
+                torch.empty(1 << 32)
+            except RuntimeError:
+                pass
+        return super().forward(x)
+
+
+model = Net(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(16, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_what_was_done_without_before_the_window_counts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DOES_WITH_LESS)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan(), Plan.of({"micro_batch": "8"})),
+        device="cpu",
+        budget=1 << 30,
+        timeout=60.0,
+    )
+    first, later = [each for each in launch(request) if isinstance(each, TrialReport)]
+    assert first.measurement is not None
+    assert first.measurement.allocations_refused == 1
+    assert first.measurement.strained
+    assert later.measurement is not None
+    assert not later.measurement.strained
+
+
+def test_what_a_proof_is_refused_is_its_own_affair() -> None:
+    gauge = meter.for_device("cpu")
+    refused = 3
+    gauge.refused = lambda: refused  # type: ignore[method-assign]
+    refusals = Refusals(gauge)
+    with refusals.left_out():
+        refused += 4
+    refused += 1
+    assert refusals.count() == 4
 
 
 def test_of_two_shortages_the_smaller_size_says_more() -> None:

@@ -148,7 +148,9 @@ def test_samples_are_doubted_where_time_may_come_first(
 ) -> None:
     net = Mixing(mixes=mixes)
     with under(Plan.of({"micro_batch": "2"})) as session:
-        with pytest.raises(Refused) if mixes else nullcontext():
+        with pytest.raises(Refused) if mixes else nullcontext() as refused:
             net(*args)
         (root,) = session.facts.roots
+    if refused is not None:
+        assert ("; if the batch is the second dimension: " in str(refused.value)) is doubted
     assert (root.batch, root.batch_doubted) == (len(args[0]), doubted)

@@ -177,6 +177,21 @@ def test_what_a_proof_has_shown_of_the_model_is_handed_on(process: Process) -> N
     assert shown == [(False, True), (True, True)]
 
 
+def test_which_dimension_is_the_batch_is_known_where_nothing_is_split(root: Path) -> None:
+    """A speed in samples means the same in every launch."""
+    script = Script(target="tests/scripts/batch_second.py", cwd=str(root))
+    told: tuple[Proven, ...] = ()
+    for plan in (Plan.of({"micro_batch": "8"}), Plan()):
+        request = LaunchRequest(
+            script=script, plans=(plan,), device="cpu", budget=1 << 30, timeout=60.0, proven=told
+        )
+        events = list(launch(request))
+        (report,) = [each for each in events if isinstance(each, TrialReport)]
+        assert report.measurement is not None
+        assert report.measurement.effective_batch == 16, "not the 9 words of each"
+        told = tuple(each for each in events if isinstance(each, Proven))
+
+
 def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], list[str]]:
     """Run a trial; return its report, what it proved, and how often it had called its model."""
     script = tmp_path / "train.py"
@@ -211,7 +226,7 @@ def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], l
 def test_a_launch_that_is_told_calls_the_model_for_its_chunks_alone(tmp_path: Path) -> None:
     first, told, calls = heard(tmp_path)
     assert first.verdict is Verdict.MEASURED
-    assert len({each.key for each in told}) == 2, "the split, and the checkpoints"
+    assert len({each.key for each in told}) == 3, "the split, its dimension, the checkpoints"
     assert int(calls[0].split()[1]) > 4
     again, more, calls = heard(tmp_path, *told)
     assert again.verdict is Verdict.MEASURED

@@ -120,3 +120,27 @@ def test_a_block_that_would_move_on_twice_is_not_recomputed(plain: Annealed) -> 
         assert ours.calls == 0
     prove(root_of(plain), Plan.of(lower), (x,), {}, Facts())
     assert plain.calls == 0
+
+
+class Masked(nn.Module):
+    """Makes a table in its first call, where it had nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.table is None:
+            self.table = torch.arange(6.0).to(x)
+        for block in self.blocks:
+            x = block(x + self.table)
+        return x
+
+
+def test_a_table_that_is_made_is_nothing_moved() -> None:
+    model = Masked().double()
+    prove(
+        root_of(model), Plan.of({"precision": "bf16"}), (torch.randn(8, 6).double(),), {}, Facts()
+    )
+    assert model.table is None, "the script's own call makes it"

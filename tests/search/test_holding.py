@@ -5,6 +5,7 @@ Launches are played: what is decided between them is the controller's own, on a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from autofit.controller import FINALISTS, Search
 from autofit.exceptions import NothingFits
 from autofit.ledger import Ledger
 from autofit.plan import Plan
+from autofit.progress import Line, Notice
 from autofit.results import result_of
 from autofit.rules import most
 from autofit.storage import Owner, Purpose, Store
@@ -162,3 +164,19 @@ def test_what_a_search_has_learned_of_sizes_stays(
     assert found.report is not None
     assert len(found.report.measurements) == 3
     assert most(more, ledger.finished()) == before == 23
+
+
+def test_a_loss_that_is_no_number_makes_nothing_slower(
+    ledger: Ledger, figures: list[Measurement]
+) -> None:
+    told: list[str] = []
+
+    def listen(notice: Notice) -> None:
+        told.extend([notice.text] if isinstance(notice, Line) else [])
+
+    ledger.tell = listen
+    diverged = [replace(each, losses=(math.nan,)) for each in figures]
+    for plan, found in zip(PLANS, diverged, strict=True):
+        ends(ledger, plan, found, Purpose.SEARCH)
+    ends(ledger, PLANS[0], diverged[0], Purpose.CONFIRM)
+    assert told == []

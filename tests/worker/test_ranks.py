@@ -17,7 +17,7 @@ from autofit.strategies import Facts
 from autofit.worker import meter, ranks
 from autofit.worker.environment import launched
 from autofit.worker.group import HEARING
-from autofit.worker.harness.stage import Stage, Step
+from autofit.worker.harness.stage import Figures, Stage, Step
 from autofit.worker.launcher import Control, launch
 from autofit.worker.meter import Peak
 from autofit.worker.records import (
@@ -280,11 +280,14 @@ def test_nobody_waits_for_a_rank_that_was_stopped_alone(run: Run) -> None:
 
 def test_what_a_rank_counted_before_a_stage_is_not_in_its_figures() -> None:
     """Ranks are told to one another as they were in the stage: the worst of each counts."""
-    stage = Stage(Plan(), 1, compiled=3.0, window=[Step(1.0, 0.0, 0.5, retried=True)])
-    assert stage.figures(meter.for_device("cpu"), 4.5)[1:] == (1, 1.5, False)
-    figures = (Peak(1, 2, 3), 0, 0.0, False), (Peak(2, 2, 4), 2, 1.5, True)
-    found = stage.measurement(figures, Facts())
-    assert (found.allocation_retries, found.compile_seconds) == (2, 1.5)
+    window = [Step(1.0, 0.0, 0.5, retried=True)]
+    stage = Stage(Plan(), 1, compiled=3.0, refused=5, window=window)
+    one = stage.figures(Peak(1, 2, 3), compiled=4.5, refused=7)
+    assert one == Figures(Peak(1, 2, 3), retries=1, refused=2, compiled=1.5, pressed=False)
+    other = Figures(Peak(2, 2, 4), retries=2, refused=0, compiled=0.0, pressed=True)
+    found = stage.measurement((one, other), Facts())
+    assert (found.allocation_retries, found.allocations_refused) == (2, 2)
+    assert found.compile_seconds == 1.5
     assert (found.peak_device, found.rank_peaks) == (4, (3, 4))
     assert stage.pressed, "on one of them"
 

@@ -145,10 +145,11 @@ class Layout:
         return int(batch.leaves[self.batched[0]].shape[self.dim])
 
     def take(self, batch: Batch, cut: Cut) -> list[Any]:
-        """Return the arguments of some samples: views, no copies."""
+        """Return the arguments of some samples: views, or copies where those would have gaps."""
         leaves = list(batch.leaves)
         for index in self.batched:
-            leaves[index] = leaves[index].narrow(self.dim, cut[0], cut[1] - cut[0])
+            some = leaves[index].narrow(self.dim, cut[0], cut[1] - cut[0])
+            leaves[index] = some.contiguous() if leaves[index].is_contiguous() else some
         return leaves
 
     def fits(self, batch: Batch) -> bool:

@@ -174,9 +174,10 @@ class Moves:
         }
 
     def _values(self) -> dict[str, Any]:
-        """Return the attributes that are no fractions, which rounding may change."""
+        """Return the plain attributes that are no fractions, which rounding may change."""
         values = {n: place.read() for n, place in self._places.items() if not place.buffer}
-        return {n: v for n, v in values.items() if not isinstance(v, (float, complex))}
+        told = _PLAIN - {float, complex}  # a table that was made meanwhile is not one of them
+        return {n: v for n, v in values.items() if type(v) in told}
 
 
 def moved_otherwise(

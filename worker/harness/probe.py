@@ -59,11 +59,13 @@ def find_layout(
     gradients: bool = True,
     leanly: Leanly | None = None,
     narrowly: Leanly | None = None,
+    doubted: bool = False,
 ) -> Layout:
     """Return how calls like this one can be split; raise ``Refused`` with the reason if not.
 
     Without ``gradients`` (evaluation) only outputs are compared. ``leanly``, ``narrowly``: where
-    there is no memory otherwise, the latter in half precision.
+    there is no memory otherwise, the latter in half precision. ``doubted``: the first dimension may
+    be time, so that what speaks against the second is told too.
     """
     if gradients:
         refuse_listeners(module)
@@ -82,7 +84,10 @@ def find_layout(
             return _find_frugally(probe, layout, leanly, narrowly)
         except Refused as refusal:
             reasons.append(refusal)
-    raise reasons[0] if reasons else Refused("no tensor argument of the model shows a batch")
+    if not reasons:
+        raise Refused("no tensor argument of the model shows a batch")
+    told = dict.fromkeys(str(reason) for reason in reasons[: 2 if doubted else 1])
+    raise Refused("; if the batch is the second dimension: ".join(told))
 
 
 def _find_frugally(

@@ -24,7 +24,7 @@ from autofit.worker.harness import ddp, shown
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
-from autofit.worker.harness.facts import unwrapped
+from autofit.worker.harness.facts import doubted, unwrapped
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.layouts import Layouts
@@ -328,6 +328,7 @@ class HarnessRoot:
                 gradients=gradients,
                 leanly=self.leanly,
                 narrowly=self._narrowly,
+                doubted=self.facts is not None and doubted(self.facts, batch),
             )
 
     @property

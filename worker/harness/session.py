@@ -28,9 +28,10 @@ from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.awaited import Awaited, PutOff, refuse_late, there
 from autofit.worker.harness.caches import without_cache
-from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.optimizers import Optimizers, changes_of
+from autofit.worker.harness.probe import batched_leaves
 from autofit.worker.harness.proof import is_known, prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams, inside
@@ -40,6 +41,7 @@ from autofit.worker.meter import Meter
 from autofit.worker.records import OutOfMemory
 
 OUTSIDE = "outside the model"
+BATCH = "which dimension the batch is"
 BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
 TRANSFORMED = "the script calls the model inside a transform of torch.func"
 SETTLED = 2
@@ -387,7 +389,7 @@ class Session:
 
     def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         root.facts = learn.describe(root.outer, args, kwargs)
-        if self.splits() and not root.facts.batch_norm and not by_hand.transformed():
+        if not root.facts.batch_norm and not by_hand.transformed():
             with inside(self.seams):
                 root.facts = self._with_samples(root, root.facts, args, kwargs)
         root.facts = self.common(root.facts)
@@ -402,18 +404,25 @@ class Session:
         """Return a root's facts with the samples in its first call, and prove how it is split.
 
         Now, before the weights have moved: a model that has diverged answers every sample alike,
-        and then any way to put its parts together looks right.
+        and then any way to put its parts together looks right. Where nothing is split, an earlier
+        launch may have found which dimension the batch is.
         """
         batch = Batch.of(args, without_cache(root.module, kwargs))
-        try:
-            return replace(facts, batch=root.layout(batch).size(batch))
-        except Refused:
-            pass  # refused again, with its reason, when a plan asks for it
-        except Exception as error:
-            if oom.classify(error, corroborated=self.meter.short()).kind is not oom.Kind.OOM:
-                raise
-            clear_frames(error.__traceback__)  # they hold what did not fit
-        return replace(facts, batch_doubted=learn.doubted(facts, batch))
+        dim: int | None = root.known.get(BATCH)
+        if self.splits():
+            try:
+                before, dim = dim, root.layout(batch).dim
+                if dim != before:
+                    root.known.put(dim, BATCH)
+            except Refused:
+                pass  # refused again, with its reason, when a plan asks for it
+            except Exception as error:
+                if oom.classify(error, corroborated=self.meter.short()).kind is not oom.Kind.OOM:
+                    raise
+                clear_frames(error.__traceback__)  # they hold what did not fit
+        if dim is None or not (batched := batched_leaves(batch, dim)):
+            return replace(facts, batch_doubted=learn.doubted(facts, batch))
+        return replace(facts, batch=Layout(dim, batched, ()).size(batch))
 
     def _learn(self, **changes: Any) -> None:
         self.facts = replace(self.facts, **changes)

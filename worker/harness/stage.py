@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -15,9 +16,6 @@ from autofit.worker import oom
 from autofit.worker.meter import Meter, Peak
 from autofit.worker.records import Measurement, OutOfMemory
 
-Figures = tuple[Peak, int, float, bool]
-"""Of one rank in a stage: its peak, the steps in which the allocator emptied its cache, the seconds
-spent compiling, and whether two such steps came on end."""
 PRESSED = "the allocator empties its cache in step after step"
 WARM_UP = 1
 """Steps dropped after every change: allocations, caches and optimizer state settle in them."""
@@ -37,6 +35,42 @@ class Step:
     """The allocator emptied its cache in it, on this rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one rank in a stage."""
+
+    peak: Peak
+    retries: int
+    """Steps in which the allocator emptied its cache."""
+    refused: int
+    """Allocations."""
+    compiled: float
+    """Seconds spent compiling."""
+    pressed: bool
+    """The allocator emptied its cache in two steps on end."""
+
+
+class Refusals:
+    """Counts the allocations that were refused and done without: a proof knows of its own."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._known = 0
+
+    def count(self) -> int:
+        """Return how many there were by now."""
+        return self._meter.refused() - self._known
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Count none of those within it."""
+        before = self.count()
+        try:
+            yield
+        finally:
+            self._known += self.count() - before
+
+
 @dataclass
 class Stage:
     """One plan at one micro-batch size, measured over a window of steps."""
@@ -45,6 +79,8 @@ class Stage:
     steps: int
     compiled: float = 0.0
     """Seconds spent compiling before the stage."""
+    refused: int = 0
+    """Allocations refused before it, by ``Refusals``."""
     dropped: int = 0
     """Steps that do not count."""
     warm: int = 0
@@ -68,9 +104,8 @@ class Stage:
         ``ranks``: the figures of each, as they are now. ``share``: mean part of the largest
         rank's batch that a rank has.
         """
-        peaks, retries, compiled, pressed = zip(*ranks, strict=True)
-        self.pressed = any(pressed)
-        peak = reduce(Peak.worst, peaks)
+        self.pressed = any(each.pressed for each in ranks)
+        peak = reduce(Peak.worst, (each.peak for each in ranks))
         size = self.plan["micro_batch"]
         return Measurement(
             micro_batch=self.plan.samples(facts.batch or 1) if size == AS_IS else int(size),
@@ -79,12 +114,27 @@ class Stage:
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
             peak_device=peak.device,
-            allocation_retries=max(retries),
+            allocation_retries=max(each.retries for each in ranks),
+            allocations_refused=max(each.refused for each in ranks),
             data_wait=sum(step.wait for step in self.window) / sum(self.seconds),
             losses=tuple(step.loss for step in self.window),
-            compile_seconds=max(compiled),
-            rank_peaks=tuple(each.device for each in peaks) if len(peaks) > 1 else (),
+            compile_seconds=max(each.compiled for each in ranks),
+            rank_peaks=tuple(each.peak.device for each in ranks) if len(ranks) > 1 else (),
         )
+
+    @property
+    def cold(self) -> bool:
+        """Whether the next step is one of the first after a change."""
+        return self.warm < WARM_UP
+
+    def settles(self, changed: bool) -> bool:
+        """Return whether a step does not count for what was proven or compiled in it."""
+        return changed and self.dropped < SETTLING
+
+    def drop(self, *, anew: bool) -> None:
+        """Count no step that has ended; ``anew``: it was proven in, and others warm up after it."""
+        self.dropped += 1
+        self.warm = 0 if anew else self.warm + 1
 
     @property
     def seconds(self) -> list[float]:
@@ -107,11 +157,15 @@ class Stage:
         smaller = [pair for pair in own if pair[1].micro_batch < (self.size or 0)]
         return sorted(smaller, key=lambda pair: pair[1].seconds, reverse=True)
 
-    def figures(self, meter: Meter, compiled: float) -> Figures:
-        """Return this rank's; ``compiled``: seconds spent compiling by now."""
-        pressed = oom.pressed(step.retried for step in self.window)
-        retries = sum(step.retried for step in self.window)
-        return meter.peak().worst(self.peak), retries, compiled - self.compiled, pressed
+    def figures(self, peak: Peak, compiled: float, refused: int) -> Figures:
+        """Return this rank's; ``compiled``, ``refused``: as in the fields, by now."""
+        return Figures(
+            peak=peak.worst(self.peak),
+            retries=sum(step.retried for step in self.window),
+            refused=refused - self.refused,
+            compiled=compiled - self.compiled,
+            pressed=oom.pressed(step.retried for step in self.window),
+        )
 
     def does_not_hold(self, measurement: Measurement, budget: int) -> OutOfMemory | None:
         """Return why a run would not stay at this size, though no allocation has failed.

@@ -26,7 +26,7 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.stage import SETTLING, WARM_UP, Figures, Stage, Step, tighter
+from autofit.worker.harness.stage import Figures, Refusals, Stage, Step, tighter
 from autofit.worker.harness.trace import Tracer
 from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
@@ -84,6 +84,7 @@ class Trial(RankedSession):
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
         self._retries = 0  # of the allocator, by then
+        self._refusals = Refusals(meter)
         self.strict = True
         self.reads.start()
         self._clock = 0.0
@@ -187,7 +188,7 @@ class Trial(RankedSession):
     def _window(self, plan: Plan, steps: int) -> Generator[Stage, None, Measurement | None]:
         """Measure one stage; return nothing where memory ran out, raise ``Refused`` on refusal."""
         compiled = self._compiling.seconds()
-        stage = Stage(plan, steps, compiled=compiled)
+        stage = Stage(plan, steps, compiled=compiled, refused=self._refusals.count())
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
         yield stage
@@ -210,7 +211,7 @@ class Trial(RankedSession):
         return stage.measurement(said, self.facts, self.share)
 
     def _figures(self, stage: Stage) -> Figures:
-        return stage.figures(self.meter, self._compiling.seconds())
+        return stage.figures(self.meter.peak(), self._compiling.seconds(), self._refusals.count())
 
     def _end_plan(
         self, verdict: Verdict, reason: str, blamed: str | None = None, *, leaves: bool = False
@@ -409,7 +410,7 @@ class Trial(RankedSession):
         self._compiling.seconds()
         root.take_back()
         self._compiling.seconds()
-        with self._tracer.aloud():
+        with self._tracer.aloud(), self._refusals.left_out():
             return super().prove(root, plan, args, kwargs, known=known)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
@@ -460,14 +461,13 @@ class Trial(RankedSession):
         if self.steps == 1:
             self._learn(calls_per_step=max(1, seen.calls))
         step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
-        settling = (seen.proven or seen.compiled) and stage.dropped < SETTLING
+        settling = stage.settles(seen.proven or seen.compiled)
         stage.shortage = seen.shortage
         if stage.shortage is not None:
             self._advance()
             return
-        if traced or settling or stage.warm < WARM_UP:
-            stage.dropped += 1
-            stage.warm = 0 if seen.proven and settling else stage.warm + 1
+        if traced or settling or stage.cold:
+            stage.drop(anew=seen.proven and settling)
             if traced and not settling:
                 stage.keep_traced(step, self.meter.peak())
                 if self._tracer.full and self._tracer.true_to_life and stage.traced_for(LONG):
