@@ -10,8 +10,8 @@ Both follow a structure that is known beforehand, so that a few trials are enoug
 twice where only one chunk's graph is kept; ``overhead`` is the launching of kernels, for which
 small chunks wait. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
 plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
-own: ``Level.keeps`` and ``Level.slowdown`` until trials say otherwise. One chunk frees activations
-while gradients come; it holds the larger of the two.
+own: ``Strategy.leaves`` and ``Level.slowdown`` until trials say otherwise. One chunk frees
+activations while gradients come; it holds the larger of the two.
 
 The logarithms of all factors are fitted at once (least squares, each pulled towards its prior);
 what the structure leaves over is a deviation of each plan, of a size that the fit shows. Every size
@@ -121,7 +121,7 @@ class CostModel:
         self._rng = np.random.default_rng(seed)
         context = context_of(budget, cuda=cuda)
         slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
-        keeps = [np.log(level.keeps) for _, level in EFFECTS]
+        keeps = [np.log(strategy.leaves(level.name, facts)) for strategy, level in EFFECTS]
         slowdowns = [np.log(level.slowdown) for _, level in EFFECTS]
         launches = [float(effect) for effect in slowdowns * KERNELS]
         first = points[0] if points else None
@@ -131,7 +131,7 @@ class CostModel:
         self._memory = _Fit(
             self._peak,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
-            _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], keeps, 0.3),
+            _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], KEEPS, 0.3),
             [Row(p.plan, p.samples, p.peak) for p in points],
             bounds,
         )
@@ -296,6 +296,8 @@ def _lowers() -> dict[Memory, Array]:
 
 
 LOWERS = _lowers()
+KEEPS = [float(np.log(level.keeps)) for _, level in EFFECTS]
+"""Logarithms of what is expected of any script: the larger an effect is, the less it is known."""
 KERNELS = np.array(
     [level.slowdown >= 1.0 or level.fidelity < Fidelity.ROUNDING for _, level in EFFECTS],
     dtype=float,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from autofit.strategies._blocks import listed_blocks
@@ -9,8 +10,16 @@ from autofit.strategies._blocks import listed_blocks
 if TYPE_CHECKING:
     from torch import nn
 
+    from autofit.strategies.facts import Facts
+
 WIDE = 4096
 """Outputs from which logits weigh more than what they are computed of."""
+LOGIT = 16
+"""Bytes of a step that a logit makes: itself in half precision and in float32, its logarithm of a
+probability, its gradient in both."""
+HIDDEN = 34
+"""Bytes that a block keeps of a token's hidden number in half precision (Korthikanti et al., 2022,
+section 4.1), attention's weights aside."""
 
 
 def find_head(model: nn.Module) -> Any:
@@ -34,3 +43,17 @@ def find_head(model: nn.Module) -> Any:
 def classes(model: nn.Module) -> int:
     """Return how many outputs the head of ``model`` has; 0 where it has none."""
     return int(getattr(find_head(model), "out_features", 0))
+
+
+def share_of_logits(facts: Facts) -> float:
+    """Return about which part of the activations are a language model's logits, 0 to 1.
+
+    The width of its blocks follows from its parameters: 12 times its square in each, and once for
+    every class (Kaplan et al., 2020).
+    """
+    root = next((root for root in facts.roots if root.classes >= WIDE and root.blocks), None)
+    if root is None:
+        return 0.0
+    classes, blocks = root.classes, root.blocks
+    width = (math.sqrt(classes**2 + 48 * blocks * root.parameters) - classes) / (24 * blocks)
+    return LOGIT * classes / (LOGIT * classes + HIDDEN * width * blocks)

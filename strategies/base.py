@@ -319,6 +319,10 @@ class Strategy(ABC):
         """
         return self.level(level).keeps if kind in self.lowered(level) else 1.0
 
+    def leaves(self, level: str, facts: Facts) -> float:
+        """Return the share that ``level`` is expected to leave of what it lowers in this script."""
+        return self.level(level).keeps
+
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Return what ``level`` may change, given what is known of the script."""
         return self.level(level).fidelity

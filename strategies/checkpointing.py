@@ -7,6 +7,7 @@ from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies._heads import share_of_logits
 from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
 from autofit.strategies.facts import Facts
 
@@ -79,6 +80,11 @@ class Checkpointing(Strategy):
         ),
         Level(name="all", summary="every block", slowdown=1.25, keeps=0.15),
     )
+
+    def leaves(self, level: str, facts: Facts) -> float:
+        """The logits stay, whatever the blocks keep."""
+        logits = share_of_logits(facts)
+        return logits + (1.0 - logits) * self.level(level).keeps
 
     def describe(self, level: str) -> str:
         """Return ``"checkpointing"``, or ``"checkpointing half"``."""

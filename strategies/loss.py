@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autofit.exceptions import Refused
-from autofit.strategies._heads import WIDE, find_head
+from autofit.strategies._heads import WIDE, find_head, share_of_logits
 from autofit.strategies.base import (
     AS_IS,
     ByHand,
@@ -46,6 +46,10 @@ class Loss(Strategy):
             refines=True,
         ),
     )
+
+    def leaves(self, level: str, facts: Facts) -> float:
+        """Chunks of logits are a tenth of them or less."""
+        return 1.0 if level == AS_IS else 1.0 - 0.9 * share_of_logits(facts)
 
     def describe(self, level: str) -> str:
         """Return ``"chunked loss"``."""

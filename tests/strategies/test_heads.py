@@ -1,0 +1,62 @@
+"""What the logits of a language model are of its activations."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit import strategies
+from autofit.costmodel import CostModel
+from autofit.plan import Plan
+from autofit.strategies import AS_IS, Facts, RootFacts
+from autofit.strategies._heads import share_of_logits
+
+pytestmark = pytest.mark.quick
+
+GIB = 1 << 30
+
+
+def facts(parameters: int, blocks: int, classes: int) -> Facts:
+    root = RootFacts(
+        name="GPT",
+        parameters=parameters,
+        parameter_bytes=4 * parameters,
+        trainable=parameters,
+        dtype="float32",
+        batch=12,
+        blocks=blocks,
+        classes=classes,
+    )
+    return Facts(roots=(root,), optimizers=("AdamW",), stepped=True)
+
+
+GPT2 = facts(124_400_000, 12, 50304)
+
+
+def test_they_are_most_of_a_small_model_and_little_of_a_large_one() -> None:
+    """Of GPT-2's 16 and 34 bytes: of 805 kB a token 314 kB are its blocks'."""
+    assert share_of_logits(GPT2) == pytest.approx(805 / (805 + 314), abs=0.01)
+    assert share_of_logits(facts(1_560_000_000, 48, 50257)) < 0.25
+    assert share_of_logits(facts(6_700_000_000, 32, 32000)) < 0.15
+
+
+@pytest.mark.parametrize(("blocks", "classes"), [(12, 1000), (0, 50304), (12, 0)])
+def test_where_there_are_none(blocks: int, classes: int) -> None:
+    assert share_of_logits(facts(124_400_000, blocks, classes)) == 0.0
+
+
+def test_checkpointing_leaves_them_and_a_chunked_loss_nothing_else() -> None:
+    checkpointing, loss = strategies.get("checkpointing"), strategies.get("loss")
+    assert checkpointing.leaves("all", Facts()) == checkpointing.level("all").keeps
+    assert checkpointing.leaves("all", GPT2) > 0.7
+    assert loss.leaves("chunked", GPT2) < 0.4
+    assert checkpointing.leaves(AS_IS, GPT2) == loss.leaves(AS_IS, GPT2) == 1.0
+
+
+def test_what_is_expected_of_a_plan_follows() -> None:
+    """A batch as it is needs little more than one that is checkpointed."""
+    lean = Plan.of({"checkpointing": "all"})
+    grown = []
+    for known in (GPT2, facts(124_400_000, 12, 0)):
+        model = CostModel((), known, 10 * GIB, cuda=True)
+        grown.append(model.predict(Plan(), 6)[1] / model.predict(lean, 6)[1])
+    assert grown[0] < 1.4 < 2 < grown[1]
