@@ -21,7 +21,7 @@ registered by one line in ``strategies/__init__.py``, and keeps these promises, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -208,8 +208,12 @@ class Root(Protocol):
     def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of ``module``, a submodule of the root.
 
-        Done on its class, so that pickling or copying the module carries nothing of ours.
+        Done on its class, so that pickling or copying the module carries nothing of ours. Code that
+        the script has compiled passes it by: see ``hides``.
         """
+
+    def hides(self, modules: Iterable[Any]) -> bool:
+        """Return whether calls of some of ``modules`` are inside what the script has compiled."""
 
     def split(self, micro_batch: int) -> Undo:
         """Run each call of the root in chunks of at most ``micro_batch`` samples.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from autofit.exceptions import Refused
@@ -24,6 +25,7 @@ FAULTS = {
     "encountered during backward": ("a block runs other operations when it is run again"),
 }
 """What torch's errors under the selective level say, and what they mean."""
+NO_OPERATIONS = "compiled blocks show no single operations whose results could be kept"
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Where a Hugging Face model keeps the handles of hooks on its embeddings."""
@@ -107,7 +109,7 @@ class Checkpointing(Strategy):
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Compiled code does not show the operations one by one."""
         if level == "selective" and levels.get("compile", AS_IS) != AS_IS:
-            return "compiled blocks show no single operations whose results could be kept"
+            return NO_OPERATIONS
         return None
 
     def fault(self, error: BaseException) -> str | None:
@@ -134,6 +136,8 @@ class Checkpointing(Strategy):
             return None  # another root of this script has the blocks
         if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
             raise Refused("SyncBatchNorm would wait for the other ranks once more in backward")
+        if root.hides(blocks):
+            return _in_graph(level, blocks)
         from autofit.strategies._recomputing import wrapper
 
         run = _runs(level)
@@ -144,6 +148,25 @@ class Checkpointing(Strategy):
                 take_back()
 
         return undo
+
+
+def _in_graph(level: str, blocks: Sequence[Any]) -> Undo:
+    """Let blocks checkpoint themselves: what the script has compiled shows their ``forward``."""
+    from torch.utils.checkpoint import checkpoint
+
+    if level == "selective":
+        raise Refused(NO_OPERATIONS)
+    before = [(block, vars(block).get("forward")) for block in blocks]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def undo() -> None:
+        for block, own in before:
+            del block.forward
+            if own is not None:
+                block.forward = own
+
+    return undo
 
 
 def has_own_switch(module: Any) -> bool:

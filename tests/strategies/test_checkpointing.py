@@ -397,6 +397,59 @@ def test_a_pickled_transformer_checkpoints_plainly(calls: Calls) -> None:
     assert not any("_gradient_checkpointing_func" in vars(each) for each in model.modules())
 
 
+def kept_of(held: HarnessRoot, x: torch.Tensor) -> int:
+    """Return how many numbers autograd keeps of a forward."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = held.call((x,), {}).square().mean()
+    loss.backward()
+    return sum(kept.values())
+
+
+@quick
+@pytest.mark.parametrize("how", ["wrapped", "in place", "blocks"])
+def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, calls: Calls) -> None:
+    """As one graph it shows no call of a block: the block's own ``forward`` is a part of it."""
+    torch.manual_seed(2)
+    module, x = Net(), torch.randn(6, 7, 16)
+    module(x).square().mean().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    called: nn.Module = module
+    if how == "wrapped":
+        called = torch.compile(module, backend="aot_eager")  # type: ignore[assignment]
+    else:
+        for each in module.blocks if how == "blocks" else [module]:
+            each.compile(backend="aot_eager")
+    held = HarnessRoot(called, Seams(Bystander()), calls, lambda *args: False)
+    kept = []
+    for level in ("as_is", "half", "all", "as_is"):
+        held.take_back()
+        held.apply(Plan.of({"checkpointing": level}))
+        kept.append(kept_of(held, x))
+        for parameter, gradient in zip(module.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        module.zero_grad()
+        with torch.no_grad():
+            held.call((x,), {})
+    plain, half, whole, again = kept
+    assert whole < 0.8 * half < 0.8 * 0.8 * plain
+    assert again == plain
+    assert not any("forward" in vars(each) for each in module.modules())
+
+
+@quick
+def test_the_selective_level_needs_operations_that_show(calls: Calls) -> None:
+    compiled = torch.compile(Net(), backend="aot_eager")
+    with pytest.raises(Refused, match="show no single operations"):
+        under(compiled, calls, checkpointing="selective")  # type: ignore[arg-type]
+
+
 def flops_of(model: nn.Module, held: HarnessRoot, tokens: torch.Tensor) -> int:
     """Return the same of a model that has its loss inside."""
     with FlopCounterMode(display=False) as counter:

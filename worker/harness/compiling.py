@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -38,6 +38,24 @@ def uncompiled() -> Iterator[None]:
 
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def hides(root: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Return whether some of ``modules`` are inside one that is compiled, in ``root``.
+
+    What is called there is a part of its graph: nothing that is put around the call is seen.
+    """
+    inside = {id(each) for each in modules}
+
+    def holds(compiled: nn.Module) -> bool:
+        return any(id(each) in inside for each in compiled.modules() if each is not compiled)
+
+    return any(_compiled(each) and holds(each) for each in root.modules())
+
+
+def _compiled(module: nn.Module) -> bool:
+    wraps = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    return wraps or module._compiled_call_impl is not None
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.comparison import pattern
+from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.digest import Digest, digest, mean_difference
 from autofit.worker.harness.facts import casts_noticed, silenced, tf32_on
 from autofit.worker.harness.hosted import saved_on_host
@@ -85,7 +86,8 @@ def prove(
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
-    with silenced(root.module) if redraws else nullcontext():
+    as_it_is = uncompiled() if plan["compile"] == AS_IS else nullcontext()  # not for few samples
+    with as_it_is, silenced(root.module) if redraws else nullcontext():
         told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
         _prove(root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
     return True

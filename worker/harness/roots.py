@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.strategies.precision import Precision
 from autofit.worker.harness import ddp, shown
-from autofit.worker.harness.compiling import uncompiled
+from autofit.worker.harness.compiling import hides, uncompiled
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
 from autofit.worker.harness.facts import doubted, unwrapped
@@ -242,6 +242,10 @@ class HarnessRoot:
         """Split calls, where they are split, into chunks of one size."""
         self._set_one_size(True)
         return lambda: self._set_one_size(False)
+
+    def hides(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether calls of some of ``modules`` are inside what the script has compiled."""
+        return hides(self.outer, modules)
 
     def around_call(self, module: nn.Module, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of a submodule."""
