@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autofit.worker.harness import comparison
-from autofit.worker.harness.comparison import close, pattern
+from autofit.worker.harness.comparison import close
+from autofit.worker.harness.digest import pattern
 
 pytestmark = pytest.mark.quick
 

@@ -131,3 +131,20 @@ def mean_difference(found: Digest, expected: Digest) -> float:
         return 0.0 if square == 0.0 else float("inf")
     relative = (square / norm) ** 0.5
     return relative if relative == relative else float("inf")
+
+
+def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:
+    """Return a fixed incoming gradient for rows ``first`` and on: smooth, none alike.
+
+    A product of waves, one for each dimension: no more memory than ``like`` has.
+    """
+    real = torch.ones(like.shape, dtype=like.dtype.to_real(), device=like.device)
+    for axis, size in enumerate(like.shape):
+        places = torch.arange(size, device=like.device, dtype=torch.float64)
+        wave = (
+            torch.sin(1.0 + first + places) if axis == dim else torch.cos((1 + axis / 8) * places)
+        )
+        shape = [1] * like.ndim
+        shape[axis] = size
+        real *= wave.to(real.dtype).view(shape)
+    return torch.complex(real, 1.0 - real) if like.is_complex() else real

@@ -7,8 +7,8 @@ a split batch is joined is proven apart (``probe``), whenever a new structure of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -20,13 +20,20 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
-from autofit.worker.harness.comparison import pattern
 from autofit.worker.harness.compiling import uncompiled
-from autofit.worker.harness.digest import Digest, digest, mean_difference
+from autofit.worker.harness.digest import Digest, digest, mean_difference, pattern
 from autofit.worker.harness.facts import casts_noticed, silenced, tf32_on
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Moves, moved_otherwise
+from autofit.worker.harness.noise import (
+    ORDER,
+    Rounded,
+    if_wide,
+    nudged,
+    to_bf16,
+    weights_rounded,
+)
 from autofit.worker.harness.probe import (
     REENTRANT,
     SAMPLES,
@@ -55,13 +62,6 @@ ROUNDING = 0.25
 
 bf16 keeps 8 bits; through tens of layers a few per cent are usual, a strategy that loses a
 gradient is off by far more. Under BatchNorm it may be more: see ``_sensitivity``.
-"""
-
-ORDER = 0.02
-"""The most that the order of float32's sums may make, however a model enlarges it.
-
-Where products are in TF32 a last bit decides what some of them are rounded to, a thousandth away:
-then it is what any lower precision may make.
 """
 
 PLAN = "what of a plan shows in the gradients"
@@ -272,12 +272,12 @@ def _compare(
     alone = facts.world_size == 1  # others would not look, and the model may communicate
     doubtful = alone and (error > ROUNDING / 2 or bool(otherwise))
     if rounding and doubtful and root.sensitivity is None:
-        root.sensitivity = _sensitivity(root, applied, batch, _to_bf16)
+        root.sensitivity = _sensitivity(root, applied, batch, to_bf16)
     most, noise = MOST, root.sensitivity if rounding else None
     if not rounding and alone:
         most = MOST if tf32_on(root.module) else ORDER
         if allowed < error < most:
-            noise = _sensitivity(root, applied, batch, _nudged)
+            noise = _sensitivity(root, applied, batch, nudged)
     if noise is not None:
         allowed = max(allowed, min(NOISE * noise.gradients, most))
         far = moved_otherwise(moved, once, MOST)
@@ -292,7 +292,7 @@ def _compare(
 
 
 def _sensitivity(
-    root: HarnessRoot, plan: Plan, batch: Batch, rounded: Callable[[torch.Tensor], torch.Tensor]
+    root: HarnessRoot, plan: Plan, batch: Batch, rounded: Rounded
 ) -> Sensitivity | None:
     """Return what rounding does to the model, once and before all else.
 
@@ -317,50 +317,14 @@ def _sensitivity(
         root.apply(plan)
 
 
-def _rounded_once(
-    root: HarnessRoot, samples: Batch, rounded: Callable[[torch.Tensor], torch.Tensor]
-) -> Sensitivity:
+def _rounded_once(root: HarnessRoot, samples: Batch, rounded: Rounded) -> Sensitivity:
     """Return what the plain root makes of the samples once all is ``rounded``."""
     plain, once = _gradients(root, root.plain, samples)
-    with _rounded(root.module.parameters(), rounded):
-        leaves = [_if_wide(leaf, rounded) for leaf in samples.leaves]
+    with weights_rounded(root.module.parameters(), rounded):
+        leaves = [if_wide(leaf, rounded) for leaf in samples.leaves]
         found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
     buffers = frozenset(moved_otherwise(moved, once))
     return Sensitivity(mean_difference(found, plain), buffers)
-
-
-@contextmanager
-def _rounded(
-    parameters: Iterable[torch.Tensor], rounded: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
-    """Within it float32 parameters are ``rounded``; autograd notices nothing."""
-    wide = [each.data for each in parameters if each.dtype is torch.float32]
-    kept = [each.to("cpu", copy=True) for each in wide]
-    try:
-        for each in wide:
-            each.copy_(rounded(each))
-        yield
-    finally:
-        for each, values in zip(wide, kept, strict=True):
-            each.copy_(values)
-
-
-def _if_wide(leaf: Any, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a float32 tensor rounded; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
-        return leaf
-    return rounded(leaf.detach()).requires_grad_(leaf.requires_grad)
-
-
-def _to_bf16(values: torch.Tensor) -> torch.Tensor:
-    """Return what bf16 holds of float32 values, in float32 again."""
-    return values.bfloat16().float()
-
-
-def _nudged(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 values each off by a part in four million, up or down: about two last bits."""
-    signs = pattern(values, 0, 0).sign_() if values.ndim else torch.ones_like(values)
-    return values * signs.mul_(2.0**-22).add_(1.0)
 
 
 def _shown(plan: Plan) -> Plan:
