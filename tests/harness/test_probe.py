@@ -977,3 +977,18 @@ def test_what_a_model_makes_of_the_last_bits_is_no_difference(seed: int, skewed:
         layout = find_layout(module, module, batch)
         assert [join.rule for join in layout.joins] == [Rule.CONCATENATE]
     assert torch.equal(module.line.weight, weights)
+
+
+def test_what_could_not_be_decided_is_looked_at_again() -> None:
+    """A first batch on which no gradient reaches the weights says nothing of the next one."""
+
+    class Squares(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    module = Squares(8, 3, bias=False)
+    root = HarnessRoot(module, Seams(Handler()), Calls(), lambda *args: False)
+    for zeros in (True, False):
+        x = torch.zeros(8, 8) if zeros else torch.randn(8, 8)
+        with pytest.raises(Refused, match="nothing can be proven") if zeros else nullcontext():
+            assert [join.rule for join in root.layout(Batch.of((x,), {})).joins] == [Rule.SAMPLES]

@@ -86,8 +86,10 @@ def find_layout(
             reasons.append(refusal)
     if not reasons:
         raise Refused("no tensor argument of the model shows a batch")
-    told = dict.fromkeys(str(reason) for reason in reasons[: 2 if doubted else 1])
-    raise Refused("; if the batch is the second dimension: ".join(told))
+    reasons = reasons[: 2 if doubted else 1]
+    told = dict.fromkeys(map(str, reasons))
+    kind = Undecided if any(isinstance(each, Undecided) for each in reasons) else Refused
+    raise kind("; if the batch is the second dimension: ".join(told))
 
 
 def _find_frugally(
