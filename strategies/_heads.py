@@ -45,15 +45,17 @@ def classes(model: nn.Module) -> int:
     return int(getattr(find_head(model), "out_features", 0))
 
 
-def share_of_logits(facts: Facts) -> float:
+def share_of_logits(facts: Facts) -> float | None:
     """Return about which part of the activations are a language model's logits, 0 to 1.
 
     The width of its blocks follows from its parameters: 12 times its square in each, and once for
-    every class (Kaplan et al., 2020).
+    every class (Kaplan et al., 2020). ``None`` where it has no blocks.
     """
-    root = next((root for root in facts.roots if root.classes >= WIDE and root.blocks), None)
+    root = next((root for root in facts.roots if root.classes >= WIDE), None)
     if root is None:
         return 0.0
+    if not root.blocks:
+        return None
     classes, blocks = root.classes, root.blocks
     width = (math.sqrt(classes**2 + 48 * blocks * root.parameters) - classes) / (24 * blocks)
     return LOGIT * classes / (LOGIT * classes + HIDDEN * width * blocks)

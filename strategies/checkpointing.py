@@ -85,7 +85,7 @@ class Checkpointing(Strategy):
 
     def leaves(self, level: str, facts: Facts) -> float:
         """The logits stay, whatever the blocks keep."""
-        logits = share_of_logits(facts)
+        logits = share_of_logits(facts) or 0.0
         return logits + (1.0 - logits) * self.level(level).keeps
 
     def describe(self, level: str) -> str:

@@ -49,7 +49,9 @@ class Loss(Strategy):
 
     def leaves(self, level: str, facts: Facts) -> float:
         """Chunks of logits are a tenth of them or less."""
-        return 1.0 if level == AS_IS else 1.0 - 0.9 * share_of_logits(facts)
+        logits = share_of_logits(facts)
+        known = level != AS_IS and logits is not None
+        return 1.0 - 0.9 * (logits or 0.0) if known else super().leaves(level, facts)
 
     def describe(self, level: str) -> str:
         """Return ``"chunked loss"``."""

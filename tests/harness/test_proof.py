@@ -399,3 +399,30 @@ def test_plans_that_run_out_in_one_call_are_each_shown_the_statistics_they_find(
     )
     reports = [event for event in launch(request) if isinstance(event, TrialReport)]
     assert [each.verdict for each in reports] == [Verdict.OUT_OF_MEMORY] * 3, reports
+
+
+class Fused(nn.Module):
+    """Needs more memory than there is where it is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            raise MemoryError("stands for the allocator's own error")
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def test_what_fits_when_compiled_alone_is_proven_so(calls: Calls) -> None:
+    torch.manual_seed(0)
+    module, x = Fused(), torch.randn(8, 8)
+    compiled = torch.compile(module, backend="aot_eager")
+    held = HarnessRoot(compiled, Seams(Bystander()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held.facts = describe(compiled, (x,), {})  # type: ignore[arg-type]
+    assert held.facts.compiled
+    assert prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))
+    with pytest.raises(MemoryError):
+        prove(held, Plan.of({"precision": "bf16"}), (x,), {}, Facts(world_size=2))

@@ -26,6 +26,8 @@ from autofit.worker.traces import NOISE
 THROUGH = 2.0
 """Times the tolerance of outputs that gradients may differ: their rounding went both ways. In bf16
 those of 24 blocks come to 8 % of those in float32."""
+NOISY = 10.0
+"""A gradient is noisy that the last bits of the weights change by this part of the noisiest."""
 PIECE = 1 << 24
 """Numbers compared at a time."""
 
@@ -266,25 +268,32 @@ class Comparison:
             return
         pieces = [each for each in found if each is not None]
         relative = differences(pieces, expected)
-        error = max(relative, default=0.0)
-        if error > THROUGH * self.tolerance and error > self._noise(layout, part, expected):
+        if max(relative, default=0.0) > THROUGH * self.tolerance:
             names = [*self.parameters, *("an argument" for _ in relative)]
-            most = names[relative.index(error)]
-            raise Refused(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
+            noise = self._noise(layout, part, expected)
+            off = [pair for pair in zip(relative, names, noise, strict=False) if pair[0] > pair[2]]
+            if off:
+                error, most, _ = max(off)
+                raise Refused(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
         if part is self.part and not any(bool(each.any()) for each in expected):
             raise Undecided("no gradient reaches the weights: nothing can be proven on it")
 
-    def _noise(self, layout: Layout, part: Batch, expected: Digest) -> float:
-        """Return how far gradients may be off in a model that makes much of the last bits.
+    def _noise(self, layout: Layout, part: Batch, expected: Digest) -> list[float]:
+        """Return how far each gradient may be off, more where a model makes much of last bits.
 
-        Nothing beside other ranks: they would not look, and the model may communicate.
+        As far as the noisiest where it is noisy itself: which entries change sides is chance. No
+        further beside other ranks: they would not look, and the model may communicate.
         """
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return 0.0
-        with weights_rounded(self.parameters.values(), nudged):
-            found = self._digest(layout, part, (0, self.size))
-        relative = differences([found], expected) if found is not None else []
-        return min(NOISE * max(relative, default=0.0), ORDER)
+        found = None
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            with weights_rounded(self.parameters.values(), nudged):
+                found = self._digest(layout, part, (0, self.size))
+        if found is None:
+            return [THROUGH * self.tolerance] * len(expected)
+        noise = differences([found], expected)
+        most = min(NOISE * max(noise), ORDER)
+        limits = [most if NOISY * each > max(noise) else 0.0 for each in noise]
+        return [max(limit, THROUGH * self.tolerance) for limit in limits]
 
     def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
         """Return the gradients of some samples' outputs; ``None`` where none has any."""

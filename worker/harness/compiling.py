@@ -55,7 +55,8 @@ def hides(root: nn.Module, modules: Iterable[nn.Module]) -> bool:
 
 def _compiled(module: nn.Module) -> bool:
     wraps = isinstance(getattr(module, "_orig_mod", None), nn.Module)
-    return wraps or module._compiled_call_impl is not None
+    own = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return wraps or own or module._compiled_call_impl is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -64,5 +65,4 @@ def is_compiled(module: nn.Module) -> bool:
         return False
     from accelerate.utils import has_compiled_regions
 
-    in_place = any(each._compiled_call_impl is not None for each in module.modules())
-    return in_place or has_compiled_regions(module)
+    return any(map(_compiled, module.modules())) or has_compiled_regions(module)

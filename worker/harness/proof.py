@@ -86,11 +86,30 @@ def prove(
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
-    as_it_is = uncompiled() if plan["compile"] == AS_IS else nullcontext()  # not for few samples
-    with as_it_is, silenced(root.module) if redraws else nullcontext():
-        told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
-        _prove(root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
+    told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
+    attempt = partial(_prove, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
+    with silenced(root.module) if redraws else nullcontext():
+        if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
+            _without_code(root, attempt, alone=facts.world_size == 1)
+        else:
+            attempt()
     return True
+
+
+def _without_code(root: HarnessRoot, attempt: Callable[[], None], *, alone: bool) -> None:
+    """Prove a plan without the code that the script has compiled, which is not for few samples.
+
+    With it where memory has no room otherwise: fused, it may need much less. Others would not.
+    """
+    try:
+        with uncompiled():
+            attempt()
+    except Exception as error:
+        if not alone or classify(error).kind is not Kind.OOM:
+            raise
+        clear_frames(error.__traceback__)  # they hold what did not fit
+        root.plainly.clear()
+        attempt()
 
 
 def remember(root: HarnessRoot, plan: Plan) -> None:

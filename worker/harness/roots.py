@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,6 +89,8 @@ class HarnessRoot:
         """A later batch that cannot be split runs in one piece; not where a plan is measured."""
         self.whole_fits = False
         """A call of it is known to fit as the script has it."""
+        self.proving: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Makes a context for what is tried out: memory may run out in it, and is asked less of."""
         self.standby: Standby | None = None
         """Rescues calls that run whole."""
         self.known = known or Known()
@@ -323,7 +325,7 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
-        with uncompiled():
+        with uncompiled(), self.proving():
             forward = ddp.quiet(self._lasts())
             return find_layout(
                 self.module,

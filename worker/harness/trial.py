@@ -71,8 +71,7 @@ class Trial(RankedSession):
         self._whole_fits = request.whole_fits
         self._schedule: Schedule | None = None
         self._stage: Stage | None = None
-        self.over = False
-        """The script has been told to end."""
+        self.over = False  # the script has been told to end
         self._tracer = Tracer()
         self._traced = 0  # the plan that is being traced
         self._measured: list[tuple[Plan, Measurement]] = []
@@ -277,6 +276,7 @@ class Trial(RankedSession):
         """Refuse a split that a later batch does not allow: its figures would be the whole's."""
         super().new_root(module)
         self.roots[-1].whole_at_worst = False
+        self.roots[-1].proving = self._refusals.left_out
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the present stage's plan."""
