@@ -26,8 +26,9 @@ from autofit.worker.traces import NOISE
 THROUGH = 2.0
 """Times the tolerance of outputs that gradients may differ: their rounding went both ways. In bf16
 those of 24 blocks come to 8 % of those in float32."""
-NOISY = 10.0
-"""A gradient is noisy that the last bits of the weights change by this part of the noisiest."""
+NOISY = 1e4
+"""A gradient is noisy that the last bits of weights change by one in so many of the noisiest: one
+below which no entry has changed sides this time may be off by as much another time."""
 PIECE = 1 << 24
 """Numbers compared at a time."""
 
