@@ -50,8 +50,9 @@ class Loss(Strategy):
     def leaves(self, level: str, facts: Facts) -> float:
         """Chunks of logits are a tenth of them or less."""
         logits = share_of_logits(facts)
-        known = level != AS_IS and logits is not None
-        return 1.0 - 0.9 * (logits or 0.0) if known else super().leaves(level, facts)
+        if level == AS_IS or logits is None:
+            return super().leaves(level, facts)
+        return 1.0 - 0.9 * logits
 
     def describe(self, level: str) -> str:
         """Return ``"chunked loss"``."""
