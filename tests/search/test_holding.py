@@ -6,7 +6,7 @@ Launches are played: what is decided between them is the controller's own, on a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +74,12 @@ def ends(ledger: Ledger, plan: Plan, found: Measurement | None, purpose: Purpose
     ledger.finish(trial, report, 0)
 
 
+def searched(ledger: Ledger, figures: Sequence[Measurement]) -> None:
+    """Enter what a search has measured of each of ``PLANS``."""
+    for plan, found in zip(PLANS, figures, strict=True):
+        ends(ledger, plan, found, Purpose.SEARCH)
+
+
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     """A study on a GPU, its time not limited."""
@@ -92,8 +98,7 @@ def figures(measurement: Callable[..., Measurement]) -> list[Measurement]:
 def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
     ledger: Ledger, figures: list[Measurement], measurement: Callable[..., Measurement]
 ) -> None:
-    for plan, found in zip(PLANS, figures, strict=True):
-        ends(ledger, plan, found, Purpose.SEARCH)
+    searched(ledger, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(ledger, {PLANS[0]: slow, PLANS[1]: figures[1]})
     assert search._holding().plan == PLANS[1]
@@ -106,8 +111,7 @@ def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
 def test_it_is_kept_where_nothing_else_fits_again(
     ledger: Ledger, figures: list[Measurement], measurement: Callable[..., Measurement]
 ) -> None:
-    for plan, found in zip(PLANS, figures, strict=True):
-        ends(ledger, plan, found, Purpose.SEARCH)
+    searched(ledger, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(ledger, dict.fromkeys(PLANS) | {PLANS[0]: slow})
     assert search._holding().plan == PLANS[0]
@@ -124,8 +128,7 @@ def test_plans_are_not_measured_again_without_end(
 ) -> None:
     if late:
         ledger.options = replace(ledger.options, timeout=0.0)
-    for plan, found in zip(PLANS, figures, strict=True):
-        ends(ledger, plan, found, Purpose.SEARCH)
+    searched(ledger, figures)
     slow = [tight(measurement(32, 4.0 + index, 5 * GIB)) for index in range(len(PLANS))]
     search = Played(ledger, dict(zip(PLANS, slow, strict=True)))
     kept = search._holding().plan
@@ -134,8 +137,7 @@ def test_plans_are_not_measured_again_without_end(
 
 
 def test_none_is_kept_where_none_fits_again(ledger: Ledger, figures: list[Measurement]) -> None:
-    for plan, found in zip(PLANS, figures, strict=True):
-        ends(ledger, plan, found, Purpose.SEARCH)
+    searched(ledger, figures)
     with pytest.raises(NothingFits, match="fitted again"):
         Played(ledger, dict.fromkeys(PLANS))._holding()
 
@@ -176,7 +178,6 @@ def test_a_loss_that_is_no_number_makes_nothing_slower(
 
     ledger.tell = listen
     diverged = [replace(each, losses=(math.nan,)) for each in figures]
-    for plan, found in zip(PLANS, diverged, strict=True):
-        ends(ledger, plan, found, Purpose.SEARCH)
+    searched(ledger, diverged)
     ends(ledger, PLANS[0], diverged[0], Purpose.CONFIRM)
     assert told == []
