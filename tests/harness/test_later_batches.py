@@ -93,3 +93,60 @@ def test_what_is_known_of_a_step_is_known_of_all_its_calls(tmp_path: Path) -> No
     heard = measured(tmp_path, ACCUMULATED, Plan())
     learned = [event.facts for event in heard if isinstance(event, Learned)]
     assert {(f.calls_per_step, f.effective_batch) for f in learned if f.stepped} == {(4, 16)}
+
+
+TRIED = """\
+import torch
+from torch import nn
+
+net = nn.Linear(8, 1)
+net(torch.randn(4, 8)).square().mean().backward()  # to write it down, as llm.c's script does
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(100):
+    optimizer.zero_grad()
+    for part in range(2):
+        (net(torch.randn(4, 8)).square().mean() / 2).backward()
+    optimizer.step()
+"""
+TWICE = """\
+import torch
+from torch import nn
+
+net = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(100):
+    for part in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+EVALUATED = """\
+import torch
+from torch import nn
+
+net, batch = nn.Linear(8, 1), torch.randn(4, 8)
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3, tolerance_grad=0, tolerance_change=0)
+def closure():
+    optimizer.zero_grad()
+    loss = net(batch).square().mean()
+    loss.backward()
+    return loss
+for step in range(100):
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "calls"),
+    [(TRIED, [2]), (TWICE, [1, 2]), (EVALUATED, [3])],
+    ids=["tried", "twice", "evaluated"],
+)
+def test_a_pass_whose_gradients_are_dropped_is_no_part_of_a_step(
+    tmp_path: Path, script: str, calls: list[int]
+) -> None:
+    """Unless each step has one: the second shows it."""
+    heard = measured(tmp_path, script, Plan())
+    learned = [event.facts for event in heard if isinstance(event, Learned)]
+    told = [f.calls_per_step for f in learned if f.stepped]
+    assert list(dict.fromkeys(told)) == calls
+    assert learned[-1].effective_batch == 4 * calls[-1]

@@ -53,8 +53,8 @@ class Handler(Protocol):
     def module_changes(self) -> None:
         """Notice that the script is about to set an attribute of a module."""
 
-    def zeroes(self) -> None:
-        """Notice that gradients are set to zero in place, and not dropped."""
+    def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
+        """Notice that ``owner``'s gradients are to be zero, or are dropped if not ``in_place``."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Notice that ``optimizer`` is about to step."""
@@ -222,8 +222,7 @@ class Seams:
 
     def _zero_grad(self, plain: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(owner: Any, set_to_none: bool = True) -> None:
-            if not set_to_none:
-                self.handler.zeroes()
+            self.handler.zeroes(owner, in_place=not set_to_none)
             plain(owner, set_to_none)
 
         return zero_grad

@@ -36,6 +36,7 @@ from autofit.worker.harness.proof import is_known, prove, remember
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.shown import Process
+from autofit.worker.harness.step_calls import StepCalls
 from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
 from autofit.worker.records import OutOfMemory
@@ -61,8 +62,8 @@ class Session:
         self.facts = Facts()
         self.phase = OUTSIDE
         """What the script was doing when it was last heard of; where an error came from."""
-        self.first_calls = 0
-        """Of the first root, in this step, where they are counted."""
+        self.step_calls = StepCalls()
+        """Where they are counted."""
         self.steps = 0
         """Optimizer steps of the leading optimizer: the first that stepped."""
         self.away: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -210,6 +211,7 @@ class Session:
             self._watched(run)
         self.reads.fresh = True
         self.phase = OUTSIDE
+        self.step_calls.backward_ended()
 
     def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Take the gradients of split roots where the script asks for some by itself."""
@@ -246,10 +248,12 @@ class Session:
         if PutOff.waiting:
             PutOff.hurry()
 
-    def zeroes(self) -> None:
-        """Learn that the script sets gradients to zero."""
-        if not self.facts.gradients_zeroed:
+    def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
+        """Learn that the script sets gradients to zero; calls may have been no part of a step."""
+        if in_place and not self.facts.gradients_zeroed:
             self._learn(gradients_zeroed=True)
+        if self.roots:
+            self.step_calls.dropped(owner, self.roots[0].module)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Notice that one parameter is about to step by itself, in backward."""
@@ -257,6 +261,7 @@ class Session:
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note where the script is."""
         PutOff.hurry()
+        self.step_calls.step_begins()
         self.reads.fresh = False
         self.phase = "optimizer step"
 
@@ -267,7 +272,7 @@ class Session:
         before = self.facts.optimizers if self.facts.stepped else ()
         if name not in before:
             optimizers = (*before, name)
-            calls = max(1, self.first_calls) if self.steps == 0 else self.facts.calls_per_step
+            calls = self.step_calls.taken if self.steps == 0 else self.facts.calls_per_step
             self._learn(
                 optimizers=optimizers,
                 stepped=True,
@@ -282,6 +287,7 @@ class Session:
         if self._quiet_steps == SETTLED:
             self.seams.stop_looking()
         self.boundary()
+        self.step_calls.step_ended()
 
     # --- inside ----------------------------------------------------------------------------
 

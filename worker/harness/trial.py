@@ -132,7 +132,7 @@ class Trial(RankedSession):
 
     def _is_fresh(self) -> bool:
         """Return whether the script is in the first call of its only root so far."""
-        first_call = self.first_calls <= 1 and self.phase == "forward"
+        first_call = self.step_calls.seen <= 1 and self.phase == "forward"
         return self.steps == 0 and len(self.roots) == 1 and first_call
 
     def _sizes(self, plan: Plan) -> Schedule:
@@ -396,7 +396,7 @@ class Trial(RankedSession):
         if self._schedule is None:
             self._schedule = self._plans()
             self._advance()
-        self.first_calls += root is self.roots[0]
+        self.step_calls.called(first=root is self.roots[0])
 
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a call, traced if it is in one of the first steps."""
@@ -439,7 +439,7 @@ class Trial(RankedSession):
         stage = self._stage
         if stage is not None:
             self._close_step(stage, time.perf_counter() - self._clock)
-        self._losses, self.first_calls, self._open = [], 0, 0
+        self._losses, self._open = [], 0
         self.seams.data_seconds = 0.0
         self._clock = time.perf_counter()
 
@@ -452,14 +452,14 @@ class Trial(RankedSession):
             seconds=seconds,
             wait=self.seams.data_seconds,
             losses=tuple(losses),
-            calls=self.first_calls,
+            calls=self.step_calls.taken,
             proven=self.proven(),
             compiled=self._compiled > compiled,
             shortage=stage.shortage,
         )
         seen = Seen.by_all(self.peers.agree("an optimizer step", own))
-        if self.steps == 1:
-            self._learn(calls_per_step=max(1, seen.calls))
+        if self.step_calls.learns(seen.calls, self.facts.calls_per_step):
+            self._learn(calls_per_step=seen.calls)
         step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
         settling = stage.settles(seen.proven or seen.compiled)
         stage.shortage = seen.shortage
