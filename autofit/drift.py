@@ -98,6 +98,11 @@ REDRAWN = Tolerance(
     row_length=math.inf,
 )
 """Of a step in which the model drew other random numbers: the size of things, and their sign."""
+CHAOTIC = replace(REDRAWN, loss=ROUNDED.loss, scale=0.6, length=0.6)
+"""Of lower precision's first step where rounding, whatever rounds, makes another direction of it.
+
+Then it is as if other numbers had been drawn. Seen: gradients 1.5, their norm 0.16 (ResNets).
+"""
 
 COARSE = 2.0**-12
 """Scripts that compute with larger rounding errors than this are compared as rounding plans."""
@@ -164,6 +169,8 @@ def _tolerance(number: int, rounding: bool, redrawn: bool, sensitivity: float) -
     if not rounding:
         return LATER if number else FIRST
     usual = ROUNDED_LATER if number else ROUNDED
+    if NOISE * sensitivity > MOST:
+        return REDRAWN if number else CHAOTIC
     more = min(max(1.0, NOISE * sensitivity / ROUNDED.gradients), MOST / ROUNDED.gradients)
     return replace(
         usual,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -19,6 +21,7 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.traces import MOST
 from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
@@ -308,16 +311,63 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def test_a_rank_does_not_look_for_itself(calls: Calls) -> None:
-    """The model may communicate in forward, and other ranks see no reason to look."""
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_rank_does_not_look_for_itself(calls: Calls, normalised: bool) -> None:
+    """The model may communicate in forward: all ranks look, or none, whatever each has found."""
     torch.manual_seed(0)
     module, images = Normalised(), torch.rand(16, 3, 8, 8)
     held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-    held.facts = describe(module, (images,), {})
+    held.facts = replace(describe(module, (images,), {}), batch_norm=normalised)
     facts = Facts(roots=(held.facts,), world_size=2)
-    with pytest.raises(Refused, match="the gradients differ"):
+    with nullcontext() if normalised else pytest.raises(Refused, match="the gradients differ"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, facts)
-    assert held.sensitivity is None
+    assert (held.sensitivity is not None) == normalised
+
+
+class Chaotic(nn.Module):
+    """A deep ResNet at random initialisation: rounding its weights makes another direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = ResNetConfig(depths=[3, 4, 6, 3], embedding_size=16, hidden_sizes=[32, 64, 64, 64])
+        config.num_labels = 10
+        self.model = ResNetForImageClassification(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(x).logits
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "level", "refused"),
+    [
+        (lambda y: y, "as_is", None),
+        (lambda y: y, "all", None),
+        (lambda y: y.flip(-1), "all", "the gradients differ from the plain model's by"),
+        (lambda y: 2 * y, "as_is", "the gradients differ from the plain model's in size"),
+    ],
+    ids=["bf16", "and checkpointing", "turned", "twice"],
+)
+def test_where_rounding_makes_another_direction_the_rest_is_proven_by_itself(
+    calls: Calls, otherwise: Callable[[torch.Tensor], torch.Tensor], level: str, refused: str | None
+) -> None:
+    """Turned, gradients have the same size: what of the plan is exact tells."""
+    module, images = Chaotic(), torch.rand(16, 3, 32, 32)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    plan = Plan.of({"precision": "bf16", "checkpointing": level})
+    undo = held.around_forward(lambda forward: lambda x: otherwise(forward(x)))
+    with pytest.raises(Refused, match=refused) if refused else nullcontext():
+        prove(held, plan, (images,), {}, Facts(roots=(held.facts,)))
+        assert held.plan == plan
+    undo()
+    assert held.sensitivity is not None
+    assert held.sensitivity.gradients > MOST
+    if not refused:
+        assert held.difference is not None
+        assert held.difference > MOST
+    held.take_back()
 
 
 class Steep(nn.Module):

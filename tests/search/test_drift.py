@@ -541,6 +541,27 @@ def test_other_draws_are_held_to_size_and_sign() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("found", "sensitivity", "said"),
+    [
+        (trace(table(7), table(8, 1e-3)), 0.5, None),
+        (trace(table(7), table(8, 1e-3)), 0.3, "the gradients differ by"),
+        (trace(times(table(7), 2.0), table(8, 1e-3)), 0.5, "the gradients are 2"),
+        (trace(table(7), table(8, 2e-3)), 0.5, "the parameters' change is"),
+        (trace(table(7), table(8, 1e-3), loss=3.0), 0.5, "the loss is 3 in step 1"),
+        (trace(times(GRADIENTS, -1.0)), 0.5, "the gradients differ by 2"),
+    ],
+)
+def test_where_rounding_makes_another_direction_sizes_are_compared(
+    found: Trace, sensitivity: float, said: str | None
+) -> None:
+    found = replace(found, sensitivity=sensitivity)
+    drifted = compare(found, trace(), ROUNDING, splits=False).drifted
+    assert (drifted is None) if said is None else said in str(drifted)
+    assert compare(found, trace(), EXACT, splits=False).drifted is not None
+
+
+@pytest.mark.quick
 def test_a_script_in_lower_precision_is_compared_as_such() -> None:
     near = trace(noisy(GRADIENTS, 0.05))
     assert compare(near, trace(epsilon=2.0**-8), EXACT, splits=False).drifted is None

@@ -7,6 +7,7 @@ the digest of the whole, and comparing two needs no second copy of the gradients
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +17,11 @@ from torch.autograd.graph import get_gradient_edge
 BUCKETS = 4093
 """A prime: in as many sums as a layer has inputs each would be over all of its outputs, and those
 of a gradient that a normalisation sent back add up to zero; what is left is rounding."""
+
+NOTABLE = 0.01
+"""Share of the norm of all gradients that a parameter's own has to have for its size to count."""
+ENTRIES = 64
+"""That a digest has to have for its norm to say something of it."""
 
 Digest = list[torch.Tensor]
 """One float64 vector a parameter, of at most ``BUCKETS`` entries."""
@@ -131,6 +137,26 @@ def mean_difference(found: Digest, expected: Digest) -> float:
         return 0.0 if square == 0.0 else float("inf")
     relative = (square / norm) ** 0.5
     return relative if relative == relative else float("inf")
+
+
+def largest_factor(found: Digest, expected: Digest) -> float:
+    """Return by how much norms differ: of all gradients together, or of a parameter that counts.
+
+    A factor, 1 or more: that of the larger to the smaller. ``inf`` where a gradient is lost, or is
+    not finite. A parameter counts whose gradient is a notable part of all: of too few entries, the
+    norm is chance where the direction is.
+    """
+    norms = [(float(a.norm()), float(b.norm())) for a, b in zip(found, expected, strict=True)]
+    together = math.hypot(*(mine for mine, _ in norms)), math.hypot(*(other for _, other in norms))
+    counting = [
+        pair
+        for pair, entries in zip(norms, expected, strict=True)
+        if pair[1] > NOTABLE * together[1] and len(entries) >= ENTRIES
+    ]
+    return max(
+        max(pair) / min(pair) if min(pair) > 0.0 and max(pair) < math.inf else math.inf
+        for pair in (together, *counting)
+    )
 
 
 def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:
