@@ -252,7 +252,7 @@ class Session:
         """Learn that the script sets gradients to zero; calls may have been no part of a step."""
         if in_place and not self.facts.gradients_zeroed:
             self._learn(gradients_zeroed=True)
-        if self.roots:
+        if self.roots and self.roots[0].alive:
             self.step_calls.dropped(owner, self.roots[0].module)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
