@@ -370,6 +370,21 @@ def test_where_rounding_makes_another_direction_the_rest_is_proven_by_itself(
     held.take_back()
 
 
+def test_how_noisy_a_model_is_is_found_of_the_weights_a_launch_begins_with(calls: Calls) -> None:
+    """What was proven of the plan where it had trained for a while says nothing of it."""
+    module, images = Chaotic(), torch.rand(16, 3, 32, 32)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    facts = Facts(roots=(held.facts,))
+    rounding = Plan.of({"precision": "bf16"})
+    assert not prove(held, PLAN, (images,), {}, facts, known=True)
+    assert prove(held, rounding, (images,), {}, facts, known=True)
+    assert held.sensitivity is not None
+    assert held.sensitivity.gradients > MOST
+    assert not prove(held, rounding, (images,), {}, facts, known=True)
+    held.take_back()
+
+
 class Steep(nn.Module):
     """Makes thousands of times more of a last bit: what hundreds of ReLUs under BatchNorm make."""
 
