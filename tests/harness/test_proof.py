@@ -311,17 +311,22 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_a_rank_does_not_look_for_itself(calls: Calls, normalised: bool) -> None:
-    """The model may communicate in forward: all ranks look, or none, whatever each has found."""
+@pytest.mark.parametrize("statistics", ["own", "shared", "none"])
+def test_a_rank_looks_for_itself_where_the_model_does_not_communicate(
+    calls: Calls, statistics: str
+) -> None:
+    """Other ranks may see no reason to: they would wait, or be waited for."""
     torch.manual_seed(0)
     module, images = Normalised(), torch.rand(16, 3, 8, 8)
+    if statistics == "shared":
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-    held.facts = replace(describe(module, (images,), {}), batch_norm=normalised)
+    held.facts = replace(describe(module, (images,), {}), batch_norm=statistics != "none")
     facts = Facts(roots=(held.facts,), world_size=2)
-    with nullcontext() if normalised else pytest.raises(Refused, match="the gradients differ"):
+    looks = statistics == "own"
+    with nullcontext() if looks else pytest.raises(Refused, match="the gradients differ"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, facts)
-    assert (held.sensitivity is not None) == normalised
+    assert (held.sensitivity is not None) == looks
 
 
 class Chaotic(nn.Module):

@@ -15,6 +15,7 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
+from torch import nn
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
@@ -321,10 +322,11 @@ def _compare(
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
     otherwise = moved_otherwise(moved, once)
-    alone = facts.world_size == 1  # others would not look, and the model may communicate
+    alone = facts.world_size == 1
     doubtful = error > ROUNDING / 2 or bool(otherwise)
-    if not alone:  # all look, or none
-        doubtful = _normalised(root) and not is_sharded(root.module)
+    if not alone:  # others may see no reason to look: none does where the model communicates
+        synchronised = any(isinstance(m, nn.SyncBatchNorm) for m in root.module.modules())
+        doubtful = _normalised(root) and not (synchronised or is_sharded(root.module))
     if rounding and doubtful and root.sensitivity is None:
         root.sensitivity = _sensitivity(root, applied, batch, to_bf16)
     most, noise = MOST, root.sensitivity if rounding else None
