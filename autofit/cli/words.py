@@ -85,13 +85,14 @@ def allowed(allow: str) -> str:
 
 def script_line(script: Script, facts: Facts) -> str:
     """Return the line that says what the script trains, as far as it is known."""
-    steps = facts.effective_batch
+    samples = facts.effective_batch
+    known = facts.stepped or facts.calls_per_step > 1  # else memory ran out in the first of some
     doubted = any(root.batch_doubted for root in facts.roots[:1])
     sure = "if the first dimension is the batch" if doubted else "(from the script)"
     parts = [
         *(_root(root, times) for root, times in Counter(facts.roots).items()),
         *dict.fromkeys(facts.optimizers),
-        *([f"{many(steps, 'sample')} a step {sure}"] if steps else []),
+        *([f"{many(samples, 'sample')} a {'step' if known else 'call'} {sure}"] if samples else []),
     ]
     return f"{script.target}: {', '.join(parts) or 'nothing known yet'}"
 

@@ -76,6 +76,15 @@ def test_samples_that_may_be_time_are_told_as_such(facts: Facts) -> None:
     assert line.endswith("16 samples a step if the first dimension is the batch")
 
 
+def test_before_a_step_its_samples_are_not_known(facts: Facts) -> None:
+    """Memory may have run out in the first of several calls."""
+    script = Script(target="lm.py", cwd="/project")
+    first = replace(facts, calls_per_step=1, stepped=False)
+    assert words.script_line(script, first).endswith("8 samples a call (from the script)")
+    stepped = words.script_line(script, replace(first, stepped=True))
+    assert stepped.endswith("8 samples a step (from the script)")
+
+
 def test_levels_left_out_for_one_reason_share_a_line() -> None:
     reasons = (
         ("precision", "tf32", "no tensor cores"),

@@ -149,6 +149,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, Callable[..., to
         (4,),
         lambda out, y: functional.cross_entropy(out.transpose(1, 2), y),
     ),
+    "the target first": ((3, 1), None, lambda out, y: nn.MSELoss()(y, out.squeeze(-1))),
     "squared": ((3, 1), None, lambda out, y: functional.mse_loss(out.squeeze(-1), y)),
     "squeezed": ((1, 3, 1), None, lambda out, y: functional.l1_loss(out.squeeze(), y)),
     "huber": ((3, 1), None, lambda out, y: nn.HuberLoss()(out.view(out.size(0), -1), y)),

@@ -359,6 +359,8 @@ def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | No
     except TypeError:  # as the function itself will say
         return None
     output, target = given.pop("input"), given.pop("target")
+    if func in means.OF_DISTANCES and isinstance(target, Awaited):
+        output, target = target, output
     if not isinstance(output, Awaited) or _hold((target, given), Awaited):
         return None
     if not isinstance(target, torch.Tensor) or target.requires_grad or not target.ndim:

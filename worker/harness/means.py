@@ -18,15 +18,18 @@ from autofit.worker.harness.joining import Join, Rule
 
 OF_CLASSES: set[Callable[..., Any]] = {functional.cross_entropy, functional.nll_loss}
 """Of scores, ``(rows, classes, ...)``, and the number of a class for each row and place."""
-OF_ELEMENTS: set[Callable[..., Any]] = {
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.cross_entropy,
+OF_DISTANCES: set[Callable[..., Any]] = {
     functional.huber_loss,
-    functional.kl_div,
     functional.l1_loss,
     functional.mse_loss,
     functional.smooth_l1_loss,
+}
+"""Of two tensors of one shape, in either order: scripts pass the target first as well."""
+OF_ELEMENTS: set[Callable[..., Any]] = OF_DISTANCES | {
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.cross_entropy,
+    functional.kl_div,
 }
 """Of two tensors of one shape; for cross-entropy the second holds the odds of each class."""
 LOSSES = OF_CLASSES | OF_ELEMENTS
