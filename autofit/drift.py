@@ -103,6 +103,8 @@ CHAOTIC = replace(REDRAWN, loss=ROUNDED.loss, scale=0.6, length=0.6)
 
 Then it is as if other numbers had been drawn. Seen: gradients 1.5, their norm 0.16 (ResNets).
 """
+CHAOTIC_LATER = replace(CHAOTIC, loss=REDRAWN.loss, scale=REDRAWN.scale, length=REDRAWN.length)
+"""The same, after the first step."""
 
 COARSE = 2.0**-12
 """Scripts that compute with larger rounding errors than this are compared as rounding plans."""
@@ -143,6 +145,7 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
     reference splits the batch, so that a model that draws draws otherwise.
     """
     rounding = fidelity >= Fidelity.ROUNDING or expected.epsilon > COARSE
+    chaotic = fidelity >= Fidelity.ROUNDING and NOISE * found.sensitivity > MOST
     compared = 0
     try:
         if total(pairs(found.start, expected.start, expected.buckets)).relative > SAME_START:
@@ -152,7 +155,7 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
             raise _Drift("the optimizers step other parameters")
         for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=False)):
             redrawn = (ours.drew or theirs.drew) and (splits or rounding)
-            tolerance = _tolerance(number, rounding, redrawn, found.sensitivity)
+            tolerance = _tolerance(number, rounding, redrawn, chaotic, found.sensitivity)
             _Step(number, found, expected, ours, theirs, tolerance, rounding).check()
             compared += 1
     except _Drift as drift:
@@ -162,15 +165,17 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
     return Comparison(steps=compared)
 
 
-def _tolerance(number: int, rounding: bool, redrawn: bool, sensitivity: float) -> Tolerance:
+def _tolerance(
+    number: int, rounding: bool, redrawn: bool, chaotic: bool, sensitivity: float
+) -> Tolerance:
     """Return what may differ; ``sensitivity``: what rounding once does to the gradients."""
     if redrawn:
         return REDRAWN
     if not rounding:
         return LATER if number else FIRST
     usual = ROUNDED_LATER if number else ROUNDED
-    if NOISE * sensitivity > MOST:
-        return REDRAWN if number else CHAOTIC
+    if chaotic:
+        return CHAOTIC_LATER if number else CHAOTIC
     more = min(max(1.0, NOISE * sensitivity / ROUNDED.gradients), MOST / ROUNDED.gradients)
     return replace(
         usual,

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.worker.harness.digest import differences, digest, fold
+from autofit.worker.harness.digest import (
+    BUCKETS,
+    Digest,
+    differences,
+    digest,
+    fold,
+    largest_factor,
+)
 from autofit.worker.harness.fixed_draws import fixed_draws
 
 pytestmark = pytest.mark.quick
@@ -49,3 +56,29 @@ def test_a_gradient_that_adds_up_to_zero_along_a_dimension_is_seen(
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     gradient -= gradient.mean(dim, keepdim=True)
     assert float(fold(gradient).norm() / gradient.norm()) == pytest.approx(1.0, abs=0.05)
+
+
+def sums(*parameters: tuple[float, int]) -> Digest:
+    """Of gradients with that norm, and so many entries."""
+    return [
+        torch.full((entries,), norm / entries**0.5, dtype=torch.float64)
+        for norm, entries in parameters
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "factor"),
+    [
+        (sums((1.0, BUCKETS), (1.0, 8)), sums((1.0, BUCKETS), (1.0, 8)), 1.0),
+        (sums((1.5, BUCKETS), (1.0, 100)), sums((1.0, BUCKETS), (1.0, 100)), 1.5),
+        (sums((1.0, BUCKETS), (0.5, 100)), sums((1.0, BUCKETS), (1.0, 100)), 2.0),
+        (sums((10.0, BUCKETS), (3.0, 8)), sums((10.0, BUCKETS), (1.0, 8)), 1.04),
+        (sums((1.0, BUCKETS), (0.0, 8)), sums((1.0, BUCKETS), (1.0, 8)), float("inf")),
+        (sums((1.0, BUCKETS), (0.0, 8)), sums((1.0, BUCKETS), (1e-3, 8)), 1.0),
+        (sums((1.0, BUCKETS), (1.0, 8)), sums((1.0, BUCKETS), (float("nan"), 8)), float("inf")),
+        (sums((1.0, BUCKETS), (float("nan"), 8)), sums((1.0, BUCKETS), (1.0, 8)), float("inf")),
+    ],
+)
+def test_how_far_sizes_are_apart(found: Digest, expected: Digest, factor: float) -> None:
+    """Of a few entries only whether they are lost; of next to nothing, not that."""
+    assert largest_factor(found, expected) == pytest.approx(factor, rel=0.01)

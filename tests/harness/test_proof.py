@@ -16,8 +16,8 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.facts import describe
-from autofit.worker.harness.proof import ROUNDING, prove, remember
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.proof import ROUNDING, is_known, prove, remember
+from autofit.worker.harness.roots import HarnessRoot, Sensitivity
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
@@ -380,13 +380,35 @@ def test_how_noisy_a_model_is_is_found_of_the_weights_a_launch_begins_with(calls
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
     held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
     held.facts = describe(module, (images,), {})
-    facts = Facts(roots=(held.facts,))
-    rounding = Plan.of({"precision": "bf16"})
-    assert not prove(held, PLAN, (images,), {}, facts, known=True)
+    facts, rounding = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
+    held.sensitivity = Sensitivity(0.2, frozenset())
+    remember(held, rounding)  # as of an earlier launch
+    assert prove(held, PLAN, (images,), {}, facts)
+    assert is_known(held, rounding)
     assert prove(held, rounding, (images,), {}, facts, known=True)
-    assert held.sensitivity is not None
     assert held.sensitivity.gradients > MOST
     assert not prove(held, rounding, (images,), {}, facts, known=True)
+    held.take_back()
+
+
+class Counted(Chaotic):
+    """Moves its statistics twice in lower precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            with torch.no_grad():
+                super().forward(x)
+        return super().forward(x)
+
+
+def test_statistics_that_move_twice_are_refused_where_all_else_is_chance(calls: Calls) -> None:
+    module, images = Counted(), torch.rand(16, 3, 32, 32)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held.facts = describe(module, (images,), {})
+    with pytest.raises(Refused, match="would not change as it does"):
+        prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
+    assert held.sensitivity is not None
+    assert held.sensitivity.gradients > MOST
     held.take_back()
 
 

@@ -142,21 +142,21 @@ def mean_difference(found: Digest, expected: Digest) -> float:
 def largest_factor(found: Digest, expected: Digest) -> float:
     """Return by how much norms differ: of all gradients together, or of a parameter that counts.
 
-    A factor, 1 or more: that of the larger to the smaller. ``inf`` where a gradient is lost, or is
-    not finite. A parameter counts whose gradient is a notable part of all: of too few entries, the
-    norm is chance where the direction is.
+    A factor, 1 or more: that of the larger to the smaller. A parameter counts whose gradient is a
+    notable part of all: lost it is ``inf``, and so is what is not finite; of few entries no more is
+    looked at, since the norm is chance where the direction is.
     """
     norms = [(float(a.norm()), float(b.norm())) for a, b in zip(found, expected, strict=True)]
     together = math.hypot(*(mine for mine, _ in norms)), math.hypot(*(other for _, other in norms))
+    if not all(map(math.isfinite, together)):
+        return math.inf
     counting = [
-        pair
-        for pair, entries in zip(norms, expected, strict=True)
-        if pair[1] > NOTABLE * together[1] and len(entries) >= ENTRIES
+        (mine, other)
+        for (mine, other), entries in zip(norms, expected, strict=True)
+        if other > NOTABLE * together[1] and (len(entries) >= ENTRIES or mine == 0.0)
     ]
-    return max(
-        max(pair) / min(pair) if min(pair) > 0.0 and max(pair) < math.inf else math.inf
-        for pair in (together, *counting)
-    )
+    pairs = [sorted(pair) for pair in (together, *counting)]
+    return max(large / small if small else math.inf for small, large in pairs)
 
 
 def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:

@@ -109,6 +109,9 @@ SMALL = 1 << 22
 """Of buffers with no more elements the values are compared; of larger ones the versions, which
 batch statistics leave as they are, and compiled code does not."""
 
+FAR = 1.75
+"""Times as far as it would that a buffer may move where all else is chance; twice is 1.9."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -125,15 +128,19 @@ class Change:
         old = before.double()
         return cls(tensor.detach().double() - old, old.norm(), versions)
 
-    def is_like(self, other: Change, noise: float = 0.0) -> bool:
+    def is_like(self, other: Change, noise: float | None = 0.0) -> bool:
         """Return whether both are one, as far as rounding to bf16 lets that be seen.
 
-        ``noise``: the relative difference that it makes where that is known to be more. What
-        settles as it moves, a power iteration, shows in its versions that it moved twice.
+        ``noise``: the relative difference that it makes where that is known to be more; ``None``
+        where only how far each moved tells. What settles as it moves, a power iteration, shows in
+        its versions that it moved twice.
         """
         apart = (self.by - other.by).norm()
         if self.versions > other.versions > 0 and bool(apart > other.size / 10**5):
             return False
+        if noise is None:
+            short, long = sorted((float(self.by.norm()), float(other.by.norm())))
+            return long <= FAR * short + float(other.size) / 100
         return not bool(apart > other.by.norm() * max(0.1, noise) + other.size / 100)
 
 
@@ -181,7 +188,7 @@ class Moves:
 
 
 def moved_otherwise(
-    found: dict[str, Any], expected: dict[str, Any], noise: float = 0.0
+    found: dict[str, Any], expected: dict[str, Any], noise: float | None = 0.0
 ) -> list[str]:
     """Return what moved in another way: buffers more often, attributes to something else.
 

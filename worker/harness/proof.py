@@ -87,17 +87,20 @@ def prove(
 ) -> bool:
     """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold.
 
-    ``known``: it does, as far as it depends on no size, nor on how noisy the gradients are that
-    the first weights of a launch have. Returns whether it was proven.
+    ``known``: it does, as far as it depends on no size, nor on how noisy gradients are: that is
+    found in each launch, of the weights it begins with. Returns whether it was proven.
     """
     root.difference = None
     shown = _shown(plan)
-    noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING and not root.proofs
-    known = known and not noisy and not any(strategy.sized for strategy, _ in shown)
+    noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING
+    known = known and not any(strategy.sized for strategy, _ in shown)
+    known = known and (root.noise_sought or not noisy)
     if shown.neutral or shown.fidelity(facts) is Fidelity.RECIPE or known:
         root.apply(plan)
         return False
     root.proofs += 1
+    if noisy:  # what was found of other weights may be less
+        root.noise_sought, root.sensitivity = True, None
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
@@ -146,23 +149,22 @@ def _prove(
     root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
     """Apply ``plan`` and compare; ``call``: how it differs from the script's own."""
-    unsized, directed = plan.unsized, True
+    unsized = plan.unsized
     root.take_back()
     try:
         if _shown(unsized).neutral:
             root.apply(unsized)
         else:
             expected, found = _beside_plain(root, unsized, batch, call)
-            directed = _compare(root, unsized, facts, found, expected, batch)
-        if unsized != plan:
-            # Beside the rest of the plan, which has just been proven.
-            some = _samples(batch, _chunk(plan, batch))
-            expected = _applied(root, some)
-            root.apply(plan)
-            found = _gradients(root, root.forward, some)
-            directed &= _compare(root, plan, facts, found, expected, batch)
-        if not directed:
-            _prove_exact(root, plan, batch, facts, call=call)
+            if not _compare(root, unsized, facts, found, expected, batch):
+                _prove_exact(root, unsized, batch, facts, call=call)
+        if unsized == plan:
+            return
+        # Beside the rest of the plan, which has just been proven.
+        some = _samples(batch, _chunk(plan, batch))
+        expected = _applied(root, some)
+        root.apply(plan)
+        _compare(root, plan, facts, _gradients(root, root.forward, some), expected, batch)
     except RuntimeError as failure:
         if "use_reentrant" not in str(failure):
             raise
@@ -174,6 +176,7 @@ def _prove_exact(
     root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
     """Prove what of ``plan`` does not round, by itself: beside the rest it has shown nothing."""
+    facts = _as_cast(root, facts)
     levels = {s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING}
     difference = root.difference
     _prove(root, Plan.of(levels), batch, facts, call=call)
@@ -309,7 +312,8 @@ def _compare(
     """Raise ``Refused`` unless gradients and model change as closely as ``applied`` allows.
 
     ``batch``: the call it is shown on. Returns whether the gradients' direction was compared: where
-    rounding makes another one of it, whatever rounds, only their sizes tell.
+    rounding makes another one of it, whatever rounds, only their sizes tell. ``False`` on all ranks
+    alike where it may be so on one.
     """
     plan = _shown(applied)
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
@@ -317,7 +321,7 @@ def _compare(
     (found, moved), (gradients, once) = under, expected
     dtypes = (p.dtype for p in root.module.parameters() if p.is_floating_point())
     exact = tolerance(dtypes, casts=root.casts)
-    facts = replace(facts, autocast=facts.autocast or root.casts)
+    facts = _as_cast(root, facts)
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
@@ -337,12 +341,12 @@ def _compare(
     chaos = rounding and noise is not None and NOISE * noise.gradients > MOST
     if noise is not None:
         allowed = max(allowed, min(NOISE * noise.gradients, most))
-        far = moved_otherwise(moved, once, SIZE if chaos else MOST)
+        far = moved_otherwise(moved, once, None if chaos else MOST)
         otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
     if otherwise:
         raise Refused(f"the model's {otherwise[0]} would not change as it does", blamed)
     if error <= allowed:
-        return True
+        return alone or not (rounding and doubtful)
     figures = f"by {error:.1e}, {allowed:.1e} allowed"
     if chaos:
         factor = largest_factor(found, gradients)
@@ -350,6 +354,11 @@ def _compare(
             return False
         figures = f"in size, {factor:.2g} times, {SIZE} allowed"
     raise Refused(f"the gradients differ from the plain model's {figures}", blamed)
+
+
+def _as_cast(root: HarnessRoot, facts: Facts) -> Facts:
+    """Return ``facts`` of a script that enters autocast if the root does."""
+    return replace(facts, autocast=facts.autocast or root.casts)
 
 
 def _sensitivity(

@@ -79,6 +79,8 @@ class HarnessRoot:
         """Of the gradients under the plan from the plain ones, when that was proven last."""
         self.sensitivity: Sensitivity | None = None
         """What rounding to bf16 does, where a proof has looked."""
+        self.noise_sought = False
+        """A plan that rounds was proven of the weights that the launch has begun with, or later."""
         self.proofs = 0
         """How often something was proven of it: that takes time and memory of its own."""
         self.plan = Plan()
