@@ -172,6 +172,12 @@ def _prove(
         raise Refused(REENTRANT) from None
 
 
+def _communicates(module: nn.Module) -> bool:
+    """Return whether the ranks are known to meet in a forward of ``module``."""
+    shared = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+    return shared or is_sharded(module)
+
+
 def _prove_exact(
     root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
@@ -329,8 +335,7 @@ def _compare(
     alone = facts.world_size == 1
     doubtful = error > ROUNDING / 2 or bool(otherwise)
     if not alone:  # others may see no reason to look: none does where the model communicates
-        synchronised = any(isinstance(m, nn.SyncBatchNorm) for m in root.module.modules())
-        doubtful = _normalised(root) and not (synchronised or is_sharded(root.module))
+        doubtful = _normalised(root) and not _communicates(root.module)
     if rounding and doubtful and root.sensitivity is None:
         root.sensitivity = _sensitivity(root, applied, batch, to_bf16)
     most, noise = MOST, root.sensitivity if rounding else None

@@ -63,7 +63,7 @@ class Session:
         self.phase = OUTSIDE
         """What the script was doing when it was last heard of; where an error came from."""
         self.step_calls = StepCalls()
-        """Where they are counted."""
+        """Of the first root; only a trial counts them."""
         self.steps = 0
         """Optimizer steps of the leading optimizer: the first that stepped."""
         self.away: Callable[[], AbstractContextManager[None]] = nullcontext
