@@ -163,7 +163,7 @@ class CostModel:
         short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))
         whole = np.full(len(plans), self._batch)
         rest = self._peak(memory, design, np.zeros(len(plans)))
-        slope = self._peak(memory, design, np.ones(len(plans))) - rest
+        slope = np.maximum(self._peak(memory, design, np.ones(len(plans))) - rest, 1.0)
         most = np.array([rules.most(plan, self._finished) for plan in plans])
         room = (self._budget / short - rest) / slope
         largest = np.floor(np.clip(room, 0.0, np.minimum(most, self._batch - 1)))

@@ -85,16 +85,23 @@ def allowed(allow: str) -> str:
 
 def script_line(script: Script, facts: Facts) -> str:
     """Return the line that says what the script trains, as far as it is known."""
-    samples = facts.effective_batch
-    known = facts.stepped or facts.calls_per_step > 1  # else memory ran out in the first of some
-    doubted = any(root.batch_doubted for root in facts.roots[:1])
-    sure = "if the first dimension is the batch" if doubted else "(from the script)"
     parts = [
         *(_root(root, times) for root, times in Counter(facts.roots).items()),
         *dict.fromkeys(facts.optimizers),
-        *([f"{many(samples, 'sample')} a {'step' if known else 'call'} {sure}"] if samples else []),
+        *([samples] if (samples := _samples(facts)) else []),
     ]
     return f"{script.target}: {', '.join(parts) or 'nothing known yet'}"
+
+
+def _samples(facts: Facts) -> str:
+    """Return what rates in samples count; nothing before it is known."""
+    samples = facts.effective_batch
+    if samples is None:
+        return "a step counted as one sample, as no argument shows a batch" if facts.stepped else ""
+    known = facts.stepped or facts.calls_per_step > 1  # else memory ran out in the first of some
+    doubted = any(root.batch_doubted for root in facts.roots[:1])
+    sure = "if the first dimension is the batch" if doubted else "(from the script)"
+    return f"{many(samples, 'sample')} a {'step' if known else 'call'} {sure}"
 
 
 def _root(root: RootFacts, times: int) -> str:

@@ -85,6 +85,15 @@ def test_before_a_step_its_samples_are_not_known(facts: Facts) -> None:
     assert stepped.endswith("8 samples a step (from the script)")
 
 
+def test_without_a_batch_rates_count_steps(facts: Facts) -> None:
+    """A model that takes an object of the script's own shows no tensor with samples."""
+    script = Script(target="graphs.py", cwd="/project")
+    unknown = replace(facts, roots=(replace(facts.roots[0], batch=None),), stepped=False)
+    assert "sample" not in words.script_line(script, unknown)
+    line = words.script_line(script, replace(unknown, stepped=True))
+    assert line.endswith("a step counted as one sample, as no argument shows a batch")
+
+
 def test_levels_left_out_for_one_reason_share_a_line() -> None:
     reasons = (
         ("precision", "tf32", "no tensor cores"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.joining import Batch, Rule
@@ -104,6 +108,30 @@ def test_a_batch_that_shows_more_is_proven_once_too(process: Process) -> None:
     again = process.root(Net())
     assert proofs(again, batch(classes=3)) > 0, "classes that none before it had"
     assert proofs(process.root(Net()), batch(classes=3)) == 0
+
+
+class InPlace(Net):
+    """Changes its arguments, for which its batches are not split."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5), target)
+
+
+def test_a_refusal_is_remembered_and_its_batch_is_not(process: Process) -> None:
+    """The frames of the error hold the arguments, and what a model may have put into them."""
+    gc.collect()
+    gc.disable()
+    try:
+        root = process.root(InPlace())
+        for _ in range(2):
+            with suppress(Refused):
+                root.layout(of := batch())
+                pytest.fail("it can be split")
+            held = weakref.ref(of.leaves[0])
+            del of
+            assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("other", ["width", "place", "mode", "attribute", "arguments"])

@@ -89,6 +89,17 @@ while True:
     optimizer.step()
 """
 
+PAIR = 'model({"x": x, "y": x})'
+FILLS = """\
+def forward(self, pair):
+        for key in ("x", "y"):
+            pair[key + "'"] = self.encode(pair[key])
+        return pair["x'"] + pair["y'"]
+
+    def encode(self, x):
+        for"""
+"""Puts what it computes into its arguments, in place."""
+
 NEUTRAL, HALF = Plan(), Plan.of({"precision": "bf16"})
 ALL = Plan.of({"checkpointing": "all"})
 
@@ -226,6 +237,19 @@ def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_nex
     assert reports(heard) == [(0, NEUTRAL, Verdict.OUT_OF_MEMORY), (1, ALL, Verdict.MEASURED)]
     assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False]
     assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+
+
+def test_a_refused_plan_leaves_nothing_in_memory(talk: Talk, tmp_path: Path) -> None:
+    """Neither the call that ran out before it, nor what the model put into its arguments."""
+    many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(1024")
+    paired = many.replace("def forward(self, x):\n        for", FILLS).replace("model(x)", PAIR)
+    (tmp_path / "train.py").write_text(paired)
+    split = ALL.replace(micro_batch="auto")
+    heard = talk("", split, ALL, harness=HARNESS, budget=70 << 20)  # as it is: twice 40 MiB
+    found = [Verdict.OUT_OF_MEMORY, Verdict.REFUSED, Verdict.MEASURED]
+    assert [verdict for *_, verdict in reports(heard)] == found
+    alone = talk("", first=ALL, harness=HARNESS)
+    assert figures(heard)[0].peak_device == pytest.approx(figures(alone)[0].peak_device, rel=0.02)
 
 
 def test_parts_that_do_not_fit_give_way_within_the_call(talk: Talk, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class _Proven:
     """What the batches showed on which the layout was proven."""
     ranges: dict[int, Range] = field(default_factory=dict)
     """The whole numbers seen in arguments that have one for each sample."""
-    refused: dict[Traits, Refused] = field(default_factory=dict)
+    refused: dict[Traits, str] = field(default_factory=dict)
     """What further traits did to the promise."""
     key: Key = ()
     """By which a later launch knows it; none where a plan has replaced modules."""
@@ -129,7 +129,7 @@ class Layouts:
         try:
             layout = self._find(batch, gradients)
         except Refused as refusal:
-            return _Proven(refusal)
+            return _Proven(type(refusal)(str(refusal)))  # that one's frames hold the batch
         proven = _Proven(layout, key=key)
         if layout.fits(batch):
             proven.traits, proven.ranges = _traits(batch, layout)
@@ -148,13 +148,13 @@ class Layouts:
         if not further and all(wider[i] == proven.ranges.get(i) for i in wider):
             return layout
         if further in proven.refused:
-            raise Refused(str(proven.refused[further]))
+            raise Refused(proven.refused[further])
         try:
             proven.layout = self._find_again(batch, gradients)
         except Undecided:
             return layout
         except Refused as refusal:
-            proven.refused[further] = refusal
+            proven.refused[further] = str(refusal)
             raise
         proven.traits |= traits
         proven.ranges |= wider

@@ -83,7 +83,8 @@ def find_layout(
             probe = _Probe(module, forward, batch, gradients)
             return _find_frugally(probe, layout, leanly, narrowly)
         except Refused as refusal:
-            reasons.append(refusal)
+            reasons.append(type(refusal)(str(refusal)))
+            clear_frames(refusal.__traceback__)  # they hold the batch, and some of them the error
     if not reasons:
         raise Refused("no tensor argument of the model shows a batch")
     reasons = reasons[: 2 if doubted else 1]

@@ -191,8 +191,8 @@ class Trial(RankedSession):
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
         yield stage
-        if stage.refusal is not None:
-            raise stage.refusal
+        if stage.refusal is not None:  # anew: that one's frames hold the batch, this one the stage
+            raise Refused(str(stage.refusal), stage.refusal.strategy)
         if stage.shortage is not None:
             self._shortage = tighter(self._shortage, stage.shortage)
             return None
