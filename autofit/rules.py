@@ -170,15 +170,16 @@ def _raised_by_script(traceback: str, script: Script) -> bool:
 def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[str, str] | None:
     """Return the strategy and level that a trial rules out by its end, if it is one.
 
-    The one blamed, the only one, or the only one besides a plan whose training was compared with
-    the reference's and found to be the same.
+    The one blamed, the only one, or the only one besides a plan that was measured; where training
+    drifted, one whose own was compared with the reference's and found to be the same.
     """
     plan = report.plan.searched
     if report.blamed is not None:
         return report.blamed, plan[report.blamed]
     changed = set(plan.changes)
-    if report.verdict is Verdict.DRIFTED:
-        good = (trial for trial in finished if _compared(trial))
+    if report.verdict in (Verdict.DRIFTED, Verdict.PLAN_FAILED):
+        drifted = report.verdict is Verdict.DRIFTED
+        good = (trial for trial in finished if _went_well(trial, compared=drifted))
         suspects = [changed - set(trial.plan.searched.changes) for trial in good]
         changed = min(suspects, key=len, default=changed) or changed
     # What is in every plan, in the place of ``as_is``, is suspected last.
@@ -202,9 +203,9 @@ def tainted(plan: Plan, drifted: Iterable[TrialReport], finished: Sequence[Trial
     return False
 
 
-def _compared(trial: TrialRecord) -> bool:
+def _went_well(trial: TrialRecord, *, compared: bool) -> bool:
     first = trial.report is not None and trial.report.index == 0
-    return first and trial.verdict is Verdict.MEASURED
+    return trial.verdict is Verdict.MEASURED and (first or not compared)
 
 
 def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:

@@ -360,6 +360,16 @@ def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:
     assert culprit(report(both.replace(optimizer="fused"))) is None
 
 
+def test_what_a_plan_that_went_well_lacks_is_the_culprit_of_one_that_failed(ended: Ended) -> None:
+    well = ended(BF16, 4, verdict=Verdict.MEASURED)
+    short = ended(HALF, 4, verdict=Verdict.OUT_OF_MEMORY)
+    failed = TrialReport(
+        index=3, plan=BF16.replace(checkpointing="half"), verdict=Verdict.PLAN_FAILED
+    )
+    assert culprit(failed, [short, well]) == ("checkpointing", "half")
+    assert culprit(failed, [short]) is None
+
+
 def test_what_made_one_plan_drift_is_not_tried_in_another(ended: Ended) -> None:
     both = BF16.replace(checkpointing="half", micro_batch="4")
 

@@ -72,12 +72,13 @@ class Conduct:
         if isinstance(error, NotTakenBack):
             error = error.error
         culprit = None
+        index = self._session.index if self._session is not None else 0
         held = self._held()
         where = program.place(error)
         if self._session is not None:
             from autofit.worker.harness.session import blamed
 
-            culprit = blamed(error.__traceback__)
+            culprit = blamed(error.__traceback__, self._plan(index))
         short = self._meter.short()
         found = oom.classify(error)
         starved = found.kind is oom.Kind.OOM or (short and found.kind is oom.Kind.SUSPECT)
@@ -85,7 +86,6 @@ class Conduct:
             self._session.too_large(error)
         program.strip_our_frames(error)
         text = _printed(error)
-        index = self._session.index if self._session is not None else 0
         if isinstance(error, Refused):
             report = TrialReport(
                 index=index,

@@ -474,9 +474,12 @@ class Session:
         )
 
 
-def blamed(traceback: TracebackType | None) -> str | None:
-    """Return the strategy in whose file the error was raised, if it was in one."""
-    modules = {type(strategy).__module__: strategy.name for strategy in strategies.REGISTRY}
+def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
+    """Return the strategy of ``plan`` in whose file the error was raised, if it was in one.
+
+    They call one another's functions; one that is not in the plan is not at fault.
+    """
+    modules = {type(strategy).__module__: strategy.name for strategy, _ in plan}
     found = None
     while traceback is not None:
         found = modules.get(traceback.tb_frame.f_globals.get("__name__", ""), found)
