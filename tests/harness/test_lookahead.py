@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autofit.worker.harness.lookahead import AHEAD, GLANCE, SameBatches
+from autofit.worker.harness.lookahead import AHEAD, GLANCE, KEPT, SameBatches
 
 pytestmark = pytest.mark.quick
 
@@ -94,3 +95,19 @@ def test_no_more_than_a_fixed_number_is_read_ahead() -> None:
     next(loader)
     assert data.read == AHEAD
     assert sum(1 for _ in loader) == 499
+
+
+def test_what_is_read_ahead_and_not_given_is_not_kept() -> None:
+    """On a CPU it is taken for the plan's: 32 batches of sound are more than a small model."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        batch = torch.cat(rows)
+        alive.add(batch)
+        return batch
+
+    data: Any = Counted(500)
+    loader: Iterator[torch.Tensor] = iter(DataLoader(data, batch_size=1, collate_fn=collate))
+    for _ in range(AHEAD + 4):
+        next(loader)
+        assert len(alive) <= KEPT + 1

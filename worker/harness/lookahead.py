@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ GLANCE = 4
 AHEAD = 32
 """Batches read where sizes differ."""
 MOST_BYTES = 1 << 30
-"""No more is read ahead than fits in so much host memory."""
+"""No more than so much is read ahead."""
 KEPT = 8
-"""Batches in the selection."""
+"""Batches in the selection; of the others only how many they are is kept."""
 
 Next = Callable[[Any], Any]
 
@@ -40,6 +40,7 @@ class _Ahead:
     """What one iterator has been read ahead."""
 
     batches: deque[Any] = field(default_factory=deque)
+    """``None`` where those of a selection are given in their place."""
     ended: bool = False
 
     def next(self, plain: Next, iterator: Any) -> Any:
@@ -77,7 +78,7 @@ class SameBatches:
         if data not in self._selected:
             self._seen.append(iterator._dataset)
             ahead = self._ahead[iterator] = _Ahead()
-            self._selected[data] = _select(_read(ahead, plain, iterator))
+            self._selected[data] = _read(ahead, plain, iterator)
         batch = self._ahead.get(iterator, _NOTHING).next(plain, iterator)
         selected = self._selected[data]
         if selected is None:
@@ -91,29 +92,31 @@ class SameBatches:
 _NOTHING = _Ahead()
 
 
-def _read(ahead: _Ahead, plain: Next, iterator: Any) -> list[Any]:
-    """Read ahead as far as it is worth it; return what was read."""
+def _read(ahead: _Ahead, plain: Next, iterator: Any) -> list[Any] | None:
+    """Read ahead as far as it is worth it; return the largest batch and some others.
+
+    ``None`` where all are of one size: they come as they are.
+    """
     sizes: list[int] = []
+    first: list[Any] = []
+    largest = None
     while len(sizes) < AHEAD and sum(sizes) < MOST_BYTES:
         if len(sizes) == GLANCE and len(set(sizes)) == 1:
             break
         try:
-            ahead.batches.append(plain(iterator))
+            batch = plain(iterator)
         except StopIteration:
             ahead.ended = True
             break
-        sizes.append(size(ahead.batches[-1]))
-    return list(ahead.batches)
-
-
-def _select(batches: list[Any]) -> list[Any] | None:
-    """Return the largest batch and some others; ``None`` where all are of one size."""
-    sizes = [size(batch) for batch in batches]
-    if len(set(sizes[:-1])) < 2 and sizes[-1:] <= sizes[:1]:  # the last of an epoch may be short
-        return None
-    largest = max(range(len(sizes)), key=sizes.__getitem__)
-    others = [batch for index, batch in enumerate(batches) if index != largest]
-    return copy.deepcopy([batches[largest], *others[: KEPT - 1]])
+        if size(batch) > max(sizes, default=-1):
+            largest = batch
+        if len(first) < KEPT:
+            first.append(batch)
+        sizes.append(size(batch))
+    differ = len(set(sizes[:-1])) > 1 or sizes[-1:] > sizes[:1]  # the last of an epoch may be short
+    ahead.batches.extend(repeat(None, len(sizes)) if differ else first)
+    others = [batch for batch in first if batch is not largest]
+    return [largest, *others[: KEPT - 1]] if differ else None
 
 
 def size(batch: Any) -> int:
