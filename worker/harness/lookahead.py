@@ -108,11 +108,11 @@ def _read(ahead: _Ahead, plain: Next, iterator: Any) -> list[Any] | None:
         except StopIteration:
             ahead.ended = True
             break
-        if size(batch) > max(sizes, default=-1):
+        sizes.append(size(batch))
+        if sizes[-1] > max(sizes[:-1], default=-1):
             largest = batch
         if len(first) < KEPT:
             first.append(batch)
-        sizes.append(size(batch))
     differ = len(set(sizes[:-1])) > 1 or sizes[-1:] > sizes[:1]  # the last of an epoch may be short
     ahead.batches.extend(repeat(None, len(sizes)) if differ else first)
     others = [batch for batch in first if batch is not largest]
