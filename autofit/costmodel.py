@@ -10,7 +10,7 @@ Both follow a structure that is known beforehand, so that a few trials are enoug
 twice where only one chunk's graph is kept; ``overhead`` is the launching of kernels, for which
 small chunks wait. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
 plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
-own: ``Strategy.leaves`` and ``Level.slowdown`` until trials say otherwise. One chunk frees
+own: ``Strategy.leaves`` and ``Strategy.takes`` until trials say otherwise. One chunk frees
 activations while gradients come; it holds the larger of the two.
 
 The logarithms of all factors are fitted at once (least squares, each pulled towards its prior);
@@ -122,7 +122,7 @@ class CostModel:
         context = context_of(budget, cuda=cuda)
         slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
         keeps = [np.log(strategy.leaves(level.name, facts)) for strategy, level in EFFECTS]
-        slowdowns = [np.log(level.slowdown) for _, level in EFFECTS]
+        slowdowns = [np.log(strategy.takes(level.name, facts)) for strategy, level in EFFECTS]
         launches = [float(effect) for effect in slowdowns * KERNELS]
         first = points[0] if points else None
         seconds = first.seconds if first else 1.0

@@ -1,4 +1,4 @@
-"""What each level of the catalogue is worth: alone, and in its usual company, on three works.
+"""What each level of the catalogue is worth: alone, and in its usual company, on several works.
 
     python benchmarks/strategies.py [--work vit ...] [--strategy NAME ...] [--alone no]
     python benchmarks/strategies.py --page      # writes docs/strategies.md from what was measured
@@ -34,6 +34,9 @@ from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, Traced, TrialReport, Verdict
 from autofit.worker.traces import Trace
 
+UNET = Work("unet", "../tests/gpu/unet.py", ("--steps", "4000"), ())
+ALL = (*WORKS, UNET)
+"""The examples, and a network of convolutions, which they are not."""
 PAGE = HERE.parent / "docs" / "strategies.md"
 STEPS = 6
 """Measured of each plan."""
@@ -242,7 +245,7 @@ def page(document: dict[str, Any]) -> str:
         "",
         f"Written by `python benchmarks/strategies.py --page`; measured on one {where}.",
         "",
-        *(f"- `{work.name}`: `{work.script} {' '.join(work.arguments)}`" for work in WORKS),
+        *(f"- `{work.name}`: `{work.script} {' '.join(work.arguments)}`" for work in ALL),
         *(f"- `{work}` for `{name}`: `{' '.join(own)}` too" for (work, name), own in OWN.items()),
         "",
         INTRODUCTION.rstrip(),
@@ -306,7 +309,7 @@ def _shown(figure: float | None, form: str) -> str:
 def main() -> None:
     """Measure what was asked for, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", action="append", choices=[work.name for work in WORKS])
+    parser.add_argument("--work", action="append", choices=[work.name for work in ALL])
     parser.add_argument("--strategy", action="append", choices=strategies.NAMES)
     parser.add_argument("--alone", choices=("yes", "no"), default="yes")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -316,7 +319,7 @@ def main() -> None:
         PAGE.write_text(page(json.loads((arguments.out / "strategies.json").read_text())))
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for work in WORKS:
+    for work in ALL:
         if not arguments.work or work.name in arguments.work:
             alone = arguments.alone == "yes"
             found: dict[tuple[str, ...], list[Trial]] = {}

@@ -16,6 +16,7 @@ from autofit.strategies.data_loading import DataLoading
 from autofit.strategies.facts import Facts, Hardware, RootFacts
 from autofit.strategies.gradient_release import GradientRelease
 from autofit.strategies.loss import Loss
+from autofit.strategies.memory_format import MemoryFormat
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.optimizer_offload import OptimizerOffload
@@ -41,6 +42,7 @@ REGISTRY: tuple[Strategy, ...] = (
     SequenceLength(),
     MicroBatch(),
     Padding(),
+    MemoryFormat(),
     Compile(),
     Allocator(),
     DataLoading(),

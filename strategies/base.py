@@ -327,6 +327,10 @@ class Strategy(ABC):
         """Return the share that ``level`` is expected to leave of what it lowers in this script."""
         return self.level(level).keeps
 
+    def takes(self, level: str, facts: Facts) -> float:
+        """Return the step time expected of ``level`` in this script, against ``as_is``."""
+        return self.level(level).slowdown
+
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Return what ``level`` may change, given what is known of the script."""
         return self.level(level).fidelity

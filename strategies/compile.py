@@ -9,6 +9,7 @@ from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies._heads import WIDE
 from autofit.strategies.base import (
     AS_IS,
     ByHand,
@@ -84,6 +85,15 @@ class Compile(Strategy):
         ),
     )
 
+    def takes(self, level: str, facts: Facts) -> float:
+        """The whole model has more to fuse than its blocks: the layout of pictures, wide logits."""
+        if level == "full":
+            if any(root.convolves for root in facts.roots):
+                return 0.55
+            if any(root.classes >= WIDE for root in facts.roots):
+                return 0.78
+        return super().takes(level, facts)
+
     def describe(self, level: str) -> str:
         """Return ``"regional compile"``."""
         return f"{level} compile"
@@ -92,8 +102,7 @@ class Compile(Strategy):
         """Exact in float32; rounding where the script itself computes in less."""
         if level == AS_IS or facts is None:
             return self.level(level).fidelity
-        halves = {root.dtype for root in facts.roots} - {"float32", "float64"}
-        return Fidelity.ROUNDING if facts.autocast or halves else Fidelity.EXACT
+        return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """It needs a GPU that Triton knows, and a compiler beside it."""

@@ -50,6 +50,8 @@ class RootFacts:
     """How many such blocks."""
     classes: int = 0
     """Outputs of its head: the widest linear layer outside the blocks; 0 where there is none."""
+    convolutions: int = 0
+    """Convolutions of pictures that it has, in two dimensions or three."""
     padding: float = 0.0
     """Share of the first batch's tokens after the last that a sample's mask or labels name."""
     transformers: bool = False
@@ -64,6 +66,11 @@ class RootFacts:
     """The script has switched activation checkpointing on by itself."""
     compiled: bool = False
     """The script has compiled it by itself."""
+
+    @property
+    def convolves(self) -> bool:
+        """Whether it is a network of convolutions: a transformer has one, to cut its pictures."""
+        return self.convolutions > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +110,12 @@ class Facts:
     def called(self) -> bool:
         """Whether the script has called a module with gradients."""
         return any(root.called for root in self.roots)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the script itself computes in less than float32."""
+        halves = {root.dtype for root in self.roots} - {"float32", "float64"}
+        return self.autocast or bool(halves)
 
     @property
     def batch(self) -> int | None:

@@ -62,8 +62,7 @@ class Loss(Strategy):
         """Exact in float32; in less, gradients of chunks are added up in more."""
         if level == AS_IS or facts is None:
             return self.level(level).fidelity
-        halves = {root.dtype for root in facts.roots} - {"float32", "float64"}
-        return Fidelity.ROUNDING if facts.autocast or halves else Fidelity.EXACT
+        return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It needs a wide head that is called by itself, and a loss that is not scaled."""

@@ -273,6 +273,23 @@ for batch in DataLoader(Slow(), batch_size=16, shuffle=True):
     optimizer.step()
 """
 
+PICTURES = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+layers = [nn.Conv2d(3, 16, 3, padding=1)]
+for _ in range(4):
+    layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+model = nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(200):
+    optimizer.zero_grad()
+    model(torch.randn(32, 3, 32, 32)).square().mean().backward()
+    optimizer.step()
+"""
+
 WORKS = [
     Work(picked=("checkpointing", "third"), script=of_blocks(64, WAITING), share=0.95),
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
@@ -294,6 +311,7 @@ WORKS = [
     ),
     Work(picked=("padding", "trimmed"), script=PADDED, share=1.2),
     Work(picked=("data_loading", "workers"), script=SLOW_DATA, share=3.0),
+    Work(picked=("memory_format", "channels_last"), script=PICTURES, share=1.2),
     Work(
         picked=("adapters", "lora"),
         script=LAYERS.replace("SAMPLES", "8"),

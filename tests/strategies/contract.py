@@ -66,7 +66,14 @@ HARDWARE = (
     Hardware(device="cuda", name="New", total_bytes=80 << 30, capability=(9, 0)),
 )
 _ROOT = RootFacts(
-    name="Model", parameters=9, parameter_bytes=36, trainable=9, dtype="float32", batch=8, blocks=2
+    name="Model",
+    parameters=9,
+    parameter_bytes=36,
+    trainable=9,
+    dtype="float32",
+    batch=8,
+    blocks=2,
+    convolutions=2,
 )
 FACTS = (
     Facts(),

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies._heads import classes
 from autofit.strategies._masters import type_of
+from autofit.strategies._pictures import convolutions
 from autofit.strategies._tokens import padded
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
@@ -69,6 +70,7 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         block_class=kinds.most_common(1)[0][0] if kinds else None,
         blocks=len(blocks),
         classes=classes(module),
+        convolutions=sum(convolutions(module).values()),
         padding=padded(kwargs),
         transformers=has_own_switch(module),
         attention=getattr(getattr(module, "config", None), "_attn_implementation", None),

@@ -108,5 +108,6 @@ class RankedSession(Session):
 
     def leave_unless_agreed(self, refusal: Refused) -> None:
         """Let a refusal end the launch that the other ranks know nothing of: they go on."""
-        if not self.peers.alone and refusal is not self._agreed:
+        agreed, self._agreed = self._agreed, None  # its frames hold the batch
+        if not self.peers.alone and refusal is not agreed:
             raise refusal

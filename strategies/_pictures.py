@@ -1,0 +1,56 @@
+"""Lays pictures out in memory with the channels of a pixel side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from autofit.strategies.base import Forward
+
+CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
+    4: (nn.Conv2d, nn.ConvTranspose2d),
+    5: (nn.Conv3d, nn.ConvTranspose3d),
+}
+"""Dimensions of what they take, of a batch."""
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Dimensions to the layout."""
+
+
+def convolutions(model: nn.Module) -> dict[int, int]:
+    """Return how many convolutions of pictures ``model`` has, by the dimensions of a batch."""
+    modules = list(model.modules())
+    return {
+        ndim: sum(isinstance(each, kinds) for each in modules)
+        for ndim, kinds in CONVOLUTIONS.items()
+    }
+
+
+def around(forward: Forward, ndims: Collection[int]) -> Forward:
+    """Return ``forward`` with pictures of ``ndims`` dimensions laid out so, while it trains.
+
+    Those that come out are laid out as they are where nobody has asked for anything.
+    """
+
+    def pictures(leaf: Any) -> bool:
+        plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+        return plain and leaf.ndim in ndims and leaf.is_floating_point()
+
+    def last(leaf: Any) -> Any:
+        return leaf.contiguous(memory_format=LAST[leaf.ndim]) if pictures(leaf) else leaf
+
+    def first(leaf: Any) -> Any:
+        if pictures(leaf) and leaf.is_contiguous(memory_format=LAST[leaf.ndim]):
+            return leaf.contiguous()
+        return leaf
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args, kwargs = tree_map(last, (args, kwargs))
+        return tree_map(first, forward(*args, **kwargs))
+
+    return call

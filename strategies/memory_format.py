@@ -1,0 +1,83 @@
+"""Pictures in memory pixel by pixel, which is how a GPU's convolutions want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
+from autofit.strategies.compile import WHOLE
+from autofit.strategies.facts import Facts
+
+OTHERWISE = "view size is not compatible with input tensor's size and stride"
+
+
+class MemoryFormat(Strategy):
+    """The root's pictures come in channels last (NHWC in memory, still NCHW to whoever indexes).
+
+    Tensor cores want the channels of a pixel side by side; of pictures laid out otherwise cuDNN
+    makes copies around each convolution. A convolution answers in the layout that it was given, and
+    so do normalisation, activation and pooling, so converting what goes into the model is enough.
+    Its weights stay as they are, hence so does what the script saves: those copies are small.
+
+    What comes out is laid out as the script knows it, and so is all of evaluation.
+    """
+
+    name = "memory_format"
+    summary = "pictures laid out as a GPU's convolutions want them (channels last)"
+    source = "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(
+            name="channels_last",
+            summary="the channels of a pixel side by side",
+            slowdown=0.6,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"channels last"``."""
+        return level.replace("_", " ")
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Exact in float32; in less, what a sum is rounded to depends on its order."""
+        exact = level == AS_IS or facts is None or not facts.rounds
+        return Fidelity.EXACT if exact else Fidelity.ROUNDING
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It needs convolutions that no compiler lays out."""
+        if level == AS_IS or not facts.roots:
+            return None
+        if any(root.compiled for root in facts.roots):
+            return "the script compiles its model: the compiler lays its convolutions out"
+        if not any(root.convolves for root in facts.roots):
+            return "the model is no network of convolutions"
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """The compiler lays out what it has in one graph."""
+        if level != AS_IS and levels.get("compile") in WHOLE:
+            return "in one graph the compiler lays the convolutions out, and better"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell a ``view`` of a picture, which is another one's when its pixels lie otherwise."""
+        if isinstance(error, RuntimeError) and OTHERWISE in str(error):
+            return "the script takes a view() of a picture that only reshape() can take here"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Convert the model, as is usual, and what goes into it."""
+        return ByHand(
+            prepare="model.to(memory_format=torch.channels_last)\n"
+            "# and each batch: pictures = pictures.to(memory_format=torch.channels_last)"
+        )
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Convert what goes into a root that convolves, and what comes out of it."""
+        if level == AS_IS:
+            return None
+        from autofit.strategies._pictures import around, convolutions
+
+        ndims = [ndim for ndim, count in convolutions(root.module).items() if count]
+        return root.around_forward(lambda forward: around(forward, ndims)) if ndims else None
