@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit.strategies.base import Forward
 
@@ -32,25 +32,28 @@ def convolutions(model: nn.Module) -> dict[int, int]:
 def around(forward: Forward, ndims: Collection[int]) -> Forward:
     """Return ``forward`` with pictures of ``ndims`` dimensions laid out so, while it trains.
 
-    Those that come out are laid out as they are where nobody has asked for anything.
+    Of its arguments those that are pictures themselves: a list that it is given stays the script's.
+    Pictures that come out are laid out as they are where nobody has asked for anything.
     """
 
-    def pictures(leaf: Any) -> bool:
+    def picture(leaf: Any) -> bool:
         plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
         return plain and leaf.ndim in ndims and leaf.is_floating_point()
 
     def last(leaf: Any) -> Any:
-        return leaf.contiguous(memory_format=LAST[leaf.ndim]) if pictures(leaf) else leaf
+        return leaf.contiguous(memory_format=LAST[leaf.ndim]) if picture(leaf) else leaf
 
-    def first(leaf: Any) -> Any:
-        if pictures(leaf) and leaf.is_contiguous(memory_format=LAST[leaf.ndim]):
-            return leaf.contiguous()
-        return leaf
+    def turned(leaf: Any) -> bool:
+        if not picture(leaf) or leaf.is_contiguous():
+            return False
+        return bool(leaf.is_contiguous(memory_format=LAST[leaf.ndim]))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = tree_map(last, (args, kwargs))
-        return tree_map(first, forward(*args, **kwargs))
+        output = forward(*map(last, args), **{name: last(each) for name, each in kwargs.items()})
+        if not any(map(turned, tree_leaves(output))):
+            return output
+        return tree_map(lambda leaf: leaf.contiguous() if turned(leaf) else leaf, output)
 
     return call

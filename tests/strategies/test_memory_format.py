@@ -139,25 +139,30 @@ def test_it_stands_beside_others(
 
 
 def test_it_takes_nothing_for_a_picture_that_is_none(held: Callable[..., HarnessRoot]) -> None:
-    """Frames that the model itself makes pictures of, masks, and scores of one pixel."""
+    """Frames that the model itself makes pictures of, masks, lists, and scores of one pixel."""
 
     class Frames(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = net()
 
-        def forward(self, frames: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        def forward(
+            self, frames: torch.Tensor, mask: torch.Tensor, features: list[torch.Tensor]
+        ) -> dict[str, torch.Tensor]:
             assert frames.is_contiguous()
             assert mask.is_contiguous()
             after = self.inner(frames.view(-1, *frames.shape[2:]))
+            features.append(after)
             return {"scores": after.mean((2, 3), keepdim=True) * mask.sum()}
 
     frames = torch.randn(2, 3, 3, 9, 9, dtype=torch.float64)
     mask = torch.ones(2, 3, 9, 9, dtype=torch.bool)
     module = Frames()
     root = held(module)
-    scores = root.call((frames,), {"mask": mask})["scores"]
+    features: list[torch.Tensor] = []
+    scores = root.call((frames, mask, features), {})["scores"]
     assert scores.is_contiguous()
+    assert len(features) == 1
 
 
 def test_a_transformer_is_left_alone(held: Callable[..., HarnessRoot]) -> None:
