@@ -41,7 +41,12 @@ def around(forward: Forward, ndims: Collection[int]) -> Forward:
         return plain and leaf.ndim in ndims and leaf.is_floating_point()
 
     def last(leaf: Any) -> Any:
-        return leaf.contiguous(memory_format=LAST[leaf.ndim]) if picture(leaf) else leaf
+        if not picture(leaf):
+            return leaf
+        form = LAST[leaf.ndim]
+        if leaf.is_contiguous() and leaf.is_contiguous(memory_format=form):
+            return leaf.clone(memory_format=form)  # one channel or one pixel: only strides tell
+        return leaf.contiguous(memory_format=form)
 
     def turned(leaf: Any) -> bool:
         if not picture(leaf) or leaf.is_contiguous():

@@ -36,10 +36,10 @@ class Block(nn.Module):
         return after
 
 
-def net(convolution: Any = nn.Conv2d, width: int = 8) -> nn.Module:
+def net(convolution: Any = nn.Conv2d, channels: int = 3, stem: Any = None) -> nn.Module:
     torch.manual_seed(0)
-    blocks = (Block(convolution, width) for _ in range(3))
-    stem, head = convolution(3, width, 3), convolution(width, 4, 1)
+    blocks = (Block(convolution, 8) for _ in range(3))
+    stem, head = (stem or convolution)(channels, 8, 3), convolution(8, 4, 1)
     return nn.Sequential(stem, nn.Sequential(*blocks), head).double()
 
 
@@ -71,7 +71,7 @@ def layouts(module: nn.Module) -> list[bool]:
 
     def look(each: nn.Module, args: tuple[torch.Tensor]) -> None:
         form = torch.channels_last if args[0].ndim == 4 else torch.channels_last_3d
-        found.append(args[0].is_contiguous(memory_format=form))
+        found.append(args[0].stride() == torch.empty(args[0].shape).to(memory_format=form).stride())
 
     for each in module.modules():
         if isinstance(each, nn.modules.conv._ConvNd):
@@ -86,14 +86,19 @@ def gradients(module: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize(
-    ("convolution", "shape"),
-    [(nn.Conv2d, (4, 3, 9, 9)), (nn.Conv3d, (2, 3, 6, 6, 6))],
-    ids=["pictures", "volumes"],
+    ("module", "shape"),
+    [
+        (net(), (4, 3, 9, 9)),
+        (net(channels=1), (4, 1, 9, 9)),
+        (net(stem=nn.ConvTranspose2d), (4, 3, 1, 1)),
+        (net(nn.Conv3d), (2, 3, 6, 6, 6)),
+    ],
+    ids=["pictures", "gray", "of a vector", "volumes"],
 )
 def test_the_model_sees_it_and_the_script_does_not(
-    held: Callable[..., HarnessRoot], convolution: Any, shape: tuple[int, ...]
+    held: Callable[..., HarnessRoot], module: nn.Module, shape: tuple[int, ...]
 ) -> None:
-    module, x = net(convolution), torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
     expected = gradients(module, module, x)
     root, seen = held(module), layouts(module)
     found = gradients(module, lambda x: root.call((x,), {}), x)
