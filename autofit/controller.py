@@ -13,7 +13,8 @@ from typing import Self
 from autofit import endings
 from autofit import study as studies
 from autofit.asked import SearchOptions
-from autofit.exceptions import NothingFits, ScriptError, WorkerError
+from autofit.confirming import Confirming
+from autofit.exceptions import ScriptError, WorkerError
 from autofit.flight import MOMENT, Doubt, Flight, Flights, in_turn
 from autofit.ledger import Ledger
 from autofit.muster import muster
@@ -29,7 +30,7 @@ from autofit.progress import (
     TrialStarted,
 )
 from autofit.proposing import Proposer
-from autofit.results import kept, result_of
+from autofit.results import result_of
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
 from autofit.worker.records import (
     Answer,
@@ -57,8 +58,6 @@ BREAKS = 3 * (AGAIN + 1)
 """Workers a slot lost on end, with no plan heard out in between, at which a search gives up."""
 LATE_STEPS = 50
 """Steps the neutral plan must survive where it is not known at which step a plan failed."""
-FINALISTS = 3
-"""Plans that get a chance to hold in a fresh process."""
 
 
 def search(options: SearchOptions, listener: Listener = lambda notice: None) -> Result:
@@ -115,10 +114,11 @@ class Search:
             asked = self._options.timeout if ledger.late() else None
             endings.give_up(ledger.finished(), ledger.study.budget, asked)
         self._proposer.tell_limit()
-        self._confirm()
+        last = Confirming(ledger, self._proposer, self._again, self._crew.slots)
+        last.confirm()
         while self._proposer.wants_launch():  # what was ruled out or slower may have hidden others
             self._drive(self._proposer.next)
-            self._confirm()
+            last.confirm()
         self._proposer.tell_limit()
         ledger.keep_seconds()
         result = result_of(self._store, self._store.study(ledger.study.id), self._options.horizon)
@@ -448,35 +448,6 @@ class Search:
         self._ledger.finish(doubt.trial, judged or doubt.report, slot)
 
     # --- ending ----------------------------------------------------------------------------
-
-    def _confirm(self) -> None:
-        """Measure the winner again in a fresh process, and what may take its place."""
-        ledger = self._ledger
-        if self._crew.slots > 1 and not ledger.late():  # side by side; else one decides on the next
-            self._again(*ledger.finalists(ledger.ranked()[0], min(self._crew.slots, FINALISTS)))
-        for plan in ledger.finalists(self._holding(), FINALISTS)[1:]:
-            if not ledger.late() and not ledger.confirmations(plan):
-                self._again(plan)
-        if ledger.overtaken():
-            self._again(Plan())
-
-    def _holding(self) -> TrialRecord:
-        """Return the fastest trial whose plan fits in a fresh process too."""
-        tried, ledger = 0, self._ledger
-        while tried < FINALISTS:
-            left = [t for t in ledger.standing() if not ledger.failed(kept(t))]
-            some = any(ledger.held(kept(trial)) for trial in left)
-            if not left or ledger.held(kept(left[0])) or (some and ledger.late()):
-                break
-            plan = kept(left[0])
-            self._again(plan)  # it may be slower than the next by itself
-            tried += not ledger.confirmations(plan, Verdict.DRIFTED)
-            if not ledger.held(plan):
-                ledger.say(endings.did_not_hold(plan, ledger.confirmations(plan)))
-        held = [trial for trial in ledger.standing() if ledger.held(kept(trial))]
-        if not held:
-            raise NothingFits("no plan that fitted in the search fitted again in a fresh process")
-        return held[0]
 
     def _again(self, *plans: Plan) -> None:
         """Measure plans in fresh processes; once more where that was none of their doing."""

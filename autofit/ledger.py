@@ -122,6 +122,10 @@ class Ledger:
         """Return whether a plan fitted when it was measured again."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))
 
+    def fitted_again(self) -> list[TrialRecord]:
+        """Return the trials in which plans fitted when they were measured again."""
+        return [trial for trial in self._again() if fits(trial, self.study.budget)]
+
     def _slower(self) -> set[Plan]:
         """Return the plans that memory made slower when they were measured again."""
         return {kept(before) for before, after in self._as_they_were() if after is not before}

@@ -12,7 +12,8 @@ from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
-from autofit.results import ranked
+from autofit.results import kept, ranked
+from autofit.retreat import Ground, rungs_below
 from autofit.rules import dominated, tainted, waits
 from autofit.space import Reason, Space, order_of_retreat, space
 from autofit.static import certain_bytes
@@ -78,6 +79,24 @@ class Proposer:
         """Return whether there is a plan to measure in a new launch."""
         found = self._next(None, fresh=False)
         return choose(found) is not None if isinstance(found, Situation) else found is not None
+
+    def rung(self) -> Plan | None:
+        """Return the next rung below the fastest plan; ``None`` after the last.
+
+        For when none of those that fitted did so again in a fresh process.
+        """
+        study, ledger = self._ledger.study, self._ledger
+        unused = (name for name, levels in self._space().levels if len(levels) == 1)
+        ground = Ground(
+            hardware=self._hardware,
+            allow=ledger.options.allow,
+            facts=study.facts or Facts(),
+            trials=ledger.finished(),
+            budget=study.budget,
+            refused=frozenset(unused),
+        )
+        rungs = (r for trial in ledger.standing()[:1] for r in rungs_below(kept(trial), ground))
+        return next((rung for rung in rungs if not ledger.confirmations(rung)), None)
 
     def _next(self, fixed: Plan | None, *, fresh: bool) -> Plan | Situation | None:
         """Return the plan to measure next, or of what it is to be chosen."""

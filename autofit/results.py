@@ -78,12 +78,18 @@ def winning(
 ) -> TrialRecord | None:
     """Return the trial to keep: of those measured again, else the fastest that fits and stands.
 
-    Of those that are as fast as the fastest within ``TIE``, the one that needs least memory.
+    Of those that are as fast as the fastest within ``TIE``, the one that needs least memory. None
+    that did not fit when it was measured again.
     """
-    again = [t for t in trials if t.purpose is Purpose.CONFIRM and fits(t, budget)]
-    fastest = max((_speed(trial, horizon) for trial in again), default=0.0)
+    confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
+    again = [trial for trial in confirmed if fits(trial, budget)]
+    if not again:
+        failed = {trial.plan for trial in confirmed}
+        left = (t for t in standing(trials, budget, horizon) if kept(t) not in failed)
+        return next(left, None)
+    fastest = max(_speed(trial, horizon) for trial in again)
     tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
-    return min(tied, key=_peak, default=next(iter(standing(trials, budget, horizon)), None))
+    return min(tied, key=_peak)
 
 
 def rivals(

@@ -96,11 +96,10 @@ def test_pictures_laid_out_otherwise(calls: Calls, monkeypatch: pytest.MonkeyPat
         held.take_back()
         return found
 
-    expected, whole = after({})
-    found, less = after({"memory_format": "channels_last"})
+    expected, _ = after({})
+    found, _ = after({"memory_format": "channels_last"})
     one, other = (torch.cat([each.flatten() for each in some]) for some in (found, expected))
     assert (one - other).norm() <= 0.02 * other.norm()
-    assert less <= whole
 
 
 def ran(line: list[str], folder: Path) -> str:

@@ -9,19 +9,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from autofit.controller import FINALISTS, Search
+from autofit.confirming import FINALISTS, Confirming
 from autofit.exceptions import NothingFits
 from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import Line, Notice
+from autofit.proposing import Proposer
 from autofit.results import result_of
 from autofit.rules import most
 from autofit.storage import Owner, Purpose, Store
-from autofit.strategies import Facts, Fidelity, RootFacts
+from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.search.test_footing import GIB, opened
 
@@ -47,18 +47,21 @@ def tight(measurement: Measurement) -> Measurement:
     return replace(measurement, allocation_retries=len(measurement.step_seconds))
 
 
-class Played(Search):
-    """A search whose launches were played."""
+GPU = Hardware(device="cuda", name="a GPU", total_bytes=8 * GIB, capability=(9, 0))
+
+
+class Played(Confirming):
+    """The end of a search whose launches are played."""
 
     def __init__(self, ledger: Ledger, again: Again) -> None:
-        self._ledger, self._played = ledger, again
-        self._crew = SimpleNamespace(slots=1)  # type: ignore[assignment]
+        super().__init__(ledger, Proposer(ledger, GPU), self._play, slots=1)
+        self._played = again
         self.measured: list[Plan] = []
 
-    def _again(self, *plans: Plan) -> None:
+    def _play(self, *plans: Plan) -> None:
         for plan in plans:
             self.measured.append(plan)
-            ends(self._ledger, plan, self._played[plan], Purpose.CONFIRM)
+            ends(self._ledger, plan, self._played.get(plan), Purpose.CONFIRM)
 
 
 def ends(ledger: Ledger, plan: Plan, found: Measurement | None, purpose: Purpose) -> None:
@@ -101,7 +104,7 @@ def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
     searched(ledger, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(ledger, {PLANS[0]: slow, PLANS[1]: figures[1]})
-    assert search._holding().plan == PLANS[1]
+    assert search.holding().plan == PLANS[1]
     assert search.measured == PLANS[:2]
     result = result_of(ledger.store, ledger.study)
     assert result is not None
@@ -114,9 +117,9 @@ def test_it_is_kept_where_nothing_else_fits_again(
     searched(ledger, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(ledger, dict.fromkeys(PLANS) | {PLANS[0]: slow})
-    assert search._holding().plan == PLANS[0]
+    assert search.holding().plan == PLANS[0]
     assert search.measured == PLANS[:FINALISTS]
-    assert search._holding().plan == PLANS[0]
+    assert search.holding().plan == PLANS[0]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -131,15 +134,37 @@ def test_plans_are_not_measured_again_without_end(
     searched(ledger, figures)
     slow = [tight(measurement(32, 4.0 + index, 5 * GIB)) for index in range(len(PLANS))]
     search = Played(ledger, dict(zip(PLANS, slow, strict=True)))
-    kept = search._holding().plan
+    kept = search.holding().plan
     assert len(search.measured) == (1 if late else FINALISTS)
     assert kept == PLANS[0]
 
 
 def test_none_is_kept_where_none_fits_again(ledger: Ledger, figures: list[Measurement]) -> None:
     searched(ledger, figures)
+    search = Played(ledger, {})
     with pytest.raises(NothingFits, match="fitted again"):
-        Played(ledger, dict.fromkeys(PLANS))._holding()
+        search.holding()
+    assert len(search.measured) == len(set(search.measured)) == 2 * FINALISTS, "plans, then rungs"
+    result = result_of(ledger.store, ledger.study)
+    assert result is None or result.plan not in search.measured
+
+
+def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
+    ledger: Ledger, measurement: Callable[..., Measurement]
+) -> None:
+    """A 7B model fitted with 4 samples at a time, by a hundredth of a GiB, and then did not."""
+    plan = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "4"})
+    ends(ledger, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
+    half, one = (plan.replace(micro_batch=size) for size in ("2", "1"))
+    search = Played(ledger, {one: measurement(1, 1.1, 4 * GIB)})
+    assert search.holding().plan == one
+    assert search.measured == [plan, half, one]
+    result = result_of(ledger.store, ledger.study)
+    assert result is not None
+    assert result.plan == one
+    search = Played(ledger, {})
+    search.confirm()
+    assert search.measured == [], "what holds is known"
 
 
 def test_what_a_search_has_learned_of_sizes_stays(
