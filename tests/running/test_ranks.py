@@ -74,13 +74,15 @@ accelerator.end_training()
 """
 
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "train.py")
-LOOP = "time.sleep(0.05)"
+LOOP = """\
+if step == 2:
+    say("ready")
+time.sleep(0.05)"""
 HANDLER = """\
 def told(number, frame):
     say(f"rank {rank} told {number}")
     sys.exit(5)
 signal.signal(signal.SIGTERM, told)
-say("ready")
 """
 
 
@@ -320,10 +322,9 @@ def test_what_does_not_hold_over_ranks_is_refused(runner: Runner, beside: tuple[
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_every_rank(runner: Runner, number: signal.Signals) -> None:
     before = HANDLER.replace("signal.SIGTERM", str(int(number)))
-    runner.write("time.sleep(0.05)", before)
+    runner.write(LOOP, before)
     process = runner.start(*runner.command({}, line=("--", *TORCHRUN, "10000")))
     wait_for(process, "ready")
-    time.sleep(1)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 5, err
@@ -332,10 +333,9 @@ def test_a_signal_reaches_every_rank(runner: Runner, number: signal.Signals) -> 
 
 @pytest.mark.full
 def test_ctrl_c_ends_all_ranks(runner: Runner) -> None:
-    runner.write(LOOP, 'say("ready")')
+    runner.write(LOOP)
     process = runner.start(*runner.command({}, line=("--", *TORCHRUN, "10000")))
     wait_for(process, "ready")
-    time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -344,10 +344,9 @@ def test_ctrl_c_ends_all_ranks(runner: Runner) -> None:
 
 @pytest.mark.full
 def test_nothing_outlives_autofit(runner: Runner) -> None:
-    runner.write(LOOP, 'say("ready")')
+    runner.write(LOOP)
     process = runner.start(*runner.command({}, line=("--", *TORCHRUN, "10000")))
     wait_for(process, "ready")
-    time.sleep(1)
     assert len([pid for pid, group in groups().items() if group == process.pid]) == 3
     process.kill()
     process.communicate(timeout=60)
