@@ -15,7 +15,7 @@ from autofit.worker.records import HORIZON
 
 GAIN = 0.02
 """Expected gain in speed, as a share, below which a plan is not worth measuring."""
-LEAVE = 2.0
+LEAVE = 2.5
 """A plan of another launch must promise this much more than one that can run in the present one."""
 
 

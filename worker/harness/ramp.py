@@ -120,7 +120,7 @@ def _line(
     batch: int, found: dict[int, Measurement]
 ) -> Generator[Ask, Measurement | None, Line | None]:
     """Measure two small sizes; return the line through their peaks, ``None`` without a pair."""
-    first, failed = max(1, batch // 8), 0
+    first, failed = -(-batch // 8), 0
     while (measured := (yield Ask(first, SHORT))) is None:
         if first == 1:
             return None
