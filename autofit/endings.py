@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
-from autofit.rules import closest
+from autofit.rules import PHASES, closest
 from autofit.storage import TrialRecord
 from autofit.units import format_duration, format_size
 from autofit.worker.records import Script, TrialReport, Verdict
@@ -38,8 +38,9 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
     if last is not None and last.verdict is Verdict.DRIFTED:
         return f"{plan} drifted: {last.reason}"
     reason = last.reason if last is not None else "it did not finish"
-    if last is not None and last.out_of_memory is not None:
-        reason = f"out of memory in {last.out_of_memory.phase}"
+    if last is not None and (short := last.out_of_memory) is not None:
+        told = short.phase == PHASES[-1]  # no allocation has failed
+        reason = short.message if told else f"out of memory in {short.phase}"
     return f"{plan} did not hold when measured again: {reason}"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autofit.confirming import FINALISTS, Confirming
+from autofit.endings import did_not_hold
 from autofit.exceptions import NothingFits
 from autofit.ledger import Ledger
 from autofit.plan import Plan
@@ -64,13 +65,19 @@ class Played(Confirming):
             ends(self._ledger, plan, self._played.get(plan), Purpose.CONFIRM)
 
 
-def ends(ledger: Ledger, plan: Plan, found: Measurement | None, purpose: Purpose) -> None:
+def ends(
+    ledger: Ledger,
+    plan: Plan,
+    found: Measurement | None,
+    purpose: Purpose,
+    short: OutOfMemory = SHORT,
+) -> None:
     """Enter a trial: as it was measured, or out of memory."""
     (trial,) = ledger.store.add_trials(
         ledger.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
     )
     report = TrialReport(
-        index=0, plan=plan, verdict=Verdict.OUT_OF_MEMORY, out_of_memory=SHORT, measurements=()
+        index=0, plan=plan, verdict=Verdict.OUT_OF_MEMORY, out_of_memory=short, measurements=()
     )
     if found is not None:
         report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(found,))
@@ -165,6 +172,22 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     search = Played(ledger, {})
     search.confirm()
     assert search.measured == [], "what holds is known"
+
+
+@pytest.mark.parametrize(
+    ("short", "expected"),
+    [
+        (SHORT, "out of memory in forward"),
+        (replace(SHORT, phase="the whole step", message="20.0 MiB more"), "20.0 MiB more"),
+    ],
+    ids=["refused", "more than the budget"],
+)
+def test_it_is_told_why_a_plan_did_not_hold(
+    ledger: Ledger, short: OutOfMemory, expected: str
+) -> None:
+    ends(ledger, PLANS[0], None, Purpose.CONFIRM, short)
+    told = did_not_hold(PLANS[0], ledger.confirmations(PLANS[0]))
+    assert told == f"{PLANS[0]} did not hold when measured again: {expected}"
 
 
 def test_what_a_search_has_learned_of_sizes_stays(

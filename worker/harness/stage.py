@@ -176,7 +176,8 @@ class Stage:
         excess = measurement.peak_device - budget
         message, asked = "", None
         if excess > 0:
-            message, asked = f"{excess} bytes more on the device than the budget", excess
+            message = f"{format_size(excess)} more on the device than the budget"
+            asked = excess
         elif self.pressed and self.plan["micro_batch"] != AS_IS and measurement.micro_batch > 1:
             lost = format_size(measurement.peak_reserved - measurement.peak_allocated)
             message = f"{PRESSED}; {lost} is reserved by PyTorch but unallocated"
