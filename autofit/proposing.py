@@ -14,11 +14,12 @@ from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
 from autofit.results import kept, ranked
 from autofit.retreat import Ground, rungs_below
-from autofit.rules import dominated, tainted, waits
+from autofit.rules import FRAGMENTED, dominated, lost, tainted, waits
 from autofit.space import Reason, Space, order_of_retreat, space
 from autofit.static import certain_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
+from autofit.strategies.allocator import EXPANDABLE
 from autofit.units import format_duration
 from autofit.worker.records import HORIZON, Verdict
 
@@ -83,10 +84,11 @@ class Proposer:
     def rung(self) -> Plan | None:
         """Return the next rung below the fastest plan; ``None`` after the last.
 
-        For when none of those that fitted did so again in a fresh process.
+        For when none of those that fitted did so again in a fresh process. Where the heap was in
+        pieces then, the first one is the same plan with segments that grow.
         """
-        study, ledger = self._ledger.study, self._ledger
-        unused = (name for name, levels in self._space().levels if len(levels) == 1)
+        study, ledger, space = self._ledger.study, self._ledger, self._space()
+        unused = (name for name, levels in space.levels if len(levels) == 1)
         ground = Ground(
             hardware=self._hardware,
             allow=ledger.options.allow,
@@ -95,7 +97,13 @@ class Proposer:
             budget=study.budget,
             refused=frozenset(unused),
         )
-        rungs = (r for trial in ledger.standing()[:1] for r in rungs_below(kept(trial), ground))
+        if not (standing := ledger.standing()):
+            return None
+        plan = kept(standing[0])
+        rungs = rungs_below(plan, ground)
+        pieces = any(lost(trial) >= FRAGMENTED for trial in ledger.confirmations(plan))
+        if pieces and EXPANDABLE in space.choices("allocator"):
+            rungs.insert(0, plan.replace(allocator=EXPANDABLE))
         return next((rung for rung in rungs if not ledger.confirmations(rung)), None)
 
     def _next(self, fixed: Plan | None, *, fresh: bool) -> Plan | Situation | None:

@@ -54,15 +54,15 @@ GPU = Hardware(device="cuda", name="a GPU", total_bytes=8 * GIB, capability=(9, 
 class Played(Confirming):
     """The end of a search whose launches are played."""
 
-    def __init__(self, ledger: Ledger, again: Again) -> None:
+    def __init__(self, ledger: Ledger, again: Again, short: OutOfMemory = SHORT) -> None:
         super().__init__(ledger, Proposer(ledger, GPU), self._play, slots=1)
-        self._played = again
+        self._played, self._short = again, short
         self.measured: list[Plan] = []
 
     def _play(self, *plans: Plan) -> None:
         for plan in plans:
             self.measured.append(plan)
-            ends(self._ledger, plan, self._played.get(plan), Purpose.CONFIRM)
+            ends(self._ledger, plan, self._played.get(plan), Purpose.CONFIRM, self._short)
 
 
 def ends(
@@ -172,6 +172,19 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     search = Played(ledger, {})
     search.confirm()
     assert search.measured == [], "what holds is known"
+
+
+def test_a_heap_in_pieces_gets_segments_that_grow(
+    ledger: Ledger, measurement: Callable[..., Measurement]
+) -> None:
+    plan = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "4"})
+    ends(ledger, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
+    grows, half = plan.replace(allocator="expandable"), plan.replace(micro_batch="2")
+    message = "1.7 GiB is reserved by PyTorch but unallocated"
+    found = {half: measurement(2, 1.1, 4 * GIB)}
+    search = Played(ledger, found, replace(SHORT, phase="the whole step", message=message))
+    assert search.holding().plan == half
+    assert search.measured == [plan, grows, half]
 
 
 @pytest.mark.parametrize(
