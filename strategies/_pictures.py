@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ def convolutions(model: nn.Module) -> dict[int, int]:
     }
 
 
-def around(forward: Forward, ndims: Collection[int]) -> Forward:
+def around(forward: Forward, ndims: Collection[int], training: Callable[[], bool]) -> Forward:
     """Return ``forward`` with pictures of ``ndims`` dimensions laid out so, while it trains.
 
     Of its arguments those that are pictures themselves: a list that it is given stays the script's.
     Pictures that come out are laid out as they are where nobody has asked for anything.
+    ``training``: whether the model is in training mode; parts of a split batch run without a graph.
     """
 
     def picture(leaf: Any) -> bool:
@@ -54,7 +55,7 @@ def around(forward: Forward, ndims: Collection[int]) -> Forward:
         return bool(leaf.is_contiguous(memory_format=LAST[leaf.ndim]))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not training():
             return forward(*args, **kwargs)
         output = forward(*map(last, args), **{name: last(each) for name, each in kwargs.items()})
         if not any(map(turned, tree_leaves(output))):

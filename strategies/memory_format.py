@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from weakref import ref
 
 from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
 from autofit.strategies.compile import WHOLE
@@ -80,4 +81,12 @@ class MemoryFormat(Strategy):
         from autofit.strategies._pictures import around, convolutions
 
         ndims = [ndim for ndim, count in convolutions(root.module).items() if count]
-        return root.around_forward(lambda forward: around(forward, ndims)) if ndims else None
+        known = ref(root.module)
+
+        def training() -> bool:
+            module = known()
+            return module is not None and bool(module.training)
+
+        if not ndims:
+            return None
+        return root.around_forward(lambda forward: around(forward, ndims, training))
