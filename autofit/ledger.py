@@ -61,7 +61,7 @@ class Ledger:
     def finished(self) -> tuple[TrialRecord, ...]:
         """Return the search's finished trials, confirmations left out.
 
-        One that was slower when it was measured again, and hardly fitted, counts as it was then.
+        One for which memory was short when it was measured again counts as it was then.
         """
         return tuple(after for _, after in self._as_they_were())
 
@@ -114,6 +114,11 @@ class Ledger:
         drifted = (t for t in self._again() if t.verdict is Verdict.DRIFTED)
         return [trial.report for trial in drifted if trial.report is not None]
 
+    def fitted_once(self) -> list[TrialRecord]:
+        """Return what ``standing`` would, had no plan that was measured again run out of memory."""
+        trials = self.store.trials(self.study, state=State.FINISHED)
+        return standing(trials, self.study.budget, self.options.horizon)
+
     def failed(self, plan: Plan) -> bool:
         """Return whether a plan did not fit when it was measured again."""
         return bool(self.confirmations(plan)) and not self.held(plan)
@@ -126,15 +131,16 @@ class Ledger:
         """Return the trials in which plans fitted when they were measured again."""
         return [trial for trial in self._again() if fits(trial, self.study.budget)]
 
-    def _slower(self) -> set[Plan]:
+    def _hardly_fit(self) -> set[Plan]:
         """Return the plans that memory made slower when they were measured again."""
-        return {kept(before) for before, after in self._as_they_were() if after is not before}
+        changed = ((kept(b), a) for b, a in self._as_they_were() if a is not b)
+        return {plan for plan, a in changed if kept(a) == plan and fits(a, self.study.budget)}
 
     def _as_they_were(self) -> list[tuple[TrialRecord, TrialRecord]]:
         """Return the search's finished trials, and each as ``finished`` counts it."""
-        again = {t.plan: t.measurement for t in self._again() if t.verdict is Verdict.MEASURED}
         found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
-        return [(trial, as_it_was(trial, again.get(kept(trial)))) for trial in found]
+        again = self._again()
+        return [(trial, as_it_was(trial, again, self.study.budget)) for trial in found]
 
     def _again(self) -> tuple[TrialRecord, ...]:
         """Return the finished trials in which plans were measured again."""
@@ -159,13 +165,13 @@ class Ledger:
             return  # released with its flight, and planned again
         report = judged(report, self.options.script, self.baseline())
         trace = trace if trace is self.reference.trace else None
-        before = self._slower()
+        before = self._hardly_fit()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.mirror.tell(trial)
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
-            for plan in self._slower() - before:
+            for plan in self._hardly_fit() - before:
                 self.say(endings.hardly_fits(plan))
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)

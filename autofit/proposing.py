@@ -97,9 +97,9 @@ class Proposer:
             budget=study.budget,
             refused=frozenset(unused),
         )
-        if not (standing := ledger.standing()):
+        if not (fitted := ledger.fitted_once()):
             return None
-        plan = kept(standing[0])
+        plan = kept(fitted[0])
         rungs = rungs_below(plan, ground)
         pieces = any(lost(trial) >= FRAGMENTED for trial in ledger.confirmations(plan))
         if pieces and EXPANDABLE in space.choices("allocator"):

@@ -10,7 +10,15 @@ from autofit.plan import Plan
 from autofit.progress import Result
 from autofit.rules import tainted
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
-from autofit.worker.records import HORIZON, Measurement, Script, Verdict
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker.records import (
+    HORIZON,
+    Measurement,
+    OutOfMemory,
+    Script,
+    TrialReport,
+    Verdict,
+)
 
 TIE = 0.03
 """Speeds that differ by no more than this are the same: launches of one plan differ as much."""
@@ -85,7 +93,8 @@ def winning(
     again = [trial for trial in confirmed if fits(trial, budget)]
     if not again:
         failed = {trial.plan for trial in confirmed}
-        left = (t for t in standing(trials, budget, horizon) if kept(t) not in failed)
+        counted = (t if t in confirmed else as_it_was(t, confirmed, budget) for t in trials)
+        left = (t for t in standing([*counted], budget, horizon) if kept(t) not in failed)
         return next(left, None)
     fastest = max(_speed(trial, horizon) for trial in again)
     tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
@@ -124,16 +133,53 @@ def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
     return as_is is not None and _speed(as_is, horizon) > _speed(winner, horizon)
 
 
-def as_it_was(trial: TrialRecord, again: Measurement | None) -> TrialRecord:
-    """Return a trial as its plan was when it was measured again, where memory made it slower."""
-    first = trial.measurement
-    if trial.report is None or first is None or again is None:
+def as_it_was(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> TrialRecord:
+    """Return a trial as its plan was when it was measured again, where memory made it another.
+
+    Slower, where it hardly fits. Where it did not fit, it counts with the next smaller size that
+    was measured, as far as that one holds; without such a size as one that ran out of memory.
+
+    ``again``: the trials in which plans were measured again; ``budget``: in bytes of a device.
+    """
+    while trial.report is not None and (first := trial.measurement) is not None:
+        mine = [each for each in again if each.plan == kept(trial)]
+        if held := [each.measurement for each in mine if fits(each, budget)]:
+            return _slower(trial, first, held[-1])
+        short = [e.report.out_of_memory for e in mine if e.report and e.report.out_of_memory]
+        if trial.verdict is not Verdict.MEASURED or not short:
+            break
+        trial = replace(trial, report=_without(trial.report, short[-1]))
+    return trial
+
+
+def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) -> TrialRecord:
+    """Return a trial with what was measured ``last``, if memory made that slower than ``first``."""
+    assert trial.report is not None, "it was measured"
+    assert last is not None, "it fitted"
+    if not last.strained or last.samples_per_second >= (1 - TIE) * first.samples_per_second:
         return trial
-    slower = again.samples_per_second < (1 - TIE) * first.samples_per_second
-    if not (again.strained and slower):
-        return trial
-    measured = (*trial.report.measurements[:-1], again)
+    measured = (*trial.report.measurements[:-1], last)
     return replace(trial, report=replace(trial.report, measurements=measured))
+
+
+def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
+    """Return the report of a trial whose winner, in a process of its own, ran out of memory."""
+    size = report.measurements[-1].micro_batch
+    own = report.plan["micro_batch"] == AUTO and report.plan.unsized == report.plan
+    smaller = [each for each in report.measurements if own and each.micro_batch < size]
+    short = replace(short, micro_batch=size)
+    if not smaller:
+        return replace(
+            report,
+            verdict=Verdict.OUT_OF_MEMORY,
+            reason=short.message,
+            best=None,
+            measurements=(),
+            out_of_memory=short,
+        )
+    smaller.sort(key=lambda each: each.samples_per_second)
+    best = report.plan.replace(micro_batch=str(smaller[-1].micro_batch))
+    return replace(report, best=best, measurements=(*smaller,), out_of_memory=short)
 
 
 def kept(trial: TrialRecord) -> Plan:

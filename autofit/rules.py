@@ -129,10 +129,13 @@ def _unawaited(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
 
 
 def lost(trial: TrialRecord) -> float:
-    """Return the share of the memory that the allocator held and could not use."""
-    if trial.verdict is Verdict.OUT_OF_MEMORY and trial.report and trial.report.out_of_memory:
-        found = UNALLOCATED.search(trial.report.out_of_memory.message)
-        return parse_size(found[1].replace(" ", "")) / trial.budget if found else 0.0
+    """Return the share of the memory that the allocator held and could not use.
+
+    When it ran out, if it did, under the plan or at a larger size; else at its peak.
+    """
+    short = trial.report.out_of_memory if trial.report else None
+    if short is not None and (found := UNALLOCATED.search(short.message)):
+        return parse_size(found[1].replace(" ", "")) / trial.budget
     measured = trial.measurement
     if measured is None or not measured.peak_reserved:
         return 0.0

@@ -19,7 +19,7 @@ from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.progress import Line, Notice
 from autofit.proposing import Proposer
-from autofit.results import result_of
+from autofit.results import kept, result_of
 from autofit.rules import most
 from autofit.storage import Owner, Purpose, Store
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
@@ -153,7 +153,8 @@ def test_none_is_kept_where_none_fits_again(ledger: Ledger, figures: list[Measur
         search.holding()
     assert len(search.measured) == len(set(search.measured)) == 2 * FINALISTS, "plans, then rungs"
     result = result_of(ledger.store, ledger.study)
-    assert result is None or result.plan not in search.measured
+    assert result is not None
+    assert result.plan == PLANS[-1], "the one that was not measured again"
 
 
 def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
@@ -172,6 +173,52 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     search = Played(ledger, {})
     search.confirm()
     assert search.measured == [], "what holds is known"
+
+
+@pytest.fixture
+def ramped(ledger: Ledger, measurement: Callable[..., Measurement]) -> list[Plan]:
+    """One plan, measured with 1, 2 and 4 samples at a time; beside it a slower one."""
+    split = Plan.of({"checkpointing": "half", "micro_batch": "auto"})
+    plans = [split.replace(micro_batch=size) for size in ("1", "2", "4")]
+    sizes = tuple(measurement(n, time, n * GIB) for n, time in [(1, 1.6), (2, 1.2), (4, 1.0)])
+    (trial,) = ledger.store.add_trials(ledger.study, [split], launch=1, owner=Owner.current())
+    report = TrialReport(
+        index=0, plan=split, verdict=Verdict.MEASURED, best=plans[-1], measurements=sizes
+    )
+    ledger.finish(trial, report, 0)
+    ends(ledger, PLANS[-1], measurement(32, 1.4, 3 * GIB), Purpose.SEARCH)
+    return plans
+
+
+def test_the_size_below_takes_the_place_of_one_that_does_not_fit_again(
+    ledger: Ledger, ramped: list[Plan], measurement: Callable[..., Measurement]
+) -> None:
+    """It was measured on the way, and is faster than what comes next."""
+    _, two, four = ramped
+    found = measurement(2, 1.2, 2 * GIB)
+    search = Played(ledger, {two: found})
+    assert kept(search.holding()) == two
+    assert search.measured == [four, two]
+    report = ledger.finished()[0].report
+    assert report is not None
+    assert report.measurements[-1] == found
+    assert report.out_of_memory == replace(SHORT, micro_batch=4)
+    assert most(Plan.of({"micro_batch": "auto"}), ledger.finished()) == 3, "it needs more"
+    result = result_of(ledger.store, ledger.study)
+    assert result is not None
+    assert result.plan == two
+
+
+def test_no_size_is_left_where_none_fits_again(
+    ledger: Ledger, ramped: list[Plan], measurement: Callable[..., Measurement]
+) -> None:
+    one, two, four = ramped
+    search = Played(ledger, {PLANS[-1]: measurement(32, 1.4, 3 * GIB)})
+    assert search.holding().plan == PLANS[-1]
+    assert search.measured == [four, two, PLANS[-1]], "the faster of the two comes first"
+    ends(ledger, one, None, Purpose.CONFIRM)
+    assert ledger.finished()[0].verdict is Verdict.OUT_OF_MEMORY
+    assert [trial.plan for trial in ledger.standing()] == [PLANS[-1]]
 
 
 def test_a_heap_in_pieces_gets_segments_that_grow(
