@@ -7,9 +7,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.roots import Rooted
 
 # Idle OpenMP threads wait by spinning, and most tests train something tiny in a process of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,6 +75,16 @@ def _older_objects_are_set_aside() -> None:
 def root() -> Path:
     """The repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def rooted() -> "Iterator[Rooted]":
+    """Makes the harness's roots of modules, which are left as they were."""
+    from tests.roots import Rooted
+
+    made = Rooted()
+    yield made
+    made.take_back()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from autofit.worker import oom
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
-from tests.strategies.bystander import Bystander
+from tests.roots import Bystander
 
 pytestmark = pytest.mark.gpu
 

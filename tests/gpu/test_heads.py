@@ -16,7 +16,7 @@ from autofit.strategies._kernels import _Seen
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
-from tests.strategies.bystander import Bystander
+from tests.roots import Bystander
 
 pytestmark = pytest.mark.gpu
 

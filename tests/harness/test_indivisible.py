@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,8 +17,7 @@ from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
@@ -67,43 +65,36 @@ def ends() -> torch.Tensor:
     return torch.stack([torch.arange(NODES), torch.arange(NODES).roll(1)])
 
 
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
-
-
-def proven(module: nn.Module, calls: Calls, *args: Any) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+def proven(module: nn.Module, rooted: Rooted, *args: Any) -> HarnessRoot:
+    held = rooted(module)
     prove(held, Plan.of({"precision": "bf16"}), args, {}, Facts())
     return held
 
 
-def test_a_state_as_large_as_the_batch(calls: Calls) -> None:
+def test_a_state_as_large_as_the_batch(rooted: Rooted) -> None:
     state = torch.zeros(1, 6, 16)
-    held = proven(Carried(), calls, torch.randn(6, 3, 8), (state, state))
+    held = proven(Carried(), rooted, torch.randn(6, 3, 8), (state, state))
     assert held.difference is not None
     assert 0 < held.difference < 0.1
 
 
 @pytest.mark.parametrize("edges", [ring(), ring().to_sparse()])
-def test_nodes_that_are_mixed(calls: Calls, edges: torch.Tensor) -> None:
-    held = proven(Graph(), calls, torch.randn(NODES, 8), edges)
+def test_nodes_that_are_mixed(rooted: Rooted, edges: torch.Tensor) -> None:
+    held = proven(Graph(), rooted, torch.randn(NODES, 8), edges)
     assert held.difference is not None
     assert 0 < held.difference < 0.1
 
 
-def test_nodes_that_edges_point_at_are_never_a_few(calls: Calls) -> None:
+def test_nodes_that_edges_point_at_are_never_a_few(rooted: Rooted) -> None:
     graph = Graph()
-    held = proven(graph, calls, torch.randn(NODES, 8), ends())
+    held = proven(graph, rooted, torch.randn(NODES, 8), ends())
     assert held.difference is not None
     assert set(graph.sizes) == {NODES}
 
 
-def test_what_fails_on_all_of_them_is_an_error(calls: Calls) -> None:
+def test_what_fails_on_all_of_them_is_an_error(rooted: Rooted) -> None:
     with pytest.raises(RuntimeError, match="hidden"):
-        proven(Carried(), calls, torch.randn(6, 3, 8), (torch.zeros(1, 5, 16),) * 2)
+        proven(Carried(), rooted, torch.randn(6, 3, 8), (torch.zeros(1, 5, 16),) * 2)
 
 
 def test_a_sparse_argument_carries_no_batch() -> None:

@@ -24,7 +24,7 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Proven, Script, TrialReport, Verdict
-from tests.strategies.bystander import Bystander
+from tests.roots import Bystander
 
 pytestmark = pytest.mark.quick
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,10 @@ from autofit.strategies import Facts
 from autofit.worker.harness.facts import describe
 from autofit.worker.harness.proof import ROUNDING, is_known, prove, remember
 from autofit.worker.harness.roots import HarnessRoot, Sensitivity
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
 from autofit.worker.traces import MOST
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
 PLAN = Plan.of({"checkpointing": "all"})
@@ -128,37 +127,30 @@ class Short(nn.Module):
         raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
-
-
-def proven(module: nn.Module, calls: Calls) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+def proven(module: nn.Module, rooted: Rooted) -> HarnessRoot:
+    held = rooted(module)
     prove(held, PLAN, (torch.randn(6, 8),), {}, Facts())
     return held
 
 
-def test_then_one_is_enough(calls: Calls) -> None:
+def test_then_one_is_enough(rooted: Rooted) -> None:
     module = Net()
-    held = proven(module, calls)
+    held = proven(module, rooted)
     assert module.sizes == [4, 1, 1]
     assert held.plan == PLAN
     held.take_back()
 
 
-def test_and_one_shows_what_is_not_the_same(calls: Calls) -> None:
+def test_and_one_shows_what_is_not_the_same(rooted: Rooted) -> None:
     module = Net(grows=True)
     with pytest.raises(Refused):
-        proven(module, calls)
+        proven(module, rooted)
     assert module.sizes == [4, 1, 1]
 
 
-def test_blocks_that_run_again_stand_for_the_plain_model_once_that_is_proven(calls: Calls) -> None:
+def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Rooted) -> None:
     module, batch = Row(), (torch.randn(6, 8),)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, batch, {})
     assert prove(held, PLAN, batch, {}, Facts())
     remember(held, PLAN)
@@ -168,9 +160,9 @@ def test_blocks_that_run_again_stand_for_the_plain_model_once_that_is_proven(cal
     held.take_back()
 
 
-def test_what_one_does_not_fit_either_is_a_shortage(calls: Calls) -> None:
+def test_what_one_does_not_fit_either_is_a_shortage(rooted: Rooted) -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        proven(Short(), calls)
+        proven(Short(), rooted)
 
 
 @pytest.mark.full
@@ -233,12 +225,12 @@ class Normalised(nn.Module):
 
 @pytest.mark.parametrize(("times", "most"), [(1.0, 16), (2.0, 16), (0.0, 16), (1.0, 2), (2.0, 2)])
 def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
-    calls: Calls, times: float, most: int
+    rooted: Rooted, times: float, most: int
 ) -> None:
     """Not more: gradients twice as large are refused, or none."""
     torch.manual_seed(0)
     module, images = Normalised(most), torch.rand(16, 3, 32, 32)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (images,), {})
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     before = {name: (value.clone(), value._version) for name, value in state(module).items()}
@@ -270,10 +262,10 @@ class Whitened(Normalised):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.3])
-def test_gradients_that_are_noisy_excuse_no_statistics(scale: float, calls: Calls) -> None:
+def test_gradients_that_are_noisy_excuse_no_statistics(scale: float, rooted: Rooted) -> None:
     torch.manual_seed(0)
     module, images = Whitened(), torch.rand(16, 3, 32, 32)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (images,), {})
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     undo = held.around_forward(lambda forward: lambda x: forward(scale * x))
@@ -297,10 +289,10 @@ class Whole(Normalised):
         return super().forward(x)
 
 
-def test_noise_is_found_of_a_model_that_runs_on_no_fewer_samples(calls: Calls) -> None:
+def test_noise_is_found_of_a_model_that_runs_on_no_fewer_samples(rooted: Rooted) -> None:
     torch.manual_seed(0)
     module, images = Whole(), torch.rand(32, 3, 8, 8)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (images,), {})
     prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
     assert held.sensitivity is not None
@@ -313,14 +305,14 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("statistics", ["own", "shared", "none"])
 def test_a_rank_looks_for_itself_where_the_model_does_not_communicate(
-    calls: Calls, statistics: str
+    rooted: Rooted, statistics: str
 ) -> None:
     """Other ranks may see no reason to: they would wait, or be waited for."""
     torch.manual_seed(0)
     module, images = Normalised(), torch.rand(16, 3, 8, 8)
     if statistics == "shared":
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = replace(describe(module, (images,), {}), batch_norm=statistics != "none")
     facts = Facts(roots=(held.facts,), world_size=2)
     looks = statistics == "own"
@@ -355,11 +347,14 @@ class Chaotic(nn.Module):
     ids=["bf16", "and checkpointing", "turned", "twice"],
 )
 def test_where_rounding_makes_another_direction_the_rest_is_proven_by_itself(
-    calls: Calls, otherwise: Callable[[torch.Tensor], torch.Tensor], level: str, refused: str | None
+    rooted: Rooted,
+    otherwise: Callable[[torch.Tensor], torch.Tensor],
+    level: str,
+    refused: str | None,
 ) -> None:
     """Turned, gradients have the same size: what of the plan is exact tells."""
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (images,), {})
     plan = Plan.of({"precision": "bf16", "checkpointing": level})
     undo = held.around_forward(lambda forward: lambda x: otherwise(forward(x)))
@@ -375,10 +370,10 @@ def test_where_rounding_makes_another_direction_the_rest_is_proven_by_itself(
     held.take_back()
 
 
-def test_how_noisy_a_model_is_is_found_of_the_weights_a_launch_begins_with(calls: Calls) -> None:
+def test_how_noisy_a_model_is_is_found_of_the_weights_a_launch_begins_with(rooted: Rooted) -> None:
     """What was proven of the plan where it had trained for a while says nothing of it."""
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (images,), {})
     facts, rounding = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     held.sensitivity = Sensitivity(0.2, frozenset())
@@ -401,9 +396,9 @@ class Counted(Chaotic):
         return super().forward(x)
 
 
-def test_statistics_that_move_twice_are_refused_where_all_else_is_chance(calls: Calls) -> None:
+def test_statistics_that_move_twice_are_refused_where_all_else_is_chance(rooted: Rooted) -> None:
     module, images = Counted(), torch.rand(16, 3, 32, 32)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (images,), {})
     with pytest.raises(Refused, match="would not change as it does"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
@@ -428,13 +423,13 @@ class Steep(nn.Module):
 
 @pytest.mark.parametrize(("times", "refused"), [(1.0, False), (1.03, True)])
 def test_what_a_model_makes_of_the_last_bits_is_no_difference(
-    calls: Calls, times: float, refused: bool
+    rooted: Rooted, times: float, refused: bool
 ) -> None:
     """Another order of sums is made of a noise in them."""
     torch.manual_seed(0)
     module, x = Steep(), torch.randn(8, 8)
     noise = 1.0 + 2.0**-22 * torch.randn_like(x)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(module)
     held.facts = describe(module, (x,), {})
     undo = held.around_forward(lambda forward: lambda x: times * forward(noise[: len(x)] * x))
     with pytest.raises(Refused, match="differ") if refused else nullcontext():
@@ -508,11 +503,11 @@ class Fused(nn.Module):
         return x
 
 
-def test_what_fits_when_compiled_alone_is_proven_so(calls: Calls) -> None:
+def test_what_fits_when_compiled_alone_is_proven_so(rooted: Rooted) -> None:
     torch.manual_seed(0)
     module, x = Fused(), torch.randn(8, 8)
     compiled = torch.compile(module, backend="aot_eager")
-    held = HarnessRoot(compiled, Seams(Bystander()), calls, lambda *args: False)  # type: ignore[arg-type]
+    held = rooted(compiled)  # type: ignore[arg-type]
     held.facts = describe(compiled, (x,), {})  # type: ignore[arg-type]
     assert held.facts.compiled
     assert prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))

@@ -43,9 +43,9 @@ from autofit.strategies.base import ByHand
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls
 from autofit.worker.harness.shown import Process
 from autofit.worker.meter import build
+from tests.roots import Rooted
 
 Setting = tuple[Strategy, str]
 """A strategy and one of its levels."""
@@ -125,7 +125,7 @@ class Case:
 
 
 class StrategyContract:
-    """Give it the fixtures ``strategy``, ``setting``, ``case`` and ``root``."""
+    """Give it the fixtures ``strategy``, ``setting``, ``case`` and ``rooted``."""
 
     def test_its_metadata_imports_no_torch(self, strategy: Strategy) -> None:
         code = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sys.modules)"
@@ -204,33 +204,32 @@ class StrategyContract:
         assert any(strategy.unavailable(level, hardware) is None for hardware in HARDWARE)
         assert any(strategy.inapplicable(level, facts) is None for facts in FACTS)
 
-    def test_as_is_changes_nothing(self, strategy: Strategy, root: Any, case: Case) -> None:
+    def test_as_is_changes_nothing(self, strategy: Strategy, rooted: Rooted, case: Case) -> None:
         before = traces(case.module)
         assert strategy.on_process(AS_IS, Process([])) is None
-        assert strategy.on_root(AS_IS, root(case.module)) is None
+        assert strategy.on_root(AS_IS, rooted(case.module)) is None
         assert traces(case.module) == before
 
     def test_what_is_taken_back_leaves_no_trace(
-        self, setting: Setting, root: Any, case: Case, calls: Calls
+        self, setting: Setting, rooted: Rooted, case: Case
     ) -> None:
         strategy, level = setting
         if not strategy.level(level).undo:
             pytest.skip("it stays for the life of the process")
         one_step(case, case.module)  # a model keeps things of its own from its first call
         before = traces(case.module)
-        held = root(case.module)
+        held = rooted(case.module)
         with suppress(Refused):
             held.apply(plan(setting))
             one_step(case, caller(held))
-        held.take_back()
-        calls.clear()
+        rooted.take_back()
         case.module.zero_grad()
         assert traces(case.module) == before
 
-    def test_copies_carry_nothing_of_it(self, setting: Setting, root: Any, case: Case) -> None:
+    def test_copies_carry_nothing_of_it(self, setting: Setting, rooted: Rooted, case: Case) -> None:
         names, exact = list(case.module.state_dict()), case.exact
         expected = one_step(case, case.module)
-        held = root(case.module)
+        held = rooted(case.module)
         step_under(case, held, plan(setting))
         case.module.zero_grad()
         other = setting[0].fidelity(setting[1]) is Fidelity.RECIPE
@@ -246,8 +245,8 @@ class StrategyContract:
             assert difference(one_step(case, loaded), expected) < exact
         assert not any(p._backward_hooks for p in copied.parameters())
 
-    def test_it_keeps_its_promise(self, setting: Setting, root: Any, case: Case) -> None:
-        assert_promise(root, case, plan(setting))
+    def test_it_keeps_its_promise(self, setting: Setting, rooted: Rooted, case: Case) -> None:
+        assert_promise(rooted, case, plan(setting))
 
     def test_it_lowers_what_it_says(self, strategy: Strategy) -> None:
         """Of the bytes a step holds at its worst moment, on the stand-in device."""
@@ -314,7 +313,7 @@ def step_under(case: Case, held: HarnessRoot, wanted: Plan) -> list[torch.Tensor
     pytest.skip(f"refused: {reason}")
 
 
-def assert_promise(root: Any, case: Case, wanted: Plan) -> None:
+def assert_promise(rooted: Rooted, case: Case, wanted: Plan) -> None:
     """The loss and the gradients are the plain model's: to the last bits, or within rounding."""
     fidelity = wanted.fidelity()
     if fidelity is Fidelity.RECIPE:
@@ -322,7 +321,7 @@ def assert_promise(root: Any, case: Case, wanted: Plan) -> None:
     if fidelity is Fidelity.ROUNDING:  # autocast leaves float64 alone
         case.module.float()
     expected = one_step(case, case.module)
-    found = step_under(case, root(case.module), wanted)
+    found = step_under(case, rooted(case.module), wanted)
     assert difference(found, expected) < (ROUNDING if fidelity is Fidelity.ROUNDING else case.exact)
 
 

@@ -9,7 +9,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,10 @@ import torch
 from torch import nn
 
 from autofit.exceptions import Refused
-from autofit.plan import Plan
 from autofit.strategies import Hardware, _offload, get
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build, host
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 from tests.strategies.contract import MEASURE, meter_environment
 
 quick, full = pytest.mark.quick, pytest.mark.full
@@ -59,13 +57,6 @@ class Net(nn.Module):
         return x
 
 
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
-
-
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small tensors travel."""
@@ -86,12 +77,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def under(module: nn.Module, calls: Calls, **levels: str) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-    held.apply(Plan.of(levels))
-    return held
-
-
 def gradients(module: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(7)
     module.zero_grad()
@@ -109,11 +94,11 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @quick
 @pytest.mark.parametrize("level", ["half", "all"])
-def test_training_is_the_same_to_the_last_bit(level: str, calls: Calls) -> None:
+def test_training_is_the_same_to_the_last_bit(level: str, rooted: Rooted) -> None:
     def trained(level: str) -> list[torch.Tensor]:
         torch.manual_seed(5)
         module = Net()
-        held = under(module, calls, activation_offload=level)
+        held = rooted(module, activation_offload=level)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         for _ in range(4):
             optimizer.zero_grad()
@@ -125,9 +110,9 @@ def test_training_is_the_same_to_the_last_bit(level: str, calls: Calls) -> None:
 
 
 @quick
-def test_what_travels_and_what_stays(calls: Calls, sent: list[torch.Tensor]) -> None:
+def test_what_travels_and_what_stays(rooted: Rooted, sent: list[torch.Tensor]) -> None:
     module, x = Net(), torch.randn(3, 6, 8)
-    held = under(module, calls, activation_offload="all")
+    held = rooted(module, activation_offload="all")
     output = held.call((x,), {})
     stay = {t.data_ptr() for t in (x, *module.parameters(), *module.buffers())}
     went = [source.data_ptr() for source in sent]
@@ -138,7 +123,7 @@ def test_what_travels_and_what_stays(calls: Calls, sent: list[torch.Tensor]) -> 
     del output
     sent.clear()
     held.take_back()
-    under(module, calls, activation_offload="half").call((x,), {})
+    rooted(module, activation_offload="half").call((x,), {})
     assert 0.3 * everything < sum(t.nbytes for t in sent) <= 0.5 * everything
     sent.clear()
     with torch.no_grad():
@@ -148,17 +133,17 @@ def test_what_travels_and_what_stays(calls: Calls, sent: list[torch.Tensor]) -> 
 
 @quick
 def test_beside_checkpointing_the_inputs_of_blocks_travel(
-    calls: Calls, sent: list[torch.Tensor]
+    rooted: Rooted, sent: list[torch.Tensor]
 ) -> None:
     module, x = Net(), torch.randn(3, 6, 8)
     expected = gradients(module, module, x)
-    held = under(module, calls, activation_offload="all", checkpointing="all")
+    held = rooted(module, activation_offload="all", checkpointing="all")
     assert same(gradients(module, call_of(held), x), expected)
     assert len(sent) == len(module.blocks) + 1  # and the mask
 
 
 @quick
-def test_a_graph_that_is_used_again(calls: Calls) -> None:
+def test_a_graph_that_is_used_again(rooted: Rooted) -> None:
     """Backward twice through it, and through its own backward."""
     module, x = Net(), torch.randn(3, 6, 8, requires_grad=True)
 
@@ -172,7 +157,7 @@ def test_a_graph_that_is_used_again(calls: Calls) -> None:
         slope.square().sum().backward()
         return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
-    held = under(module, calls, activation_offload="all")
+    held = rooted(module, activation_offload="all")
     assert same(both(call_of(held)), both(module))
 
 
@@ -197,29 +182,29 @@ class Odd(nn.Module):
 
 
 @quick
-def test_odd_tensors(calls: Calls) -> None:
+def test_odd_tensors(rooted: Rooted) -> None:
     module, x = Odd(), torch.randn(4, 6)
     expected = gradients(module, module, x)
-    held = under(module, calls, activation_offload="all")
+    held = rooted(module, activation_offload="all")
     assert same(gradients(module, call_of(held), x), expected)
 
 
 @quick
 def test_no_more_than_the_host_has_room_for(
-    calls: Calls, sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    rooted: Rooted, sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, x = Net(), torch.randn(3, 6, 8)
     expected = gradients(module, module, x)
     total = host.hardware().total_bytes
     monkeypatch.setattr(host, "free_bytes", lambda: total // _offload.RESERVE + 4096)
-    held = under(module, calls, activation_offload="all")
+    held = rooted(module, activation_offload="all")
     assert same(gradients(module, call_of(held), x), expected)
     rounded = [1 << (t.nbytes - 1).bit_length() for t in sent]
     assert 2048 < sum(rounded) <= 4096
     unknown = Hardware(device="cpu", name="CPU", total_bytes=0)
     monkeypatch.setattr(host, "hardware", lambda: unknown)
     with pytest.raises(Refused, match="how much memory"):
-        under(module, calls, activation_offload="all")
+        rooted(module, activation_offload="all")
 
 
 @quick
@@ -237,7 +222,7 @@ def test_what_no_backward_has_asked_for_is_given_back() -> None:
 
 
 @quick
-def test_why_it_is_left_out(calls: Calls) -> None:
+def test_why_it_is_left_out(rooted: Rooted) -> None:
     strategy = get("activation_offload")
     cpu = Hardware(device="cpu", name="CPU", total_bytes=1)
     gpu = Hardware(device="cuda", name="a GPU", total_bytes=1, capability=(9, 0))
@@ -254,7 +239,7 @@ def test_why_it_is_left_out(calls: Calls) -> None:
             return slope
 
     module = Slope()
-    held = under(module, calls, activation_offload="all")
+    held = rooted(module, activation_offload="all")
     with pytest.raises(RuntimeError) as failed:
         held.call((torch.randn(2, 4),), {})
     assert "no hooks" in (strategy.fault(failed.value) or "")

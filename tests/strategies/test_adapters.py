@@ -19,7 +19,7 @@ from autofit.strategies.facts import Hardware
 from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
-from tests.strategies.bystander import Bystander
+from tests.roots import Bystander
 
 CPU = Hardware(device="cpu", name="CPU", total_bytes=1 << 33)
 pytestmark = [

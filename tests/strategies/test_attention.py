@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,31 +21,10 @@ from autofit.strategies import Facts, RootFacts, get
 from autofit.worker import meter
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
-
-Roots = Callable[..., HarnessRoot]
-
-
-@pytest.fixture
-def root() -> Iterator[Roots]:
-    """Return a module's root under a plan; it is left as it was."""
-    calls, roots = Calls(), []
-
-    def make(module: nn.Module, **levels: str) -> HarnessRoot:
-        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-        roots.append(held)
-        held.apply(Plan.of(levels))
-        return held
-
-    yield make
-    for each in reversed(roots):
-        each.take_back()
-    calls.clear()
 
 
 def model(family: str, attention: str = "eager", **own: Any) -> Any:
@@ -93,14 +72,14 @@ def gradients(module: nn.Module, call: Callable[..., Any], kwargs: Any) -> list[
     ids=["alone", "split", "checkpointing", "bf16"],
 )
 def test_a_model_that_writes_it_out_is_switched(
-    family: str, beside: dict[str, str], root: Roots
+    family: str, beside: dict[str, str], rooted: Rooted
 ) -> None:
     own: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     module, kwargs = model(family, **(own if family == "Bert" else {})), batch(family)
-    without = root(module, **beside)
+    without = rooted(module, **beside)
     expected = gradients(module, lambda **given: without.call((), given), kwargs)
     without.take_back()
-    held = root(module, attention="sdpa", **beside)
+    held = rooted(module, attention="sdpa", **beside)
     assert module.config._attn_implementation == "sdpa"
     found = gradients(module, lambda **given: held.call((), given), kwargs)
     allowed = 0.05 if "precision" in beside else 1e-4
@@ -111,9 +90,9 @@ def test_a_model_that_writes_it_out_is_switched(
     assert module.config._attn_implementation == "eager"
 
 
-def test_it_is_proven_though_it_drops_otherwise(root: Roots) -> None:
+def test_it_is_proven_though_it_drops_otherwise(rooted: Rooted) -> None:
     module, kwargs = model("Bert", attention_probs_dropout_prob=0.5), batch("Bert")
-    held = root(module)
+    held = rooted(module)
     held.facts = learn.describe(module, (), kwargs)
     assert held.facts.attention == "eager"
     assert held.facts.dropout
@@ -121,42 +100,42 @@ def test_it_is_proven_though_it_drops_otherwise(root: Roots) -> None:
     assert module.config._attn_implementation == "sdpa"
 
 
-def test_what_torchs_kernels_would_pass_over_is_refused(root: Roots) -> None:
+def test_what_torchs_kernels_would_pass_over_is_refused(rooted: Rooted) -> None:
     with pytest.raises(Refused, match="attn_logit_softcapping"):
-        root(model("Gemma2", head_dim=8, attn_logit_softcapping=50.0), attention="sdpa")
+        rooted(model("Gemma2", head_dim=8, attn_logit_softcapping=50.0), attention="sdpa")
     watched = model("Llama")
     watched.config.output_attentions = True
     with pytest.raises(Refused, match="to return its attention"):
-        root(watched, attention="sdpa")
+        rooted(watched, attention="sdpa")
 
 
-def test_the_kernel_is_preferred_and_looked_for(root: Roots) -> None:
+def test_the_kernel_is_preferred_and_looked_for(rooted: Rooted) -> None:
     order = torch._C._get_sdp_priority_order()
-    held = root(nn.Linear(2, 2), attention="cudnn")
+    held = rooted(nn.Linear(2, 2), attention="cudnn")
     assert torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value
     held.take_back()
     assert torch._C._get_sdp_priority_order() == order
     module, kwargs = model("Llama", "sdpa"), batch("Llama")
     expected = gradients(module, module, kwargs)
-    held = root(module, attention="flash")
+    held = rooted(module, attention="flash")
     found = gradients(module, lambda **given: held.call((), given), kwargs)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
     held.take_back()
     assert torch._C._get_sdp_priority_order() == order
     with pytest.raises(Refused, match="none of torch's attention kernels"):
-        root(nn.Linear(2, 2), attention="flash").call((torch.ones(1, 2),), {})
-    half = root(module, attention="cudnn", precision="bf16")
+        rooted(nn.Linear(2, 2), attention="flash").call((torch.ones(1, 2),), {})
+    half = rooted(module, attention="cudnn", precision="bf16")
     with pytest.raises(Refused, match="cuDNN cannot do this model's attention"):
         half.call((), kwargs)
 
 
-def test_a_kernel_that_the_script_has_switched_off_stays_off(root: Roots) -> None:
+def test_a_kernel_that_the_script_has_switched_off_stays_off(rooted: Rooted) -> None:
     cuda.enable_flash_sdp(False)
     try:
         with pytest.raises(Refused, match="switched this kernel off"):
-            root(model("Llama", "sdpa"), attention="flash")
-        held = root(model("Llama", "sdpa"), attention="cudnn")
+            rooted(model("Llama", "sdpa"), attention="flash")
+        held = rooted(model("Llama", "sdpa"), attention="cudnn")
         assert not cuda.flash_sdp_enabled()
         held.take_back()
     finally:

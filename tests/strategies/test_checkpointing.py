@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,8 @@ from autofit.plan import Plan
 from autofit.space import clash
 from autofit.strategies import Facts, RootFacts, get
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 from tests.strategies.contract import MEASURE, meter_environment
 
 quick, full = pytest.mark.quick, pytest.mark.full
@@ -97,24 +96,11 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
-
-
-def under(module: nn.Module, calls: Calls, **levels: str) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-    held.apply(Plan.of(levels))
-    return held
-
-
-def trained(calls: Calls, drops: tuple[float, float], level: str | None) -> list[torch.Tensor]:
+def trained(rooted: Rooted, drops: tuple[float, float], level: str | None) -> list[torch.Tensor]:
     """Return the parameters after some steps of AdamW, dropping as drawn from one seed."""
     torch.manual_seed(5)
     module = Net(drops).double()
-    call = module if level is None else under(module, calls, checkpointing=level).own_call
+    call = module if level is None else rooted(module, checkpointing=level).own_call
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for _ in range(4):
         loss = call(torch.randn(3, 7, 16, dtype=torch.float64)).square().mean()
@@ -136,10 +122,10 @@ def flops(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("drops", [(0.0, 0.0), (0.0, 0.3), (0.3, 0.3)], ids=str)
 @pytest.mark.parametrize("level", NEW)
 def test_training_is_the_same_whatever_drops(
-    level: str, drops: tuple[float, float], calls: Calls
+    level: str, drops: tuple[float, float], rooted: Rooted
 ) -> None:
-    expected = trained(calls, drops, None)
-    for found, wanted in zip(trained(calls, drops, level), expected, strict=True):
+    expected = trained(rooted, drops, None)
+    for found, wanted in zip(trained(rooted, drops, level), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
@@ -166,14 +152,14 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     + [{"checkpointing": "all", "compile": "regional"}],
     ids=lambda levels: "+".join(levels.values()),
 )
-def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, calls: Calls) -> None:
+def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, rooted: Rooted) -> None:
     """In training, also where backward goes through it twice; not in evaluation."""
     twice = levels["checkpointing"] != "selective"  # which keeps nothing for a second time
 
     def after(levels: dict[str, str]) -> list[torch.Tensor]:
         torch.manual_seed(3)
         module = nn.Sequential(Stage(NORMS[norm]), Stage(NORMS[norm])).double()
-        held = under(module, calls, **levels)
+        held = rooted(module, **levels)
         for mode in (True, True, False):
             module.train(mode)
             x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
@@ -233,14 +219,14 @@ def test_what_runs_again_is_what_ran(
     made: Callable[[], nn.Module],
     between: Callable[[nn.Module], object],
     level: str,
-    calls: Calls,
+    rooted: Rooted,
 ) -> None:
     """Whatever the script does with modes, lists and modules between forward and backward."""
 
     def after(**levels: str) -> list[torch.Tensor]:
         torch.manual_seed(3)
         module = made().double().train()
-        held = under(module, calls, **levels)
+        held = rooted(module, **levels)
         for _ in range(2):
             loss = held.call((torch.randn(6, 4, dtype=torch.float64),), {}).square().sum()
             between(module)
@@ -254,9 +240,9 @@ def test_what_runs_again_is_what_ran(
 
 
 @quick
-def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(calls: Calls) -> None:
+def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(rooted: Rooted) -> None:
     module = stages().eval()
-    held = under(module, calls, checkpointing="all")
+    held = rooted(module, checkpointing="all")
     x = torch.randn(6, 4)
     held.call((x,), {}).sum().backward()
     evaluated = held.call((x,), {}).sum()
@@ -268,32 +254,32 @@ def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(calls: 
 
 
 @quick
-def test_what_runs_again(calls: Calls) -> None:
+def test_what_runs_again(rooted: Rooted) -> None:
     """Selectively: no product, and attention only where it drops."""
     x = torch.randn(2, 7, 16)
     found = {}
     for level in ("as_is", "third", "half", "selective", "all"):
         module = Net()
-        found[level] = flops(module, under(module, calls, checkpointing=level), x)
+        found[level] = flops(module, rooted(module, checkpointing=level), x)
     assert found["as_is"] == found["selective"]
     blocks = (found["all"] - found["as_is"]) / 4
     assert blocks > 0
     assert found["third"] - found["as_is"] == found["half"] - found["as_is"] == 2 * blocks
     dropping = Net((0.3, 0.0))
-    plain = flops(dropping, under(dropping, calls), x)
-    again = flops(dropping, under(dropping, calls, checkpointing="selective"), x)
+    plain = flops(dropping, rooted(dropping), x)
+    again = flops(dropping, rooted(dropping, checkpointing="selective"), x)
     assert plain < again < plain + 4 * blocks
 
 
 @quick
 @pytest.mark.parametrize("level", ["selective", "all"])
-def test_two_calls_under_one_autocast(level: str, calls: Calls) -> None:
+def test_two_calls_under_one_autocast(level: str, rooted: Rooted) -> None:
     """The second finds no casts of the first: run again, it would make some it had not made."""
     module = Net()
     x = torch.randn(3, 7, 16)
     found = []
     for levels in ({}, {"checkpointing": level}):
-        held = under(module, calls, **levels)
+        held = rooted(module, **levels)
         module.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = held.call((x,), {}).float().sum() + held.call((2 * x,), {}).float().sum()
@@ -331,13 +317,13 @@ class Casts(TorchDispatchMode):
     ids=["blocks", "transformer"],
 )
 def test_a_block_that_runs_again_leaves_no_casts_of_its_weights(
-    made: Callable[[], nn.Module], given: torch.Tensor, calls: Calls
+    made: Callable[[], nn.Module], given: torch.Tensor, rooted: Rooted
 ) -> None:
     """When forward ends: without, autocast has those of all weights."""
     found = {}
     for level in ("as_is", "all"):
         module = made()
-        held = under(module, calls, checkpointing=level)
+        held = rooted(module, checkpointing=level)
         with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
             output = held.call((given,), {})
             found[level] = casts.held()
@@ -348,22 +334,22 @@ def test_a_block_that_runs_again_leaves_no_casts_of_its_weights(
 
 
 @quick
-def test_what_it_cannot_keep_is_said(calls: Calls) -> None:
+def test_what_it_cannot_keep_is_said(rooted: Rooted) -> None:
     strategy = get("checkpointing")
     module = Net(inplace=True)
-    held = under(module, calls, checkpointing="selective")
+    held = rooted(module, checkpointing="selective")
     with pytest.raises(RuntimeError) as changed:
         held.call((torch.randn(2, 7, 16),), {}).sum().backward()
     assert "in place" in (strategy.fault(changed.value) or "")
     module = Net()
-    held = under(module, calls, checkpointing="selective")
+    held = rooted(module, checkpointing="selective")
     loss = held.call((torch.randn(2, 7, 16),), {}).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError) as again:
         loss.backward()
     assert "twice" in (strategy.fault(again.value) or "")
     alike = nn.Sequential(Alike(), Alike())
-    loss = under(alike, calls, checkpointing="selective").call((torch.randn(3, 4),), {}).sum()
+    loss = rooted(alike, checkpointing="selective").call((torch.randn(3, 4),), {}).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="selective activation checkpoint"):
         loss.backward()  # whatever the shapes
@@ -383,11 +369,11 @@ def test_why_it_is_left_out() -> None:
 
 
 @quick
-def test_a_pickled_transformer_checkpoints_plainly(calls: Calls) -> None:
+def test_a_pickled_transformer_checkpoints_plainly(rooted: Rooted) -> None:
     model = llama()
     tokens = torch.randint(32, (2, 7))
-    plain = flops_of(model, under(model, calls), tokens)
-    held = under(model, calls, checkpointing="selective")
+    plain = flops_of(model, rooted(model), tokens)
+    held = rooted(model, checkpointing="selective")
     assert flops_of(model, held, tokens) == plain
     loaded = pickle.loads(pickle.dumps(model))
     kept = loaded.model.layers[0]._gradient_checkpointing_func
@@ -413,7 +399,7 @@ def kept_of(held: HarnessRoot, x: torch.Tensor) -> int:
 
 @quick
 @pytest.mark.parametrize("how", ["wrapped", "in place", "forward", "blocks"])
-def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, calls: Calls) -> None:
+def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, rooted: Rooted) -> None:
     """As one graph it shows no call of a block: the block's own ``forward`` is a part of it."""
     torch.manual_seed(2)
     module, x = Net(), torch.randn(6, 7, 16)
@@ -428,7 +414,7 @@ def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, calls: C
     else:
         for each in module.blocks if how == "blocks" else [module]:
             each.compile(backend="aot_eager")
-    held = HarnessRoot(called, Seams(Bystander()), calls, lambda *args: False)
+    held = rooted(called)
     kept = []
     for level in ("as_is", "half", "all", "as_is"):
         held.take_back()
@@ -446,10 +432,10 @@ def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, calls: C
 
 
 @quick
-def test_the_selective_level_needs_operations_that_show(calls: Calls) -> None:
+def test_the_selective_level_needs_operations_that_show(rooted: Rooted) -> None:
     compiled = torch.compile(Net(), backend="aot_eager")
     with pytest.raises(Refused, match="show no single operations"):
-        under(compiled, calls, checkpointing="selective")  # type: ignore[arg-type]
+        rooted(compiled, checkpointing="selective")  # type: ignore[arg-type]
 
 
 def flops_of(model: nn.Module, held: HarnessRoot, tokens: torch.Tensor) -> int:

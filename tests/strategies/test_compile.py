@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,10 @@ from autofit.worker.harness.compiling import CompileClock, is_compiled, uncompil
 from autofit.worker.harness.joining import equal_cuts
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.meter.toolchain import cannot_compile
 from autofit.worker.records import LaunchRequest, Measurement, Script, TrialReport, Verdict
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 from tests.strategies.models import Parts
 
 quick, full = pytest.mark.quick, pytest.mark.full
@@ -93,20 +92,13 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def calls() -> Iterator[Calls]:
-    made = Calls()
-    yield made
-    made.clear()
-
-
-@pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace and differentiate, but make no code."""
     monkeypatch.setattr(compile, "SETTINGS", {"backend": "aot_eager"})
 
 
-def root_of(module: nn.Module, calls: Calls, *, strict: bool = True) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
+def root_of(module: nn.Module, rooted: Rooted, *, strict: bool = True) -> HarnessRoot:
+    held = rooted(module)
     held.strict = strict
     return held
 
@@ -228,10 +220,10 @@ def test_the_clock_goes_on_when_torch_starts_its_own_anew(light: None) -> None:
 
 
 @quick
-def test_the_blocks_are_compiled_once_and_taken_back(light: None, calls: Calls) -> None:
+def test_the_blocks_are_compiled_once_and_taken_back(light: None, rooted: Rooted) -> None:
     """In place, beside a split batch, at the size of its chunks alone."""
     module, x = Net(), torch.randn(6, 8)
-    names, held = list(module.state_dict()), root_of(module, calls)
+    names, held = list(module.state_dict()), root_of(module, rooted)
     expected = gradients(module, held, x)
     plan = Plan.of({"compile": "regional", "micro_batch": "4"})
     clock = CompileClock()
@@ -255,7 +247,7 @@ def test_the_blocks_are_compiled_once_and_taken_back(light: None, calls: Calls) 
     "widths", [(8, 8, 8), (4, 4, 4), (8, 16, 4)], ids=["alike", "most alike", "unlike"]
 )
 def test_where_most_blocks_differ_each_has_a_graph(
-    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, calls: Calls
+    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rooted: Rooted
 ) -> None:
     """For its sizes alone; else a graph is for any size once a second one has come."""
     found: list[bool] = []
@@ -270,7 +262,7 @@ def test_where_most_blocks_differ_each_has_a_graph(
         for before, after in itertools.pairwise((8, *widths))
     ]
     module = Parts(*stages)
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     held.apply(Plan.of({"compile": "regional"}))
     for batch in (6, 5):
         for width, stage in zip((8, *widths), stages, strict=False):
@@ -282,10 +274,10 @@ def test_where_most_blocks_differ_each_has_a_graph(
 
 
 @quick
-def test_roots_are_looked_for_without_being_compiled_in(light: None, calls: Calls) -> None:
+def test_roots_are_looked_for_without_being_compiled_in(light: None, rooted: Rooted) -> None:
     """What watches calls while roots are looked for is not there when the compiler looks."""
     module, x = Net(), torch.randn(6, 8)
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     seams = held._seams
     held.apply(Plan.of({"compile": "full"}))
     seams.watch_inside = False
@@ -305,9 +297,9 @@ def test_roots_are_looked_for_without_being_compiled_in(light: None, calls: Call
 
 
 @quick
-def test_without_its_code_nothing_is_compiled(light: None, calls: Calls) -> None:
+def test_without_its_code_nothing_is_compiled(light: None, rooted: Rooted) -> None:
     module = Net()
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     held.apply(Plan.of({"compile": "full"}))
     clock = CompileClock()
     before = clock.seconds()
@@ -318,12 +310,12 @@ def test_without_its_code_nothing_is_compiled(light: None, calls: Calls) -> None
 
 
 @quick
-def test_within_its_budget_less_is_kept_for_backward(light: None, calls: Calls) -> None:
+def test_within_its_budget_less_is_kept_for_backward(light: None, rooted: Rooted) -> None:
     module, x = Net(), torch.randn(64, 8)
     kept: dict[str, int] = {}
     found: dict[str, torch.Tensor] = {}
     for level in ("as_is", "full", "budget"):
-        held = root_of(module, calls)
+        held = root_of(module, rooted)
         held.apply(Plan.of({"compile": level}))
         sizes: list[int] = []
         with saved_tensors_hooks(lambda t, into=sizes: into.append(t.nbytes) or t, lambda t: t):  # type: ignore[misc]
@@ -337,10 +329,10 @@ def test_within_its_budget_less_is_kept_for_backward(light: None, calls: Calls) 
 
 
 @quick
-def test_what_a_budget_would_draw_again_is_refused(light: None, calls: Calls) -> None:
+def test_what_a_budget_would_draw_again_is_refused(light: None, rooted: Rooted) -> None:
     """Where nothing but the proof can see that the model drops."""
     module = Net(drop=0.3)
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     with pytest.raises(Refused, match="differ"):
         prove(held, Plan.of({"compile": "budget"}), (torch.randn(64, 8),), {}, Facts())
     prove(held, Plan.of({"compile": "full"}), (torch.randn(64, 8),), {}, Facts())
@@ -348,10 +340,10 @@ def test_what_a_budget_would_draw_again_is_refused(light: None, calls: Calls) ->
 
 
 @quick
-def test_a_limit_reached_refuses_a_trial_and_not_a_run(light: None, calls: Calls) -> None:
+def test_a_limit_reached_refuses_a_trial_and_not_a_run(light: None, rooted: Rooted) -> None:
     def sizes(strict: bool) -> None:
         module = Net()
-        held = root_of(module, calls, strict=strict)
+        held = root_of(module, rooted, strict=strict)
         held.apply(Plan.of({"compile": "full"}))
         torch._dynamo.config.recompile_limit = 1
         try:
@@ -367,9 +359,9 @@ def test_a_limit_reached_refuses_a_trial_and_not_a_run(light: None, calls: Calls
 
 
 @quick
-def test_the_scripts_own_error_is_not_its_fault(light: None, calls: Calls) -> None:
+def test_the_scripts_own_error_is_not_its_fault(light: None, rooted: Rooted) -> None:
     module = Net("none")
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     held.apply(Plan.of({"compile": "regional"}))
     with pytest.raises(ValueError, match="own") as caught:
         held.call((torch.randn(2, 8),), {})
@@ -378,13 +370,13 @@ def test_the_scripts_own_error_is_not_its_fault(light: None, calls: Calls) -> No
 
 
 @quick
-def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, rooted: Rooted) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise RuntimeError("no code for this")
 
     monkeypatch.setattr(compile, "SETTINGS", {"backend": broken})
     module = Net()
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     held.apply(Plan.of({"compile": "regional"}))
     with pytest.raises(RuntimeError) as caught:
         held.call((torch.randn(2, 8),), {})
@@ -393,21 +385,21 @@ def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, calls
 
 
 @quick
-def test_what_the_script_compiles_is_left_alone(light: None, calls: Calls) -> None:
+def test_what_the_script_compiles_is_left_alone(light: None, rooted: Rooted) -> None:
     module = Net()
     module.head.compile(backend="aot_eager")
     assert is_compiled(module)
     with pytest.raises(Refused, match="already"):
-        root_of(module, calls).apply(Plan.of({"compile": "regional"}))
+        root_of(module, rooted).apply(Plan.of({"compile": "regional"}))
     assert module.head._compiled_call_impl is not None
 
 
 @full
 @pytest.mark.parametrize("level", ["regional", "full"])
 @pytest.mark.parametrize("graphs", ["one", "two"])
-def test_the_draws_of_dropout_are_pytorchs_own(level: str, graphs: str, calls: Calls) -> None:
+def test_the_draws_of_dropout_are_pytorchs_own(level: str, graphs: str, rooted: Rooted) -> None:
     module, x = Net(graphs, 0.3), torch.randn(6, 8)
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     expected = gradients(module, held, x)
     prove(held, Plan.of({"compile": level}), (x,), {}, Facts())
     torch.testing.assert_close(gradients(module, held, x), expected)
@@ -440,10 +432,10 @@ class ShortNet(Net):
 
 
 @quick
-def test_a_chunk_that_drew_runs_again_as_it_was(light: None, calls: Calls) -> None:
+def test_a_chunk_that_drew_runs_again_as_it_was(light: None, rooted: Rooted) -> None:
     """With what autograd saves in host memory, compiled as before."""
     module, x = ShortNet(drop=0.3), torch.randn(8, 8)
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: True)
+    held = rooted(module, lambda *args: True)
     held.apply(Plan.of({"compile": "regional", "micro_batch": "4"}))
     expected = gradients(module, held, x)
     held.take_back()
@@ -470,7 +462,7 @@ def test_a_chunk_that_drew_runs_again_as_it_was(light: None, calls: Calls) -> No
     ids=["full", "regional"],
 )
 def test_modules_of_torchs_own_are_compiled(
-    level: str, module: nn.Module, monkeypatch: pytest.MonkeyPatch, calls: Calls
+    level: str, module: nn.Module, monkeypatch: pytest.MonkeyPatch, rooted: Rooted
 ) -> None:
     """``Module.compile`` makes nothing of them, and does not say so."""
     graphs: list[torch.fx.GraphModule] = []
@@ -480,7 +472,7 @@ def test_modules_of_torchs_own_are_compiled(
         return graph
 
     monkeypatch.setattr(compile, "SETTINGS", {"backend": counted})
-    held, x = root_of(module, calls), torch.randn(5, 3, 8, requires_grad=True)
+    held, x = root_of(module, rooted), torch.randn(5, 3, 8, requires_grad=True)
     plain = held.call((x,), {})
     held.apply(Plan.of({"compile": level}))
     torch.testing.assert_close(held.call((x,), {}), plain)
@@ -491,9 +483,9 @@ def test_modules_of_torchs_own_are_compiled(
 
 
 @quick
-def test_batch_statistics_move_as_they_do(light: None, calls: Calls) -> None:
+def test_batch_statistics_move_as_they_do(light: None, rooted: Rooted) -> None:
     module, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(6, 8)
-    held = root_of(module, calls)
+    held = root_of(module, rooted)
     prove(held, Plan.of({"compile": "full"}), (x,), {}, Facts())
     gradients(module, held, x)
     assert module[1].num_batches_tracked == 1

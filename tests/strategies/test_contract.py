@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from autofit.strategies import NAMES, REGISTRY, Strategy, _offload, compile
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
-from tests.strategies.bystander import Bystander
 from tests.strategies.contract import SETTINGS, Case, Setting, StrategyContract
 from tests.strategies.models import bert, gpt2, loss_outside
 
@@ -39,28 +34,6 @@ def _param(setting: Setting) -> Any:
 def setting(request: pytest.FixtureRequest) -> Any:
     """Each level of each strategy that changes something."""
     return request.param
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    """What keeps the wrappers of single modules."""
-    calls = Calls()
-    yield calls
-    calls.clear()
-
-
-@pytest.fixture
-def root(calls: Calls) -> Iterator[Callable[[nn.Module], HarnessRoot]]:
-    """Return the harness's root of a module; it is left as it was."""
-    roots: list[HarnessRoot] = []
-
-    def make(module: nn.Module) -> HarnessRoot:
-        roots.append(HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False))
-        return roots[-1]
-
-    yield make
-    for each in roots:
-        each.take_back()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, RootFacts
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
-
-Make = Callable[[nn.Module, Plan], HarnessRoot]
 
 
 class Net(nn.Module):
@@ -50,23 +47,6 @@ class Net(nn.Module):
             return {"logits": logits}
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
-
-
-@pytest.fixture
-def rooted() -> Iterator[Make]:
-    """Return the root of a module under a plan."""
-    calls = Calls()
-    made: list[HarnessRoot] = []
-
-    def make(module: nn.Module, plan: Plan) -> HarnessRoot:
-        made.append(HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False))
-        made[-1].apply(plan)
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.take_back()
-    calls.clear()
 
 
 def tokens(samples: int, length: int) -> torch.Tensor:
@@ -104,7 +84,7 @@ def called(root: HarnessRoot) -> Callable[..., Any]:
     ],
 )
 def test_the_gradients_are_those_of_what_is_left(
-    rooted: Make, levels: dict[str, str], samples: int, length: int, split: dict[str, str]
+    rooted: Rooted, levels: dict[str, str], samples: int, length: int, split: dict[str, str]
 ) -> None:
     net, whole = Net(), batch()
     part = {
@@ -112,28 +92,28 @@ def test_the_gradients_are_those_of_what_is_left(
         for name, each in whole.items()
     }
     expected = gradients(net, net, part)
-    root = rooted(net, Plan.of({**levels, **split}))
+    root = rooted(net, **levels, **split)
     found = gradients(called(root), net, whole)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
     root.take_back()
     assert torch.allclose(gradients(called(root), net, whole), gradients(net, net, whole))
 
 
-def test_evaluation_sees_the_whole(rooted: Make) -> None:
+def test_evaluation_sees_the_whole(rooted: Rooted) -> None:
     net = Net()
-    root = rooted(net, Plan.of({"batch_size": "quarter", "sequence_length": "half"}))
+    root = rooted(net, batch_size="quarter", sequence_length="half")
     with torch.no_grad():
         assert root.call((), batch())["logits"].shape == (8, 6, 32)
 
 
-def test_what_is_refused(rooted: Make) -> None:
-    net, half = Net(), Plan.of({"batch_size": "half"})
+def test_what_is_refused(rooted: Rooted) -> None:
+    net = Net()
     with pytest.raises(Refused, match="loss outside the model"):
-        rooted(net, half).call((tokens(8, 6),), {})
+        rooted(net, batch_size="half").call((tokens(8, 6),), {})
     with pytest.raises(Refused, match="same number of samples"):
-        rooted(net, half).call((tokens(8, 6), tokens(4, 6)), {})
+        rooted(net, batch_size="half").call((tokens(8, 6), tokens(4, 6)), {})
     with pytest.raises(Refused, match="no argument of the model holds tokens"):
-        rooted(net, Plan.of({"sequence_length": "half"})).call((torch.randn(8, 6),), {})
+        rooted(net, sequence_length="half").call((torch.randn(8, 6),), {})
     facts = Facts(
         roots=(
             RootFacts(

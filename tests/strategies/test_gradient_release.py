@@ -29,7 +29,7 @@ from autofit.worker.harness.release import PART
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
-from tests.strategies.bystander import Bystander
+from tests.roots import Bystander
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,8 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,8 @@ from autofit.worker import meter
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
 
@@ -77,20 +77,9 @@ def batch(samples: int = 6) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def root() -> Iterator[Callable[..., HarnessRoot]]:
-    """Return a module's root under a plan; it is left as it was."""
-    calls, roots = Calls(), []
-
-    def make(module: nn.Module, **levels: str) -> HarnessRoot:
-        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-        roots.append(held)
-        held.apply(Plan.of({"loss": "chunked", **levels}))
-        return held
-
-    yield make
-    for each in roots:
-        each.take_back()
-    calls.clear()
+def root(rooted: Rooted) -> Callable[..., HarnessRoot]:
+    """A module's root under a plan with the loss in chunks."""
+    return partial(rooted, loss="chunked")
 
 
 def trained(module: nn.Module, call: Call, steps: int = 3) -> list[torch.Tensor]:

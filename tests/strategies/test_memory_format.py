@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch import nn
 from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, get
 from autofit.worker.harness.facts import describe
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
-from tests.strategies.bystander import Bystander
+from tests.roots import Rooted
 from tests.strategies.models import loss_outside
 
 pytestmark = pytest.mark.quick
@@ -41,28 +39,6 @@ def net(convolution: Any = nn.Conv2d, channels: int = 3, stem: Any = None) -> nn
     blocks = (Block(convolution, 8) for _ in range(3))
     stem, head = (stem or convolution)(channels, 8, 3), convolution(8, 4, 1)
     return nn.Sequential(stem, nn.Sequential(*blocks), head).double()
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    calls = Calls()
-    yield calls
-    calls.clear()
-
-
-@pytest.fixture
-def held(calls: Calls) -> Iterator[Callable[..., HarnessRoot]]:
-    """Return the harness's root of a module under a plan."""
-    roots: list[HarnessRoot] = []
-
-    def make(module: nn.Module, plan: Plan = PLAN) -> HarnessRoot:
-        roots.append(HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False))
-        roots[-1].apply(plan)
-        return roots[-1]
-
-    yield make
-    for root in roots:
-        root.take_back()
 
 
 def layouts(module: nn.Module) -> list[bool]:
@@ -96,11 +72,11 @@ def gradients(module: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> t
     ids=["pictures", "gray", "of a vector", "volumes"],
 )
 def test_the_model_sees_it_and_the_script_does_not(
-    held: Callable[..., HarnessRoot], module: nn.Module, shape: tuple[int, ...]
+    rooted: Rooted, module: nn.Module, shape: tuple[int, ...]
 ) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     expected = gradients(module, module, x)
-    root, seen = held(module), layouts(module)
+    root, seen = rooted(module, **PLAN.levels), layouts(module)
     found = gradients(module, lambda x: root.call((x,), {}), x)
     assert seen[0]
     assert all(seen) or x.ndim == 5, "a CPU's answers about volumes are laid out its own way"
@@ -129,14 +105,14 @@ def test_the_model_sees_it_and_the_script_does_not(
     ids=lambda levels: "-".join(*levels.items()),
 )
 def test_it_stands_beside_others(
-    held: Callable[..., HarnessRoot], beside: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    rooted: Rooted, beside: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autofit.strategies._offload.SMALL", 1)
     module, x = net(), torch.randn(5, 3, 9, 9, dtype=torch.float64)
     if "precision" in beside:
         module, x = module.float(), x.float()
     expected = gradients(module, module, x)
-    root, seen = held(module, Plan.of({**PLAN.levels, **beside})), layouts(module)
+    root, seen = rooted(module, **{**PLAN.levels, **beside}), layouts(module)
     gradients(module, lambda x: root.call((x,), {}), x)
     seen.clear()  # with the calls of the proof, some of which are plain
     found = gradients(module, lambda x: root.call((x,), {}), x)
@@ -146,7 +122,7 @@ def test_it_stands_beside_others(
     assert (found - expected).norm() < rounding * expected.norm()
 
 
-def test_it_takes_nothing_for_a_picture_that_is_none(held: Callable[..., HarnessRoot]) -> None:
+def test_it_takes_nothing_for_a_picture_that_is_none(rooted: Rooted) -> None:
     """Frames that the model itself makes pictures of, masks, lists, and scores of one pixel."""
 
     class Frames(nn.Module):
@@ -166,16 +142,16 @@ def test_it_takes_nothing_for_a_picture_that_is_none(held: Callable[..., Harness
     frames = torch.randn(2, 3, 3, 9, 9, dtype=torch.float64)
     mask = torch.ones(2, 3, 9, 9, dtype=torch.bool)
     module = Frames()
-    root = held(module)
+    root = rooted(module, **PLAN.levels)
     features: list[torch.Tensor] = []
     scores = root.call((frames, mask, features), {})["scores"]
     assert scores.is_contiguous()
     assert len(features) == 1
 
 
-def test_a_transformer_is_left_alone(held: Callable[..., HarnessRoot]) -> None:
+def test_a_transformer_is_left_alone(rooted: Rooted) -> None:
     case = loss_outside(torch.randint(32, (5, 10)))
-    root = held(case.module)
+    root = rooted(case.module, **PLAN.levels)
     assert case.loss(root.call((), case.kwargs)).isfinite()
 
 

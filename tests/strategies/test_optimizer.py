@@ -20,7 +20,7 @@ from autofit.strategies import Facts, Fidelity, _fused
 from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
-from tests.strategies.bystander import Bystander
+from tests.roots import Bystander
 from tests.strategies.optimizers import (
     OPTIMIZERS,
     STEPS,

@@ -22,8 +22,8 @@ from autofit.worker.harness import shown
 from autofit.worker.harness.optimizers import Optimizers
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.roots import Bystander
 from tests.strategies import sessions
-from tests.strategies.bystander import Bystander
 
 pytestmark = pytest.mark.quick
 

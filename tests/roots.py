@@ -1,0 +1,47 @@
+"""Modules as the harness holds them, with nothing that runs a script around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autofit.plan import Plan
+from autofit.worker.harness.elastic import OnShortage
+from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.seams import Calls, Seams
+
+
+class Bystander:
+    """Takes every notice of the seams, and runs the backward passes it is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a notice's taker."""
+        return lambda *args: args[-1]() if name == "backward" else None
+
+
+class Rooted:
+    """Makes the harness's roots of modules."""
+
+    def __init__(self) -> None:
+        self._calls = Calls()
+        self._made: list[HarnessRoot] = []
+
+    def __call__(
+        self, module: nn.Module, shortage: OnShortage = lambda *_: False, /, **levels: str
+    ) -> HarnessRoot:
+        """Return a module's root, under a plan of these levels.
+
+        ``shortage``: tells whether to go on with smaller chunks where memory runs out.
+        """
+        root = HarnessRoot(module, Seams(Bystander()), self._calls, shortage)
+        self._made.append(root)
+        if levels:
+            root.apply(Plan.of(levels))
+        return root
+
+    def take_back(self) -> None:
+        """Leave all modules as they were."""
+        while self._made:
+            self._made.pop().take_back()
+        self._calls.clear()
