@@ -105,7 +105,9 @@ class Precision(Strategy):
         if level == AS_IS:
             return None
         if level == "tf32":
-            return _tf32()
+            from autofit.strategies import _tf32
+
+            return _tf32.switch(True)
         import torch
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
@@ -121,21 +123,6 @@ class Precision(Strategy):
             undo()
 
         return undo_both
-
-
-def _tf32() -> Undo:
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-
-    def undo() -> None:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-    return undo
 
 
 def autocast(forward: Forward, dtype: torch.dtype) -> Forward:

@@ -15,7 +15,7 @@ from torch import nn
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import AS_IS
+from autofit.strategies import AS_IS, _tf32
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
@@ -73,20 +73,6 @@ class Applied(Session):
 def precision(level: str, device: str | None) -> AbstractContextManager[Any]:
     """Return a context in which forwards run in the plan's precision."""
     if level == "tf32":
-        return _Tf32()
+        return _tf32.switched(True)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
     return torch.autocast(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
-
-
-class _Tf32(AbstractContextManager[None]):
-    """fp32 matrix products on TF32 tensor cores, inside."""
-
-    def __enter__(self) -> None:
-        self._matmul = torch.get_float32_matmul_precision()
-        self._cudnn = torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_float32_matmul_precision(self._matmul)
-        torch.backends.cudnn.allow_tf32 = self._cudnn

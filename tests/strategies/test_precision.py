@@ -5,42 +5,30 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autofit.strategies import _loss_scaling
+from autofit.plan import Plan
+from autofit.strategies import _loss_scaling, _tf32
 from autofit.strategies._loss_scaling import START, Scaler
 from autofit.strategies.precision import Precision
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from tests.roots import Rooted
+from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
 
 Root = Callable[[nn.Module], HarnessRoot]
 
 
-class _Handler:
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: None
-
-
 @pytest.fixture
-def fp16() -> Iterator[Root]:
+def fp16(rooted: Rooted) -> Root:
     """Return a way to put a model under fp16 autocast."""
-    undos = []
-
-    def make(module: nn.Module) -> HarnessRoot:
-        root = HarnessRoot(module, Seams(_Handler()), Calls(), lambda *args: False)
-        undos.append(Precision().on_root("fp16", root))
-        return root
-
-    yield make
-    for undo in undos:
-        assert undo is not None
-        undo()
+    return partial(rooted, precision="fp16")
 
 
 @pytest.fixture
@@ -98,15 +86,55 @@ def test_an_optimizer_of_another_model_is_none_of_its_affair(scaler: Scaler) -> 
     assert other.grad is not None
 
 
-def test_tf32_is_a_switch() -> None:
+def test_tf32_is_a_switch(rooted: Rooted) -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    root = HarnessRoot(nn.Linear(1, 1), Seams(_Handler()), Calls(), lambda *args: False)
-    undo = Precision().on_root("tf32", root)
+    undo = Precision().on_root("tf32", rooted(nn.Linear(1, 1)))
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cudnn.allow_tf32
     assert undo is not None
     undo()
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.fixture
+def newer() -> Iterator[Any]:
+    """Torch's newer setting of products, which the script has used: the older cannot be read."""
+    products: Any = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="precision"):
+        torch.get_float32_matmul_precision()
+    yield products
+    products.fp32_precision = before
+
+
+def test_tf32_where_the_script_uses_the_newer_settings(newer: Any, rooted: Rooted) -> None:
+    cudnn: Any = torch.backends.cudnn
+    assert _tf32.products()
+    with _tf32.switched(False):
+        assert newer.fp32_precision == cudnn.conv.fp32_precision == "ieee"
+        assert not _tf32.products()
+        assert not _tf32.convolutions()
+    assert newer.fp32_precision == cudnn.conv.fp32_precision == "tf32"
+    newer.fp32_precision = "ieee"
+    undo = Precision().on_root("tf32", rooted(nn.Linear(1, 1)))
+    assert newer.fp32_precision == "tf32"
+    assert undo is not None
+    undo()
+    assert newer.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("levels", [{"checkpointing": "all"}, {"micro_batch": "2"}])
+def test_proofs_where_the_script_uses_the_newer_settings(levels: dict[str, str]) -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(6, 4)
+    net(x).square().mean().backward()
+    expected = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    with under(Plan.of(levels), strict=True):
+        net(x).square().mean().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected)
 
 
 def test_a_penalty_on_the_weights_outside_the_model_counts(fp16: Root) -> None:

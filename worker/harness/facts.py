@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from autofit.strategies import _tf32
 from autofit.strategies._blocks import repeated_blocks
 from autofit.strategies._heads import classes
 from autofit.strategies._masters import type_of
@@ -174,10 +175,6 @@ def tf32_on(module: nn.Module) -> bool:
     if not any(parameter.is_cuda for parameter in module.parameters()):
         return False
     convolves = (nn.modules.conv._ConvNd, nn.RNNBase)
-    try:
-        return torch.get_float32_matmul_precision() != "highest" or (
-            torch.backends.cudnn.allow_tf32
-            and any(isinstance(each, convolves) for each in module.modules())
-        )
-    except RuntimeError:  # the script has used torch's newer settings, which the older cannot read
-        return True
+    return _tf32.products() or (
+        _tf32.convolutions() and any(isinstance(each, convolves) for each in module.modules())
+    )

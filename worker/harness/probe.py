@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.exceptions import Refused
+from autofit.strategies import _tf32
 from autofit.strategies.base import Forward
 from autofit.worker.harness.comparison import Comparison, Runner, Undecided
 from autofit.worker.harness.escapes import (
@@ -200,7 +201,8 @@ class _Probe:
         if self.gradients:
             _need_gradients(part, self.batch)
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
-        with preserved(self.module), graph, full_precision():
+        # How a batch is split does not depend on TF32, and the comparison is sharper without.
+        with preserved(self.module), graph, _tf32.switched(False):
             seen = Observer()
             before, set_out = versions(part), weights(self.module)
             with seen:
@@ -372,23 +374,6 @@ def preserved(module: nn.Module) -> Iterator[None]:
         state.restore()
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Within it, fp32 products and convolutions are computed in fp32, without TF32.
-
-    How a batch is split does not depend on it, and the comparison is sharper without.
-    """
-    matmul = torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-
 def tolerance(dtypes: Iterable[torch.dtype], *, casts: bool = False) -> float:
     """Return the relative difference that the order of sums may make in the coarsest precision.
 
@@ -397,6 +382,6 @@ def tolerance(dtypes: Iterable[torch.dtype], *, casts: bool = False) -> float:
     epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
     if casts or autocast_on():
         epsilon = torch.finfo(torch.bfloat16).eps
-    elif torch.get_float32_matmul_precision() != "highest":
+    elif _tf32.products():
         epsilon = max(epsilon, 2.0**-11)
     return min(0.05, 2000 * epsilon)
