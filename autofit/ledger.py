@@ -163,7 +163,7 @@ class Ledger:
         cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by the search's own time
         if report.verdict is Verdict.INTERRUPTED or cut:
             return  # released with its flight, and planned again
-        report = judged(report, self.options.script, self.baseline())
+        report = judged(report, self.baseline())
         trace = trace if trace is self.reference.trace else None
         before = self._hardly_fit()
         trial = self.store.finish(trial, report, trace=trace)

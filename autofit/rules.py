@@ -14,7 +14,7 @@ from autofit.space import order_of_retreat
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS
 from autofit.units import parse_size
-from autofit.worker.records import Script, TrialReport, Verdict
+from autofit.worker.records import TrialReport, Verdict
 
 BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
 """Verdicts that rule a level out, where it is known which."""
@@ -150,24 +150,18 @@ def _whole(trial: TrialRecord, batch: int | None) -> bool:
     return trial.plan["micro_batch"] == AS_IS or measurement.micro_batch == batch
 
 
-def judged(report: TrialReport, script: Script, baseline: Verdict | None) -> TrialReport:
+def judged(report: TrialReport, baseline: Verdict | None) -> TrialReport:
     """Return the report with the fault of a failure where it belongs.
 
     ``baseline``: how the neutral plan ended, if it has. A plan that fails where the neutral one
     was measured is to blame. Where the neutral one ran out of memory it cannot decide; an error
-    that the script's own line raised, with no strategy on the stack, is then the script's.
+    that the user's own line raised, with no strategy on the stack, is then the script's.
     """
     if report.verdict is not Verdict.PLAN_FAILED or baseline is Verdict.MEASURED:
         return report
-    if report.blamed is None and _raised_by_script(report.traceback, script):
+    if report.own and report.blamed is None:
         return replace(report, verdict=Verdict.SCRIPT_FAILED)
     return report
-
-
-def _raised_by_script(traceback: str, script: Script) -> bool:
-    places = [line for line in traceback.splitlines() if line.startswith('  File "')]
-    name = script.target.replace(".", "/") if script.module else script.target
-    return bool(places) and name.rpartition("/")[2] in places[-1]
 
 
 def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[str, str] | None:

@@ -337,16 +337,10 @@ class _Account:
     def _raised(self, raised: Raised, end: _End) -> TrialReport:
         reason = raised.message.partition("\n")[0]
         if raised.starved(end.oom_kills):
-            shortage = OutOfMemory(
-                phase=raised.phase,
-                message=reason,
-                requested=raised.requested,
-                micro_batch=raised.micro_batch,
-                steps=raised.steps,
-                room=raised.room,
-            )
+            shortage = replace(raised.out_of_memory, message=reason)
             return self._starved(shortage)
-        return self._failed(reason, raised.traceback, blamed=raised.blamed)
+        report = self._failed(reason, raised.traceback)
+        return replace(report, blamed=raised.blamed, own=raised.own)
 
     def _starved(self, shortage: OutOfMemory) -> TrialReport:
         if shortage.room is None and self._guard.wait(self._budget, BRIEFLY):
@@ -357,14 +351,12 @@ class _Account:
         report = self._report(Verdict.OUT_OF_MEMORY, shortage.message)
         return self._so_far("", smaller) or report
 
-    def _failed(self, reason: str, traceback: str, blamed: str | None = None) -> TrialReport:
+    def _failed(self, reason: str, traceback: str) -> TrialReport:
         neutral = self._plans[self._index].neutral
         verdict = Verdict.SCRIPT_FAILED if neutral else Verdict.PLAN_FAILED
-        return self._report(verdict, reason, traceback=traceback, blamed=blamed)
+        return self._report(verdict, reason, traceback=traceback)
 
-    def _report(
-        self, verdict: Verdict, reason: str, *, traceback: str = "", blamed: str | None = None
-    ) -> TrialReport:
+    def _report(self, verdict: Verdict, reason: str, *, traceback: str = "") -> TrialReport:
         return TrialReport(
             index=self._index,
             plan=self._plans[self._index],
@@ -372,7 +364,6 @@ class _Account:
             reason=reason,
             measurements=tuple(self._measurements),
             out_of_memory=self._shortage,
-            blamed=blamed,
             traceback=traceback,
             startup_seconds=self._startup,
         )

@@ -181,6 +181,8 @@ class TrialReport:
     """The shortage met at the smallest size, also in a trial that then found one that fits."""
     blamed: str | None = None
     """The strategy at fault, where the traceback shows one."""
+    own: bool = False
+    """A line of the user's own raised it, with no strategy's code on the way. Not stored."""
     traceback: str = ""
     """As Python prints it, our frames left out; for a failed trial."""
     startup_seconds: float = 0.0
@@ -273,6 +275,8 @@ class Raised:
     phase: str = "outside the model"
     requested: int | None = None
     blamed: str | None = None
+    own: bool = False
+    """As in ``TrialReport``."""
     corroborated: bool = False
     """An allocation was refused in this step, so that a suspect counts as an OOM."""
     steps: int = 0

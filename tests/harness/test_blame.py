@@ -1,14 +1,50 @@
-"""Which strategy an error is laid to."""
+"""Whose an error is."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import sysconfig
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType, TracebackType
+from typing import Any
 
+import pytest
+import torch  # what follows is imported where torch is
+
+from autofit import strategies
 from autofit.plan import Plan
-from autofit.strategies import get
-from autofit.worker.harness.session import blamed
+from autofit.strategies import REGISTRY, _pending, _tf32, get
+from autofit.worker.harness import elastic, probe
+from autofit.worker.harness.blame import blamed, raised_by_user
 
 pytestmark = pytest.mark.quick
+
+USER = "/home/user/train.py"
+
+
+def raised(*through: tuple[str, str]) -> TracebackType:
+    """Return the traceback of an error that came through these modules, of these files."""
+    call: Any = None
+    for module, file in reversed(through):
+        source = "def call(): inner()" if call else "def call(): raise RuntimeError"
+        frame: dict[str, Any] = {"__name__": module, "inner": call}
+        exec(compile(source, file, "exec"), frame)
+        call = frame["call"]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    ours = caught.value.__traceback__
+    assert ours is not None
+    assert ours.tb_next is not None
+    return ours.tb_next
+
+
+def of(module: ModuleType) -> tuple[str, str]:
+    return module.__name__, str(module.__file__)
+
+
+def plan(*names: str) -> Plan:
+    return Plan.of({name: get(name).levels[-1].name for name in names})
 
 
 @pytest.mark.parametrize(("strategy", "culprit"), [("precision", "precision"), ("weights", None)])
@@ -16,9 +52,46 @@ def test_a_strategy_that_is_not_in_the_plan_is_not_blamed(
     strategy: str, culprit: str | None
 ) -> None:
     """Another may have called a function of its: bf16 weights run their forward under autocast."""
-    frame: dict[str, object] = {"__name__": type(get("precision")).__module__}
-    exec("def fail(): raise RuntimeError", frame)
-    plan = Plan.of({strategy: get(strategy).levels[-1].name})
-    with pytest.raises(RuntimeError) as caught:
-        frame["fail"]()  # type: ignore[operator]
-    assert blamed(caught.value.__traceback__, plan) == culprit
+    error = raised(("__main__", USER), ("autofit.strategies.precision", "precision.py"))
+    assert blamed(error, plan(strategy)) == culprit
+
+
+@pytest.mark.parametrize(
+    ("names", "culprit"),
+    [(["loss"], "loss"), (["loss", "checkpointing"], "loss"), (["checkpointing"], None)],
+)
+def test_what_only_one_strategy_imports_is_its_own(names: list[str], culprit: str | None) -> None:
+    """Most of the code of a strategy is in modules beside the one that describes it."""
+    error = raised(("__main__", USER), of(_pending), ("torch.nn", torch.nn.__file__))
+    assert blamed(error, plan(*names)) == culprit
+
+
+def test_a_part_of_the_batch_that_a_model_does_not_take() -> None:
+    error = raised(("__main__", USER), of(elastic), ("model", "/home/user/model.py"))
+    assert blamed(error, Plan.of({"micro_batch": "4", "precision": "bf16"})) == "micro_batch"
+    assert not raised_by_user(error)
+
+
+@pytest.mark.parametrize(
+    ("through", "own"),
+    [
+        ([("__main__", USER)], True),
+        ([("__main__", USER), of(json), ("model", "/home/user/model.py")], True),
+        ([("__main__", USER), of(probe), ("__main__", USER)], True),
+        ([("__main__", USER), of(probe)], False),
+        ([("__main__", USER), of(torch)], False),
+        ([("__main__", USER), ("trainer", f"{sysconfig.get_path('purelib')}/train.py")], False),
+        ([("__main__", USER), of(_tf32), ("__main__", USER)], False),
+        ([("__main__", USER), of(_pending)], False),
+    ],
+)
+def test_the_users_own_line(through: list[tuple[str, str]], own: bool) -> None:
+    assert raised_by_user(raised(*through)) is own
+
+
+@pytest.mark.parametrize(
+    "name", [each.name for each in iter_modules(strategies.__path__) if each.name.startswith("_")]
+)
+def test_no_code_of_strategies_is_nobodys(name: str) -> None:
+    error = raised(("__main__", USER), of(import_module(f"{strategies.__name__}.{name}")))
+    assert any(blamed(error, plan(each.name)) == each.name for each in REGISTRY)

@@ -321,28 +321,21 @@ def test_workers_load_the_data_where_a_plan_waits_for_it(
     assert "could not be measured" in (dominated(plan, [short], 8) or "")
 
 
-OWN = 'Traceback ...\n  File "/project/train.py", line 3, in <module>\nNameError: los'
-DEEP = OWN.replace("NameError", '  File "/lib/torch/x.py", line 9, in f\nRuntimeError')
-
-
 @pytest.mark.parametrize(
-    ("baseline", "traceback", "blamed", "verdict"),
+    ("baseline", "own", "blamed", "verdict"),
     [
-        (Verdict.OUT_OF_MEMORY, OWN, None, Verdict.SCRIPT_FAILED),
-        (None, OWN, None, Verdict.SCRIPT_FAILED),
-        (Verdict.OUT_OF_MEMORY, OWN, "precision", Verdict.PLAN_FAILED),
-        (Verdict.OUT_OF_MEMORY, DEEP, None, Verdict.PLAN_FAILED),
-        (Verdict.OUT_OF_MEMORY, "", None, Verdict.PLAN_FAILED),
-        (Verdict.MEASURED, OWN, None, Verdict.PLAN_FAILED),
+        (Verdict.OUT_OF_MEMORY, True, None, Verdict.SCRIPT_FAILED),
+        (None, True, None, Verdict.SCRIPT_FAILED),
+        (Verdict.OUT_OF_MEMORY, True, "precision", Verdict.PLAN_FAILED),
+        (Verdict.OUT_OF_MEMORY, False, None, Verdict.PLAN_FAILED),
+        (Verdict.MEASURED, True, None, Verdict.PLAN_FAILED),
     ],
 )
 def test_whose_fault_it_is(
-    baseline: Verdict | None, traceback: str, blamed: str | None, verdict: Verdict
+    baseline: Verdict | None, own: bool, blamed: str | None, verdict: Verdict
 ) -> None:
-    report = TrialReport(
-        index=0, plan=BF16, verdict=Verdict.PLAN_FAILED, traceback=traceback, blamed=blamed
-    )
-    assert judged(report, SCRIPT, baseline).verdict is verdict
+    report = TrialReport(index=0, plan=BF16, verdict=Verdict.PLAN_FAILED, own=own, blamed=blamed)
+    assert judged(report, baseline).verdict is verdict
 
 
 def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import oom
-from autofit.worker.harness import imports, program
+from autofit.worker.harness import blame, imports, program
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.saves import Saves
 from autofit.worker.harness.undoing import NotTakenBack
@@ -71,14 +71,11 @@ class Conduct:
         """Report what left the script; its traceback shows none of our frames."""
         if isinstance(error, NotTakenBack):
             error = error.error
-        culprit = None
         index = self._session.index if self._session is not None else 0
         held = self._held()
         where = program.place(error)
-        if self._session is not None:
-            from autofit.worker.harness.session import blamed
-
-            culprit = blamed(error.__traceback__, self._plan(index))
+        culprit = blame.blamed(error.__traceback__, self._plan(index))
+        own = blame.raised_by_user(error.__traceback__)
         short = self._meter.short()
         found = oom.classify(error)
         starved = found.kind is oom.Kind.OOM or (short and found.kind is oom.Kind.SUSPECT)
@@ -106,6 +103,7 @@ class Conduct:
                 phase=self._session.phase if self._session is not None else "outside the model",
                 requested=found.requested,
                 blamed=culprit,
+                own=own,
                 corroborated=short,
                 steps=self._session.steps if self._session is not None else 0,
                 place=where,

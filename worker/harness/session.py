@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -472,16 +471,3 @@ class Session:
             steps=self.steps,
             room=self.meter.room(),
         )
-
-
-def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
-    """Return the strategy of ``plan`` in whose file the error was raised, if it was in one.
-
-    They call one another's functions; one that is not in the plan is not at fault.
-    """
-    modules = {type(strategy).__module__: strategy.name for strategy, _ in plan}
-    found = None
-    while traceback is not None:
-        found = modules.get(traceback.tb_frame.f_globals.get("__name__", ""), found)
-        traceback = traceback.tb_next
-    return found
