@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,8 +17,16 @@ if TYPE_CHECKING:
 
     from autofit.resilience.applied import Applied
 
-ON_MODELS = {each.name for each in REGISTRY if type(each).on_root is not Strategy.on_root}
-"""Strategies that change a model: what ``ActivePlan.apply`` puts into effect."""
+log = logging.getLogger("autofit.resilient")
+
+ON_OPTIMIZERS = {
+    each.name for each in REGISTRY if type(each).on_optimizer is not Strategy.on_optimizer
+}
+"""Strategies that change an optimizer: what ``ActivePlan.apply`` needs it for."""
+ON_MODELS = {
+    each.name for each in REGISTRY if type(each).on_root is not Strategy.on_root
+} - ON_OPTIMIZERS
+"""Strategies that change a model alone."""
 
 Model = TypeVar("Model", bound="nn.Module")
 Steps = TypeVar("Steps", bound="Optimizer | None")
@@ -78,18 +87,26 @@ class ActivePlan:
         return precision(self.plan["precision"], device)
 
     def apply(self, model: Model, optimizer: Steps = None) -> tuple[Model, Steps]:  # type: ignore[assignment]
-        """Put the plan on ``model`` until the decorated function ends; return both.
+        """Put the plan on ``model`` and ``optimizer`` until the decorated function ends.
 
-        They are the same objects: what the plan changes is how the model is called. The batch is
-        split inside that call, so the loop around it stays as it is. Before the first call with
-        gradients each technique is compared with the plain model on that very batch; one that
-        does not keep its promise is left out, and the function starts again without it. No
-        technique swaps the optimizer yet: it is returned as it came.
+        Returns both, the same objects: what the plan changes is how the model is called, and how
+        the optimizer steps. The batch is split inside that call, so the loop around it stays as it
+        is. Before the first call with gradients each technique is compared with the plain model on
+        that very batch; one that does not keep its promise is left out, and the function starts
+        again without it. What changes optimizers is left out, with a warning, where none is given.
         """
         from autofit.resilience.applied import Applied
 
-        self.used.update(ON_MODELS)
-        self._applied.append(Applied(self.plan, model))
+        self.used |= ON_MODELS
+        if optimizer is not None:
+            self.used |= ON_OPTIMIZERS
+        elif left := {name for name, _ in self.plan.changes} & ON_OPTIMIZERS:
+            log.warning(
+                "%s: left out, since plan.apply(model) was given no optimizer",
+                Plan.of({name: self.plan[name] for name in left}),
+            )
+            self.plan = self.plan.replace(**dict.fromkeys(left, AS_IS))
+        self._applied.append(Applied(self.plan, model, optimizer))
         return model, optimizer
 
     @property
@@ -109,12 +126,18 @@ class ActivePlan:
         return self.plan.replace(micro_batch=str(min(sizes))) if sizes else self.plan
 
     def end(self) -> None:
-        """Leave every model as the function has it."""
+        """Leave every model and optimizer as the function has it."""
         for each in self._applied:
             each.end()
 
     def __str__(self) -> str:
         return str(self.plan)
+
+
+def staying(plan: Plan) -> Plan:
+    """Return the levels of ``plan`` that cannot be taken back when the function ends."""
+    levels = ((strategy, strategy.level(name)) for strategy, name in plan)
+    return Plan.of({s.name: each.name for s, each in levels if not (each.undo or each.late)})
 
 
 def check_given(plan: Plan | None) -> None:
@@ -126,3 +149,5 @@ def check_given(plan: Plan | None) -> None:
         raise UsageError(
             f"the plan needs {names} set before the process starts: use `autofit run` for it"
         )
+    if plan is not None and not staying(plan).neutral:
+        raise UsageError(f"{staying(plan)} stays until the process ends: use `autofit run` for it")

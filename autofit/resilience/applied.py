@@ -1,7 +1,7 @@
-"""A plan on a model in a loop that nobody launched for us. Imports torch.
+"""A plan on a model and its optimizer in a loop that nobody launched for us. Imports torch.
 
 The techniques see the same root as under ``autofit run``; only the process-wide seams of the
-harness are left out, because the caller says which model it is.
+harness are left out, because the caller says which model and which optimizer it is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, _tf32
 from autofit.worker import meter
+from autofit.worker.harness.optimizers import changes_of
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.session import Session
 from autofit.worker.records import OutOfMemory
@@ -25,15 +27,17 @@ log = logging.getLogger("autofit.resilient")
 
 
 class Applied(Session):
-    """One plan on one model, from ``Applied(plan, model)`` to ``end``."""
+    """One plan on one model and its optimizer, until ``end``."""
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
         super().__init__(meter.for_device("cuda" if torch.cuda.is_available() else "cpu"))
         self.refusal: tuple[str, str, str] | None = None
         """Strategy, level and reason."""
         self._plan = plan
         self._reached: int | None = None
         self.new_root(model)
+        if optimizer is not None and changes_of(plan):
+            self.optimizers.attach_to(optimizer)
 
     @property
     def micro_batch(self) -> int | None:
@@ -42,7 +46,7 @@ class Applied(Session):
         return self._reached if elastic is None else elastic.micro_batch
 
     def end(self) -> None:
-        """Leave the model as the function has it."""
+        """Leave the model and the optimizer as the function has them."""
         self._reached = self.micro_batch
         self.stop()
 
@@ -53,6 +57,14 @@ class Applied(Session):
     def splits(self) -> bool:
         """Return whether the plan splits the batch."""
         return self._plan["micro_batch"] != AS_IS
+
+    def optimizer_plan(self) -> Plan:
+        """Return the one plan."""
+        return self._plan
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Note which technique it was; the attempt ends here."""
+        self.refused(self.roots[0], refusal)
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """Note which technique it was; the attempt ends here."""

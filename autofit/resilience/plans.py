@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 from autofit.exceptions import AutofitError, UsageError
 from autofit.plan import Plan
-from autofit.resilience.active import ActivePlan
+from autofit.resilience.active import ON_OPTIMIZERS, ActivePlan, staying
 from autofit.resilience.ladder import Ladder
 from autofit.resilience.records import Rung
 from autofit.results import best
@@ -20,6 +21,8 @@ from autofit.storage.url import exists
 from autofit.strategies import AS_IS, Fidelity, RootFacts
 from autofit.worker import meter
 from autofit.worker.records import Script
+
+log = logging.getLogger("autofit.resilient")
 
 UNKNOWN = RootFacts(name="", parameters=0, parameter_bytes=0, trainable=0, dtype="float32")
 """A model that has shown nothing of itself yet."""
@@ -71,7 +74,8 @@ class Plans(Ladder):
         ground, skipped = self._found(active), set(short)
         while (following := next_rung(plan, ground, skipped)) is not None:
             changed = {name for name in following.levels if following[name] != plan[name]}
-            if changed & active.used and following == self._allowed(following):
+            follows = changed & active.used and changed & ON_OPTIMIZERS <= active.used
+            if follows and following == self._allowed(following):
                 return self._rung(following, short)
             skipped.add(following)
         return None
@@ -100,9 +104,10 @@ class Plans(Ladder):
         return Rung(values=(active,), shown=f"plan: {plan}")
 
     def _allowed(self, plan: Plan) -> Plan:
-        """Return the plan without what was refused before."""
-        refused = {name: AS_IS for name, level in plan.changes if (name, level) in self._refused}
-        return plan.replace(**refused)
+        """Return the plan without what was refused before, and without what would stay."""
+        refused = [name for name, level in plan.changes if (name, level) in self._refused]
+        stays = [name for name, _ in staying(plan).changes]
+        return plan.replace(**dict.fromkeys((*refused, *stays), AS_IS))
 
     def _found(self, active: ActivePlan) -> Ground:
         """Return what the next plan is chosen from, with what this attempt has shown."""
@@ -124,10 +129,16 @@ class Plans(Ladder):
             result, _ = best(self._storage or default_url(), script)
         except AutofitError:
             return Plan()
-        if result.plan.environment:
-            return Plan()  # what must be set before the process starts cannot be set now
         self._effective_batch = self._effective_batch or result.measurement.effective_batch
-        return result.plan
+        early = [s.name for s, level in result.plan if s.environment(level)]
+        left = {*early, *(name for name, _ in staying(result.plan).changes)}
+        if left:
+            log.warning(
+                "%s: left out of the stored plan, since it is for a process from its start to its"
+                " end: `autofit run` has it",
+                Plan.of({name: result.plan[name] for name in left}),
+            )
+        return result.plan.replace(**dict.fromkeys(left, AS_IS))
 
 
 def running_script() -> Script | None:

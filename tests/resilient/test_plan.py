@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
+from torch.utils._pytree import tree_leaves
 
 import autofit
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.resilience import ActivePlan, Retry
+from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
 
@@ -134,6 +137,78 @@ def test_the_applied_plan_gives_the_gradients_of_the_whole_batch() -> None:
     assert type(model).__call__ is nn.Module.__call__
 
 
+def trained(apply: Callable[[nn.Module, AdamW], Any]) -> tuple[list[float], AdamW]:
+    """Return the losses of a short training, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    optimizer, losses = AdamW(model.parameters(), lr=1e-2), []
+    apply(model, optimizer)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = (model(torch.randn(32, 64)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def held(optimizer: AdamW) -> int:
+    """Return the bytes of an optimizer's state."""
+    return sum(each.nbytes for each in tree_leaves(dict(optimizer.state)) if torch.is_tensor(each))
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [{"optimizer": "fused"}, {"optimizer": "eight_bit"}, {"weights": "bf16_master"}],
+    ids=lambda levels: next(iter(levels.values())),
+)
+def test_a_plan_for_the_optimizer_is_put_on_it(levels: dict[str, str]) -> None:
+    """As ``autofit run`` does."""
+    plainly, without = trained(lambda *_: None)
+    with under(Plan.of(levels)):
+        expected, _ = trained(lambda *_: None)
+    ours: list[int] = []
+
+    @autofit.resilient(plan=levels)
+    def train(plan: ActivePlan) -> list[float]:
+        found, optimizer = trained(plan.apply)
+        ours.append(held(optimizer))
+        losses, other = trained(lambda *_: None)
+        assert losses == plainly, "another optimizer is none of its affair"
+        assert held(other) == held(without)
+        return found
+
+    assert train() == expected != plainly
+    share = 0.3 if levels == {"optimizer": "eight_bit"} else 1.0
+    assert ours[0] <= share * held(without)
+    assert trained(lambda *_: None)[0] == plainly
+
+
+def test_without_the_optimizer_it_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    @autofit.resilient(plan={"optimizer": "eight_bit", "checkpointing": "all"})
+    def train(plan: ActivePlan) -> str:
+        plan.apply(blocks())
+        return str(plan)
+
+    assert train() == "checkpointing"
+    assert (
+        "8-bit optimizer: left out, since plan.apply(model) was given no optimizer" in caplog.text
+    )
+
+
+def test_steps_inside_backward_are_for_a_whole_process() -> None:
+    told: list[Retry] = []
+
+    @autofit.resilient(plan={"gradient_release": "released"}, on_retry=told.append)
+    def train(plan: ActivePlan) -> list[float]:
+        return trained(plan.apply)[0]
+
+    assert train() == trained(lambda *_: None)[0]
+    (retry,) = told
+    assert retry.refused
+    assert "autofit run" in retry.message
+
+
 def test_a_technique_that_cannot_keep_its_promise_is_left_out() -> None:
     told: list[Retry] = []
 
@@ -173,6 +248,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         resilient(plan={"x": "y"})(lambda plan: None)
     with pytest.raises(UsageError, match="micro_batch auto"):
         resilient(plan={"micro_batch": "auto"})(lambda plan: None)
+    with pytest.raises(UsageError, match="LoRA stays until the process ends"):
+        resilient(plan={"adapters": "lora"})(lambda plan: None)
     with pytest.raises(UsageError, match="give one of exact"):
         resilient(allow="everything")(lambda plan: None)
     with pytest.raises(UsageError, match="not both"):

@@ -143,7 +143,12 @@ class HarnessOptimizer:
         return lambda: self._steppers.remove(stepper)
 
     def step_in_backward(self, aside: Aside | None = None) -> Undo:
-        """Let each parameter step as soon as its gradient is complete, and free that."""
+        """Let each parameter step as soon as its gradient is complete, and free that.
+
+        Raises ``Refused`` where nobody would notice what else the gradients are read for.
+        """
+        if not self._owner.seams.attached:
+            raise Refused("steps inside backward need the whole process: use `autofit run`")
         release = self._release = Release(self, self._owner.seams, aside)
 
         def undo() -> None:
@@ -203,6 +208,8 @@ class Optimizers:
         self._undos: list[Undo] = []
         self._dispatching: dict[type[Optimizer], Callable[..., Any]] = {}
         """Classes whose step leads here, and their own step."""
+        self._all = True
+        """Every optimizer is the owner's; else those it has attached to."""
 
     def attach(self) -> None:
         """Patch torch: the classes that are made from now on, and those that have been."""
@@ -229,6 +236,13 @@ class Optimizers:
         self._undos.append(undo)
         for cls in _with_hooked_steps(Optimizer):
             self._take_over(cls)
+
+    def attach_to(self, optimizer: Optimizer) -> None:
+        """Take charge of one optimizer that exists, and of one it holds; no other is."""
+        self._all = False
+        for each in (optimizer, *_held_by(optimizer)):
+            self._made.add(each)
+            self._take_over(type(each))
 
     def detach(self) -> None:
         """Leave torch, and every optimizer, as they were."""
@@ -287,7 +301,8 @@ class Optimizers:
     def _dispatch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            theirs = not self._all and optimizer not in self._made
+            if theirs or torch.compiler.is_compiling():
                 return plain(optimizer, *args, **kwargs)
             return self._ready(optimizer).step(plain, args, kwargs)
 
@@ -331,9 +346,14 @@ def _with_hooked_steps(cls: type[Optimizer]) -> Iterable[type[Optimizer]]:
 
 def _has_another(optimizer: Optimizer) -> bool:
     """Return whether it holds another one of its own parameters, which steps for it (SAM's)."""
-    held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    held = _held_by(optimizer)
     own = {id(p) for p in _parameters(optimizer)} if held else set()
-    return any(id(p) in own for each in held if each is not optimizer for p in _parameters(each))
+    return any(id(p) in own for each in held for p in _parameters(each))
+
+
+def _held_by(optimizer: Optimizer) -> list[Optimizer]:
+    held = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+    return [each for each in held if each is not optimizer]
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -126,6 +126,11 @@ class Seams:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
         self.look_for_roots()
 
+    @property
+    def attached(self) -> bool:
+        """Whether torch is patched."""
+        return bool(self._undos)
+
     def read_by(self, reader: Reader) -> Undo:
         """Let ``reader`` give the batches of loaders; the last one does."""
         self._readers.append(reader)
