@@ -108,7 +108,6 @@ class CostModel:
         *,
         cuda: bool,
         horizon: int = HORIZON,
-        seed: int = 0,
     ) -> None:
         facts = facts or Facts()
         self._finished = finished = tuple(finished)
@@ -118,7 +117,7 @@ class CostModel:
         self._budget = float(budget)
         self._static = Static.of(facts)
         self._horizon, self._once = horizon, _once(finished)
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         context = context_of(budget, cuda=cuda)
         slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
         keeps = [np.log(strategy.leaves(level.name, facts)) for strategy, level in EFFECTS]
@@ -256,7 +255,8 @@ def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:
 def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
     """Return the parameters of the least squares, and the inverse of their curvature.
 
-    Levenberg and Marquardt's method; ``residuals`` takes one set of parameters a row.
+    Levenberg and Marquardt's method; ``residuals`` takes one set of parameters a row. Written out
+    because nothing else here needs SciPy.
     """
     theta, damping, small = start, 1e-3, 1e-5
     for _ in range(60):

@@ -38,9 +38,7 @@ VERSION = f"{zlib.crc32(repr(CHOICES).encode()):08x}"
 class Mirror:
     """Optuna's study of one of ours."""
 
-    def __init__(
-        self, store: Store, study: StudyRecord, *, horizon: int = HORIZON, seed: int = 0
-    ) -> None:
+    def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
         import optuna
 
         from autofit.sampler import CostSampler
@@ -53,8 +51,7 @@ class Mirror:
         self._asked: dict[Plan, optuna.Trial] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            rival = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-            self._sampler = CostSampler(CHOICES, rival)
+            self._sampler = CostSampler(CHOICES)
             with store.alone():
                 storage = optuna.storages.RDBStorage(store.url)
             self._study = optuna.create_study(

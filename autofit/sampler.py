@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import TPESampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from autofit.choice import Prospect, Situation, choose
 
 
-class CostSampler(BaseSampler):
-    """Suggests every level of the plan that was chosen last; without one, what ``rival`` would.
+class CostSampler(TPESampler):
+    """Suggests every level of the plan that was chosen last; without one, what TPE would.
 
     Choosing comes before asking, because there may be nothing worth a trial: a search ends there,
     and Optuna has no word for that.
     """
 
-    def __init__(self, choices: Mapping[str, Sequence[str]], rival: BaseSampler) -> None:
-        """``choices``: of each parameter. ``rival``: samples for whoever asks without choosing."""
+    def __init__(self, choices: Mapping[str, Sequence[str]]) -> None:
+        """``choices``: of each parameter."""
+        super().__init__(seed=0, constant_liar=True)
         self._space = {name: CategoricalDistribution(each) for name, each in choices.items()}
-        self._rival = rival
         self._waiting: dict[str, str] | None = None
         """Levels of the plan that the next trial gets."""
 
@@ -38,7 +38,7 @@ class CostSampler(BaseSampler):
     ) -> dict[str, BaseDistribution]:
         """All parameters at once, where a plan was chosen."""
         if self._waiting is None:
-            return self._rival.infer_relative_search_space(study, trial)
+            return super().infer_relative_search_space(study, trial)
         return {**self._space}
 
     def sample_relative(
@@ -46,34 +46,6 @@ class CostSampler(BaseSampler):
     ) -> dict[str, Any]:
         """Give away the plan that was chosen, once."""
         if self._waiting is None:
-            return self._rival.sample_relative(study, trial, search_space)
+            return super().sample_relative(study, trial, search_space)
         chosen, self._waiting = self._waiting, None
         return {**chosen}
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """Leave it to the rival: a plan that was chosen has all its parameters."""
-        return self._rival.sample_independent(study, trial, param_name, param_distribution)
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Pass on."""
-        self._rival.before_trial(study, trial)
-
-    def after_trial(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        state: TrialState,
-        values: Sequence[float] | None,
-    ) -> None:
-        """Pass on: the rival keeps constraints there."""
-        self._rival.after_trial(study, trial, state, values)
-
-    def reseed_rng(self) -> None:
-        """Pass on."""
-        self._rival.reseed_rng()

@@ -62,14 +62,6 @@ class Pair:
             return 1.0 if self.found == 0.0 else math.inf
         return math.sqrt(self.found / self.expected)
 
-    @property
-    def cosine(self) -> float:
-        """Of the angle between them; 1 where both are zero, 0 where one is."""
-        both = math.sqrt(self.found * self.expected)
-        if both == 0.0:
-            return 1.0 if self.found == self.expected else 0.0
-        return (self.found + self.expected - self.distance) / 2 / both
-
 
 NOTHING = Pair(0.0, 0.0, 0.0)
 

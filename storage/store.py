@@ -260,7 +260,6 @@ class Store:
         trial: TrialRecord,
         report: TrialReport,
         *,
-        optuna_number: int | None = None,
         trace: Trace | None = None,
     ) -> TrialRecord:
         """Store what became of a running trial, whole or not at all; it never changes again.
@@ -277,8 +276,6 @@ class Store:
             row = self._running_trial(session, trial, State.FINISHED)
             convert.write_report(row, report)
             row.trace = None if trace is None else convert.to_json(trace)
-            if optuna_number is not None:
-                row.optuna_number = optuna_number
             if row.purpose == Purpose.SEARCH:
                 row.finished_plan = convert.plan_digest(trial.plan)
             _end(row, State.FINISHED, _now())

@@ -44,10 +44,8 @@ class RootFacts:
     """Samples in its first call with gradients; ``None`` when no tensor argument shows one."""
     batch_doubted: bool = False
     """That is the first dimension of its arguments, and may be time: no split was proven."""
-    block_class: str | None = None
-    """Class of the repeated blocks, the longest run of same-class children of a container."""
     blocks: int = 0
-    """How many such blocks."""
+    """How many repeated blocks: the longest run of same-class children of a container."""
     classes: int = 0
     """Outputs of its head: the widest linear layer outside the blocks; 0 where there is none."""
     convolutions: int = 0

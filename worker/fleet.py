@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
@@ -32,10 +31,9 @@ class Fleet(Pool):
     Entering raises ``WorkerError`` when the cluster cannot be joined.
     """
 
-    def __init__(self, address: str, script: Script, *, harness: Path | None = None) -> None:
+    def __init__(self, address: str, script: Script) -> None:
         super().__init__(0)
         self.slots: list[int] = []
-        self._own_harness = harness
         self._script = script
         self._folder = parcel.identity(script.cwd)
         self._ray = RaySession(address=address)
@@ -179,7 +177,6 @@ class Fleet(Pool):
         setting = Setting(
             device=self._device,
             environment=self._environment,
-            harness=self._own_harness,
             here=node.here,
             folder=self._script.cwd if apart else None,
             beside=1 if self._gpus > 1 else self._beside[node.id],

@@ -18,6 +18,8 @@ BACK_SECONDS = 15.0
 """A killed process has given its memory back by then, unless the driver holds it."""
 BRIEFLY = 2.0
 """Seconds after which what is still held is somebody else's."""
+NAMED = 3
+"""Holders of a card that are named, at most."""
 SLACK = 256 << 20
 """Bytes; less than any process with CUDA holds, more than the driver's own books differ by."""
 _PAUSE = 0.1
@@ -78,13 +80,13 @@ class Guard:
             return ()
 
 
-def who(card: Card, *, but: Collection[int] = (), most: int = 3) -> str:
+def who(card: Card, *, but: Collection[int] = ()) -> str:
     """Return who holds a card's memory, to be put behind what is said of it; maybe nothing.
 
     ``": process 4711 (python) holds 100.0 GiB"``. ``but``: processes to leave out.
     """
     sizes = {holder: holder.size or 0 for holder in card.holders if holder.size}
-    others = [holder for holder in sizes if holder.pid not in but][:most]
+    others = [holder for holder in sizes if holder.pid not in but][:NAMED]
     said = [
         f"process {each.pid}{f' ({each.name})' if each.name else ''} "
         f"holds {format_size(sizes[each])}"

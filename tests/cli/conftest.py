@@ -39,7 +39,6 @@ def facts() -> Facts:
         trainable=1_100_000_000,
         dtype="float32",
         batch=8,
-        block_class="LlamaDecoderLayer",
         blocks=22,
         transformers=True,
     )

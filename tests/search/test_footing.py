@@ -45,7 +45,6 @@ MODEL = RootFacts(
     trainable=SEVEN,
     dtype="float32",
     called=False,
-    block_class="LlamaDecoderLayer",
     blocks=32,
     classes=32_000,
     transformers=True,

@@ -25,7 +25,6 @@ LARGE = RootFacts(
     dtype="float32",
     called=True,
     batch=64,
-    block_class="Block",
     blocks=24,
     classes=1000,
 )

@@ -121,7 +121,7 @@ def test_optuna_suggests_what_was_chosen(mirror: Mirror, mirrored: Mirrored) -> 
     assert [trial.state for trial in mirrored()] == [TrialState.RUNNING] * len(PLANS)
 
 
-def test_without_a_choice_the_rival_suggests(mirror: Mirror, mirrored: Mirrored) -> None:
+def test_without_a_choice_tpe_suggests(mirror: Mirror, mirrored: Mirrored) -> None:
     """A study can be carried on by whoever knows Optuna alone."""
     mirror.ask(among(PLANS[:1]))
     trial = mirror._study.ask()

@@ -39,7 +39,6 @@ def facts() -> Facts:
         trainable=9,
         dtype="float32",
         batch=16,
-        block_class="Block",
         blocks=22,
     )
     return Facts(roots=(root, root), optimizers=("AdamW",), calls_per_step=4, scaler=True)

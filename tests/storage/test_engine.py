@@ -141,7 +141,7 @@ def test_optuna_lives_in_the_same_database(
         study = opening(store)
         use_optuna(store.url, "between")
         (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
-        store.finish(trial, report(plan), optuna_number=0)
+        store.finish(trial, report(plan))
     use_optuna(location, "after")
     with Store(location) as again:
         assert again.trials(study)[0].report == report(plan)

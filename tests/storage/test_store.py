@@ -180,13 +180,12 @@ def test_a_report_comes_back_exactly(
     store: Store, study: StudyRecord, plan: Plan, report: Report
 ) -> None:
     (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
-    done = store.finish(trial, report(plan), optuna_number=7)
+    done = store.finish(trial, report(plan))
     (again,) = store.trials(study)
     assert again == done
     assert again.report == report(plan)
     assert again.state is State.FINISHED
     assert again.verdict is Verdict.MEASURED
-    assert again.optuna_number == 7
     assert again.measurement is not None
     assert isinstance(again.measurement.losses, tuple)
     assert again.ended is not None

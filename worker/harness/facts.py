@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -58,7 +57,6 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     held = [*parameters, *module.buffers()]
     blocks = repeated_blocks(module)
-    kinds = Counter(type(block).__name__ for block in blocks)
     batch = Batch.of(args, kwargs)
     batched = batched_leaves(batch, 0)
     return RootFacts(
@@ -68,7 +66,6 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         trainable=sum(_numel_here(parameter) for parameter in trainable),
         dtype=str(type_of(trainable[0])).removeprefix("torch."),
         batch=int(batch.leaves[batched[0]].shape[0]) if batched else None,
-        block_class=kinds.most_common(1)[0][0] if kinds else None,
         blocks=len(blocks),
         classes=classes(module),
         convolutions=sum(convolutions(module).values()),
