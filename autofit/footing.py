@@ -31,7 +31,9 @@ PATIENCE = 2
 NAMES = tuple(
     strategy.name
     for strategy in strategies.REGISTRY
-    if any(strategy.keeps(each.name, kind, {}) < 1 for each in strategy.levels for kind in KINDS)
+    if any(
+        strategy.keeps(each.name, kind, {}) < 1 for each in strategy.levels[1:] for kind in KINDS
+    )
 )
 """Strategies that lower what is held whatever the batch."""
 

@@ -129,13 +129,13 @@ def sentence_pairs(folder: Path, draw: random.Random) -> None:
 def small_bert(folder: Path) -> None:
     """Save a BERT of four layers with random weights, and a tokenizer of whole words."""
     import torch
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     folder.mkdir(exist_ok=True)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join([*special, *WORDS, "."]) + "\n")
-    tokenizer = BertTokenizerFast(vocab=str(vocabulary), do_lower_case=False)
+    tokenizer = BertTokenizer(vocab=str(vocabulary), do_lower_case=False)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(

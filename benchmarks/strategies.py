@@ -188,7 +188,7 @@ class Benchmark:
         measured, base = report.measurement, self._bases.get(trial.base)
         without = base.measurement if base else None
         ours, theirs = self._losses.get(trial.plan), self._losses.get(trial.base)
-        known = {
+        known: dict[str, Any] = {
             "work": self._work.name,
             "strategy": trial.strategy,
             "level": trial.level,

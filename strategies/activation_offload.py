@@ -46,7 +46,7 @@ class ActivationOffload(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """On a CPU there is nowhere to move them to."""
-        if level != AS_IS and hardware.device != "cuda":
+        if hardware.device != "cuda":
             return "the host's memory is what a CPU computes in"
         return None
 
@@ -64,8 +64,6 @@ class ActivationOffload(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Put the hooks around each forward."""
-        if level == AS_IS:
-            return None
         from autofit.strategies import _offload
 
         offload = _offload.Offload(root.module, SHARES[level])

@@ -70,7 +70,7 @@ class Adapters(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It needs blocks, and a process that trains alone."""
-        if level == AS_IS or not facts.roots:
+        if not facts.roots:
             return None
         if not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
@@ -97,16 +97,14 @@ class Adapters(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Put adapters into the model, once."""
-        if level != AS_IS:
-            from autofit.strategies import _adapters
+        from autofit.strategies import _adapters
 
-            _adapters.inject(root.module, four_bit=level == "qlora")
+        _adapters.inject(root.module, four_bit=level == "qlora")
         return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let the script's optimizer step the adapters."""
-        if level != AS_IS:
-            from autofit.strategies import _adapters
+        from autofit.strategies import _adapters
 
-            _adapters.take_over(handle)
+        _adapters.take_over(handle)
         return None

@@ -36,7 +36,7 @@ class Allocator(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """Only CUDA's allocator has segments."""
-        if level != AS_IS and hardware.device != "cuda":
+        if hardware.device != "cuda":
             return "only CUDA's allocator has segments"
         return None
 
@@ -46,4 +46,4 @@ class Allocator(Strategy):
 
     def environment(self, level: str) -> dict[str, str]:
         """Ask for expandable segments, by the name that torch reads first from 2.9 on."""
-        return {} if level == AS_IS else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

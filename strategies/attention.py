@@ -89,7 +89,7 @@ class Attention(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """A script that chose a library's kernel keeps it; one that has SDPA needs no switch."""
-        if level == AS_IS or not facts.roots:
+        if not facts.roots:
             return None
         kinds = {root.attention for root in facts.roots if root.attention is not None}
         if others := sorted(kinds - {EAGER, SDPA}):
@@ -114,8 +114,6 @@ class Attention(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Switch the model that writes its attention out, then prefer the kernel."""
-        if level == AS_IS:
-            return None
         with ExitStack() as stack:
             config = getattr(root.module, "config", None)
             if getattr(config, "_attn_implementation", None) == EAGER:

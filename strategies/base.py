@@ -278,7 +278,10 @@ class OptimizerHandle(Protocol):
 
 
 class Strategy(ABC):
-    """One technique; see the module for what an implementation promises."""
+    """One technique; see the module for what an implementation promises.
+
+    Its first level, ``as_is``, changes nothing: no method is asked about it, and no hook gets it.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]

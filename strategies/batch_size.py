@@ -61,7 +61,7 @@ class BatchSize(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """There must be samples to leave out."""
-        if level == AS_IS or not facts.roots:
+        if not facts.roots:
             return None
         if all((root.batch or 1) < PARTS[level] for root in facts.roots):
             return f"the model sees fewer than {PARTS[level]} samples at a time"
@@ -69,14 +69,10 @@ class BatchSize(Strategy):
 
     def by_hand(self, level: str) -> ByHand | None:
         """Say where: the script's own line, which is not known here."""
-        if level == AS_IS:
-            return None
         return ByHand(prepare=f"# and make the loader with a batch_size of one {level}")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Leave samples out before anything else is done with a call."""
-        if level == AS_IS:
-            return None
         from autofit.strategies import _fewer
 
         return root.around_whole(

@@ -94,7 +94,7 @@ class Checkpointing(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It needs blocks, whose calls it sees, in a script that does not checkpoint by itself."""
-        if level == AS_IS or not facts.roots:
+        if not facts.roots:
             return None
         if any(root.checkpointing for root in facts.roots):
             return "the script checkpoints already"
@@ -126,8 +126,6 @@ class Checkpointing(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint every block, or some of them."""
-        if level == AS_IS:
-            return None
         module = root.module
         if has_own_switch(module):
             return _switch_on(module, level)

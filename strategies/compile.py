@@ -100,14 +100,12 @@ class Compile(Strategy):
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact in float32; rounding where the script itself computes in less."""
-        if level == AS_IS or facts is None:
+        if facts is None:
             return self.level(level).fidelity
         return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """It needs a GPU that Triton knows, and a compiler beside it."""
-        if level == AS_IS:
-            return None
         if hardware.device != "cuda":
             return "a search compiles for GPUs only: a CPU stands in for one here"
         if (hardware.capability or (0, 0)) < TRITON:
@@ -116,8 +114,6 @@ class Compile(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """A script that compiles keeps what it compiles; regional needs blocks."""
-        if level == AS_IS:
-            return None
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model already"
         if level == "regional" and facts.roots and not any(root.blocks for root in facts.roots):
@@ -168,8 +164,6 @@ class Compile(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Compile the root, or each block of it; the code is made in the calls that follow."""
-        if level == AS_IS:
-            return None
         modules = [root.module] if level in WHOLE else repeated_blocks(root.module)
         if not modules:
             return None  # another root of this script has the blocks

@@ -46,8 +46,6 @@ class DataLoading(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """Processes must fork, to have the data set; only CUDA has use for pinned memory."""
-        if level == AS_IS:
-            return None
         if "fork" not in multiprocessing.get_all_start_methods():
             return "processes cannot be forked on this system"
         if level == "pinned" and hardware.device != "cuda":
@@ -56,7 +54,7 @@ class DataLoading(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """A loader with workers of its own needs none of ours."""
-        if level != AS_IS and facts.workers:
+        if facts.workers:
             return f"the script's loader has {facts.workers} workers already"
         return None
 
@@ -67,8 +65,6 @@ class DataLoading(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Read the loaders ahead from their next batch on."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._workers import Reading
 
         reading = Reading(root, pinned=level == "pinned")

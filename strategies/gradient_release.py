@@ -73,8 +73,6 @@ class GradientRelease(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """One backward pass a step, of one model and optimizer, and nobody looks at gradients."""
-        if level == AS_IS:
-            return None
         others = [name for name in facts.optimizers if name not in BY_ITSELF]
         reasons = {
             "the script accumulates gradients over several calls": facts.calls_per_step > 1,
@@ -91,8 +89,6 @@ class GradientRelease(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Loss scaling looks at all gradients first; a batch in one piece leaves none waiting."""
-        if level == AS_IS:
-            return None
         if levels["precision"] == "fp16":
             return "gradient_release: under fp16 a step that overflowed is left out as a whole"
         if level == HOSTED and levels["micro_batch"] == AS_IS:
@@ -107,8 +103,6 @@ class GradientRelease(Strategy):
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Step in backward; refused where that would not be the script's own training."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._gradient_release import release
 
         return release(handle, hosted=level == HOSTED)

@@ -50,7 +50,7 @@ class Loss(Strategy):
     def leaves(self, level: str, facts: Facts) -> float:
         """Chunks of logits are a tenth of them or less."""
         logits = share_of_logits(facts)
-        if level == AS_IS or logits is None:
+        if logits is None:
             return super().leaves(level, facts)
         return 1.0 - 0.9 * logits
 
@@ -60,14 +60,12 @@ class Loss(Strategy):
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact in float32; in less, gradients of chunks are added up in more."""
-        if level == AS_IS or facts is None:
+        if facts is None:
             return self.level(level).fidelity
         return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It needs a wide head that is called by itself, and a loss that is not scaled."""
-        if level == AS_IS:
-            return None
         if facts.scaler or any(root.dtype == "float16" for root in facts.roots):
             return "in float16 gradients would vanish before the loss is scaled"
         if any(root.compiled for root in facts.roots):
@@ -81,8 +79,6 @@ class Loss(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """It needs the head's own call, and gradients that do not vanish unscaled."""
-        if level == AS_IS:
-            return None
         if levels.get("compile") in ("full", "budget"):
             return "a chunked loss needs the call of the head, which one graph does not have"
         if levels.get("precision") == "fp16":
@@ -98,8 +94,6 @@ class Loss(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Let the head's call wait for what its output is used for."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._pending import Watch
 
         module = root.module

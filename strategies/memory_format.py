@@ -42,12 +42,12 @@ class MemoryFormat(Strategy):
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact in float32; in less, what a sum is rounded to depends on its order."""
-        exact = level == AS_IS or facts is None or not facts.rounds
+        exact = facts is None or not facts.rounds
         return Fidelity.EXACT if exact else Fidelity.ROUNDING
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It needs convolutions that no compiler lays out."""
-        if level == AS_IS or not facts.roots:
+        if not facts.roots:
             return None
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model: the compiler lays its convolutions out"
@@ -57,7 +57,7 @@ class MemoryFormat(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """The compiler lays out what it has in one graph."""
-        if level != AS_IS and levels.get("compile") in WHOLE:
+        if levels.get("compile") in WHOLE:
             return "in one graph the compiler lays the convolutions out, and better"
         return None
 
@@ -76,8 +76,6 @@ class MemoryFormat(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Convert what goes into a root that convolves, and what comes out of it."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._pictures import around, convolutions
 
         ndims = [ndim for ndim, count in convolutions(root.module).items() if count]

@@ -42,7 +42,7 @@ class MicroBatch(Strategy):
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact, but for other random draws where the model has dropout."""
-        if level == AS_IS or facts is None or not any(root.dropout for root in facts.roots):
+        if facts is None or not any(root.dropout for root in facts.roots):
             return self.level(level).fidelity
         return Fidelity.REDRAW
 
@@ -52,8 +52,6 @@ class MicroBatch(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """BatchNorm sees the whole batch or other statistics; a batch of one cannot be split."""
-        if level == AS_IS:
-            return None
         if any(root.batch_norm for root in facts.roots):
             return "BatchNorm in training mode: a split batch has other statistics"
         if facts.autograd_grad:
@@ -70,4 +68,4 @@ class MicroBatch(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Split the root's calls; ``auto`` has been replaced by a number before this runs."""
-        return None if level == AS_IS else root.split(int(level))
+        return root.split(int(level))

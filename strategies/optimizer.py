@@ -164,8 +164,6 @@ class Optimizer(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """Only optimizers that have such an implementation; the rest is seen in the process."""
-        if level == AS_IS:
-            return None
         what, known = HAVE[level]
         others = [name for name in facts.optimizers if name not in known]
         if others:
@@ -193,8 +191,6 @@ class Optimizer(Strategy):
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Step another way; refused where that would not be what the level says."""
-        if level == AS_IS:
-            return None
         if level == "fused":
             from autofit.strategies._fused import fuse
 

@@ -56,28 +56,26 @@ class OptimizerOffload(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """On a CPU there is nowhere to move it to."""
-        if level != AS_IS and hardware.device != "cuda":
+        if hardware.device != "cuda":
             return "the host's memory is what a CPU computes in"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """Only optimizers that treat each element for itself."""
         others = [name for name in facts.optimizers if name not in ELEMENTWISE]
-        if level == AS_IS or not others:
+        if not others:
             return None
         return f"{others[0]} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Another algorithm, or other kernels, keep state of their own form."""
         other = levels["optimizer"]
-        if level != AS_IS and other not in BESIDE:
+        if other not in BESIDE:
             return f"optimizer_offload: the state of optimizer {other} has a form of its own"
         return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Keep the state on the host from now on; refused where it cannot be cut in pieces."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._optimizer_offload import offload
 
         return offload(handle)

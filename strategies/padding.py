@@ -43,13 +43,13 @@ class Padding(Strategy):
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact, but for other random draws where the model has dropout: it drops fewer values."""
-        if level == AS_IS or facts is None or not any(root.dropout for root in facts.roots):
+        if facts is None or not any(root.dropout for root in facts.roots):
             return Fidelity.EXACT
         return Fidelity.REDRAW
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It needs a mask with zeros at the end, and a model that may be called once more."""
-        if level == AS_IS or not facts.roots:
+        if not facts.roots:
             return None
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model, which would be compiled anew for each length"
@@ -61,7 +61,7 @@ class Padding(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Every length would be another graph."""
-        if level != AS_IS and levels.get("compile", AS_IS) != AS_IS:
+        if levels.get("compile", AS_IS) != AS_IS:
             return "batches of many lengths: each would be compiled anew"
         return None
 
@@ -74,16 +74,12 @@ class Padding(Strategy):
 
     def telling(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the call with the last quarter of each sample masked."""
-        if level == AS_IS:
-            return args, kwargs
         from autofit.strategies._trimming import masked
 
         return args, masked(kwargs)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Cut each forward in training short; calls in evaluation stay as they are."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._trimming import Trimming
 
         return root.around_forward(Trimming(root).wrap)

@@ -66,8 +66,6 @@ class Precision(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """TF32 and fp16 want a GPU; TF32 and bf16 one from Ampere on, fp16 an older one."""
-        if level == AS_IS:
-            return None
         if hardware.device != "cuda":
             return None if level == "bf16" else f"{level} needs a CUDA device"
         if level != "fp16" and (hardware.capability or (0, 0)) < AMPERE:
@@ -78,8 +76,6 @@ class Precision(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """A script that chose its precision keeps it."""
-        if level == AS_IS:
-            return None
         if facts.autocast:
             return "the script runs under autocast already"
         dtypes = {root.dtype for root in facts.roots}
@@ -102,8 +98,6 @@ class Precision(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Enter autocast around each forward; under fp16 scale the gradients inside the root."""
-        if level == AS_IS:
-            return None
         if level == "tf32":
             from autofit.strategies import _tf32
 

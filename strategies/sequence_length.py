@@ -43,8 +43,6 @@ class SequenceLength(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Leave tokens out before anything else is done with a call."""
-        if level == AS_IS:
-            return None
         from autofit.strategies import _fewer
 
         return root.around_whole(lambda call: _fewer.trained_on(call, _fewer.tokens))

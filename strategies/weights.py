@@ -80,7 +80,7 @@ class Weights(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """Bfloat16 needs a GPU from Ampere on, or a CPU."""
-        if level == AS_IS or hardware.device != "cuda":
+        if hardware.device != "cuda":
             return None
         if (hardware.capability or (0, 0)) < AMPERE:
             return f"bf16 needs compute capability 8.0, {hardware.name} has less"
@@ -88,8 +88,6 @@ class Weights(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The weights are float32, one process trains them, and no loss is scaled."""
-        if level == AS_IS:
-            return None
         dtypes = {root.dtype for root in facts.roots}
         if dtypes and dtypes != {"float32"}:
             return f"the model's weights are {', '.join(sorted(dtypes))}, not float32"
@@ -104,7 +102,7 @@ class Weights(Strategy):
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Beside bf16 autocast, which it enters anyway, no other precision has a meaning."""
         precision = levels.get("precision", AS_IS)
-        if level != AS_IS and precision not in (AS_IS, "bf16"):
+        if precision not in (AS_IS, "bf16"):
             return f"the weights are bf16, so {precision} has nothing to do"
         return None
 
@@ -119,24 +117,18 @@ class Weights(Strategy):
 
     def on_process(self, level: str, process: Process) -> Undo | None:
         """Convert while the model is made, where its weights alone would fill the device."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._early import Early
 
         return Early(process).attach()
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Convert the parameters, and run each forward under autocast."""
-        if level == AS_IS:
-            return None
         from autofit.strategies import _bf16, _masters
 
         return _masters.split(root) if level == "bf16_master" else _bf16.convert(root)
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let each step see float32."""
-        if level == AS_IS:
-            return None
         from autofit.strategies import _bf16, _masters
 
         return _masters.join(handle) if level == "bf16_master" else _bf16.around(handle)

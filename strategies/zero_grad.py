@@ -41,13 +41,13 @@ class ZeroGrad(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """It changes what a script says, where it says so."""
-        if level == AS_IS or facts.gradients_zeroed or not facts.optimizers:
+        if facts.gradients_zeroed or not facts.optimizers:
             return None
         return "the script does not set gradients to zero: they are dropped as it is"
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Where gradients are freed in backward none is left, and none is to be given back."""
-        if level != AS_IS and levels.get("gradient_release", AS_IS) != AS_IS:
+        if levels.get("gradient_release", AS_IS) != AS_IS:
             return "gradients that are released in backward are not there to be dropped"
         return None
 
@@ -57,8 +57,6 @@ class ZeroGrad(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Change what ``zero_grad`` does, for the whole process."""
-        if level == AS_IS:
-            return None
         from autofit.strategies._zero_grad import Dropped
 
         return Dropped().attach(root)

@@ -1,5 +1,6 @@
 """What importing costs and touches: nothing heavy, nothing global, in fresh processes."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -15,6 +16,13 @@ pytestmark = pytest.mark.quick
 HEAVY = {"torch", "ray", "optuna", "sqlalchemy", "transformers"}
 AUTOFIT = Path(sys.executable).with_name("autofit")
 """The installed command."""
+
+WALLS = {
+    "strategies": ("exceptions", "units", "worker.meter.host"),
+    "worker": ("exceptions", "units", "plan", "strategies"),
+    "storage": ("exceptions", "plan", "strategies.facts", "worker.records", "worker.traces"),
+}
+"""What each house may import of the others; ``autofit/`` itself may import all."""
 
 HELP = """
 import sys
@@ -80,6 +88,22 @@ def test_the_metadata_of_the_strategies_loads_no_torch(root: Path) -> None:
     names = [f"autofit.strategies.{file.stem}" for file in files]
     assert names
     assert not _loaded(f"import {', '.join(names)}") & HEAVY
+
+
+@pytest.mark.parametrize(("house", "others"), WALLS.items())
+def test_a_house_knows_only_these_of_the_others(
+    house: str, others: tuple[str, ...], root: Path
+) -> None:
+    allowed = tuple(f"autofit.{each}" for each in (house, *others))
+    for file in (root / house).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                "autofit"
+            ):
+                continue
+            for each in node.names:
+                name = f"{node.module}.{each.name}"
+                assert name.startswith(allowed), f"{file.relative_to(root)}: {name}"
 
 
 def test_help_loads_nothing_heavy() -> None:

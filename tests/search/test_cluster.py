@@ -23,7 +23,7 @@ from autofit.controller import search
 from autofit.progress import Line, Notice, TrialStarted
 from autofit.storage import Purpose, State, Store, TrialRecord
 from autofit.worker.records import Script, Verdict
-from tests.search.test_kills import SLOW, check_nothing_lost, finished
+from tests.search.finished import SLOW, check_nothing_lost, finished
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 

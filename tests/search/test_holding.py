@@ -24,7 +24,7 @@ from autofit.rules import most
 from autofit.storage import Owner, Purpose, Store
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
-from tests.search.test_footing import GIB, opened
+from tests.search.simulated import GIB, opened
 
 pytestmark = pytest.mark.quick
 

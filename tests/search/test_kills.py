@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,10 @@ import pytest
 
 from autofit.storage import Purpose, State, Store, TrialRecord
 from autofit.worker.reaper import SESSION
-
-Trials = Callable[..., tuple[TrialRecord, ...]]
+from tests.search.finished import SLOW, Trials, check_nothing_lost, finished
 
 GONE_WITHIN = 10.0
 """Seconds after a kill in which every process of ours has to be gone."""
-SLOW = "    optimizer.step()\n    __import__('time').sleep(0.05)\n"
 MARK = re.compile(rb"(?:^|\0)" + SESSION.encode() + rb"=([0-9a-f]+)")
 
 
@@ -121,24 +118,6 @@ def searching(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Watch]]:
             assert time.monotonic() - ended < GONE_WITHIN, told
             time.sleep(0.1)
         assert beyond_loopback(watch.listening) == []
-
-
-def check_nothing_lost(before: tuple[TrialRecord, ...], after: tuple[TrialRecord, ...]) -> None:
-    """Every trial finished before is there as it was, and no plan was finished twice."""
-    unchanged = {trial.id: (trial.report, trial.launch) for trial in after}
-    assert all(unchanged[t.id] == (t.report, t.launch) for t in before)
-    searched = Counter(trial.plan for trial in after if trial.purpose is Purpose.SEARCH)
-    assert all(times == 1 for times in searched.values()), searched
-
-
-def finished(folder: Path, trials: Trials) -> tuple[TrialRecord, ...]:
-    """The finished trials; none while there is no store yet."""
-    if not (folder / "autofit.db").exists():
-        return ()
-    with Store(str(folder / "autofit.db")) as store:
-        if not store.studies():
-            return ()
-    return trials(folder)
 
 
 def kill_again_and_again(folder: Path, trials: Trials, kills: int) -> None:

@@ -13,7 +13,7 @@ from autofit.plan import Plan
 from autofit.storage import Store
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
 from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
-from tests.search.test_footing import GIB, MIB, OOM, opened, searched
+from tests.search.simulated import GIB, MIB, OOM, opened, searched
 
 pytestmark = pytest.mark.quick
 

@@ -43,7 +43,6 @@ from autofit.strategies.base import ByHand
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.shown import Process
 from autofit.worker.meter import build
 from tests.roots import Rooted
 
@@ -173,16 +172,14 @@ class StrategyContract:
                 ast.parse(by_hand.around, mode="eval")
 
     def test_its_environment_is_text(self, strategy: Strategy) -> None:
-        assert strategy.environment(AS_IS) == {}
-        for level in strategy.levels:
+        for level in strategy.levels[1:]:
             for name, value in strategy.environment(level.name).items():
                 assert isinstance(name, str)
                 assert isinstance(value, str)
 
     @pytest.mark.parametrize("hardware", HARDWARE, ids=lambda one: one.name)
     def test_where_it_is_available(self, strategy: Strategy, hardware: Hardware) -> None:
-        assert strategy.unavailable(AS_IS, hardware) is None
-        for level in strategy.levels:
+        for level in strategy.levels[1:]:
             reason = strategy.unavailable(level.name, hardware)
             assert reason is None or is_a_line(reason)
 
@@ -192,9 +189,7 @@ class StrategyContract:
 
     @pytest.mark.parametrize("facts", FACTS, ids=["nothing", "plain", "odd", "everything"])
     def test_where_it_applies(self, strategy: Strategy, facts: Facts) -> None:
-        assert strategy.inapplicable(AS_IS, facts) is None
-        assert strategy.fidelity(AS_IS, facts) is Fidelity.EXACT
-        for level in strategy.levels:
+        for level in strategy.levels[1:]:
             reason = strategy.inapplicable(level.name, facts)
             assert reason is None or is_a_line(reason)
             assert strategy.fidelity(level.name, facts) >= strategy.fidelity(level.name)
@@ -203,12 +198,6 @@ class StrategyContract:
         strategy, level = setting
         assert any(strategy.unavailable(level, hardware) is None for hardware in HARDWARE)
         assert any(strategy.inapplicable(level, facts) is None for facts in FACTS)
-
-    def test_as_is_changes_nothing(self, strategy: Strategy, rooted: Rooted, case: Case) -> None:
-        before = traces(case.module)
-        assert strategy.on_process(AS_IS, Process([])) is None
-        assert strategy.on_root(AS_IS, rooted(case.module)) is None
-        assert traces(case.module) == before
 
     def test_what_is_taken_back_leaves_no_trace(
         self, setting: Setting, rooted: Rooted, case: Case

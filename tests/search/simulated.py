@@ -1,0 +1,71 @@
+"""Searches of scripts on a card, without either: what a trial says is worked out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from autofit.asked import SearchOptions
+from autofit.ledger import Ledger
+from autofit.plan import Plan
+from autofit.proposing import Proposer
+from autofit.storage import Owner, Store, StudyKey
+from autofit.strategies import Facts, Fidelity, Hardware
+from autofit.worker.records import Script, TrialReport, Verdict
+
+MIB = 1 << 20
+GIB = 1 << 30
+OOM = Verdict.OUT_OF_MEMORY
+H200 = Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 * GIB, capability=(9, 0))
+
+
+class Simulated(Protocol):
+    """A script on a card."""
+
+    def launched(self, plan: Plan, facts: Facts, index: int) -> tuple[TrialReport, Facts]:
+        """Return what a trial says, the so-manieth of its process, and what is known then."""
+
+
+def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: str) -> Ledger:
+    """Return a new study of a script in ``folder`` on an H200."""
+    (folder / "train.py").touch()
+    script = Script(target="train.py", cwd=str(folder))
+    study = store.open_study(
+        StudyKey.of(script, gpu=H200.name, gpus=1, memory=budget, allow=str(allow)),
+        script=script,
+        hardware=H200,
+        budget=budget,
+        versions={},
+    )
+    options = SearchOptions(
+        script=script, storage=store.url, allow=allow, without=frozenset(without)
+    )
+    return Ledger(store, study, options, lambda _: None, 0.0)
+
+
+def searched(ledger: Ledger, model: Simulated, *, most: int = 1000) -> int:
+    """Search as the controller does, one card, ``most`` plans; return the launches it took.
+
+    Where memory has run out in a model that was called, the process goes on: as if nothing had
+    run in it, as long as no plan was measured.
+    """
+    proposer, launches, index, fresh = Proposer(ledger, H200), 0, 0, True
+    facts = Facts()
+    plan, fixed = proposer.next(), None
+    while plan is not None and len(ledger.finished()) < most:
+        launches += fixed is None
+        index, fresh = (0, True) if fixed is None else (index + 1, fresh)
+        (trial,) = ledger.store.add_trials(
+            ledger.study, [plan], launch=launches, owner=Owner.current()
+        )
+        report, facts = model.launched(plan, facts, index)
+        ledger.learn(facts)
+        ledger.finish(trial, report, 0)
+        fresh = fresh and report.verdict is OOM
+        goes_on = report.verdict is Verdict.MEASURED or (facts.called and report.verdict is OOM)
+        fixed = plan.fixed if goes_on else None
+        plan = proposer.next(fixed, fresh=fresh) if fixed is not None else None
+        if plan is None:
+            plan, fixed = proposer.next(), None
+        assert launches < 30
+    return launches
