@@ -31,6 +31,7 @@ from autofit.progress import (
 )
 from autofit.proposing import Proposer
 from autofit.results import result_of
+from autofit.rules import within
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
 from autofit.worker.records import (
     Answer,
@@ -394,6 +395,7 @@ class Search:
         """
         trial, trace = flight.trials[report.index], flight.traces.get(report.index)
         facts = self._ledger.study.facts
+        report = within(report, facts, self._options.allow)
         trace = self._ledger.reference.adopt(trial, report, trace, facts) or trace
         judged = self._ledger.reference.judged(report, trace, facts)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None

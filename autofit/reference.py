@@ -18,7 +18,9 @@ PARTS = 16
 """Of the batch, in which a reference that cannot win is measured: small ones, to fit."""
 SLOW = 0.6
 """Expected step time of a plan, as a share of another's, from which the other cannot win."""
-NOTHING_EXACT = "no exact plan fits: of the others, only losses that are not finite are noticed"
+NOTHING_EXACT = (
+    "there is no exact plan to compare others with: only losses that are not finite are noticed"
+)
 OWN_LOSS = "the loss of the script as it is does not stay finite: no plan is judged by its loss"
 
 

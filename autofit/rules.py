@@ -12,7 +12,7 @@ from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.space import order_of_retreat
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS
+from autofit.strategies import AS_IS, Facts, Fidelity
 from autofit.units import parse_size
 from autofit.worker.records import TrialReport, Verdict
 
@@ -162,6 +162,26 @@ def judged(report: TrialReport, baseline: Verdict | None) -> TrialReport:
     if report.own and report.blamed is None:
         return replace(report, verdict=Verdict.SCRIPT_FAILED)
     return report
+
+
+def within(report: TrialReport, facts: Facts | None, allow: Fidelity) -> TrialReport:
+    """Return the report as refused where a level has turned out to change more than is allowed.
+
+    What a model draws by hand, say, shows in the proof of how its batch is split.
+    """
+    beyond = [(s, s.fidelity(level, facts)) for s, level in report.plan]
+    beyond = [(strategy, fidelity) for strategy, fidelity in beyond if fidelity > allow]
+    if report.verdict is not Verdict.MEASURED or not beyond:
+        return report
+    strategy, fidelity = beyond[0]
+    return replace(
+        report,
+        verdict=Verdict.REFUSED,
+        reason=f"{fidelity}, and only {allow} is allowed",
+        blamed=strategy.name,
+        best=None,
+        measurements=(),
+    )
 
 
 def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[str, str] | None:

@@ -179,13 +179,18 @@ def _switch_on(module: Any, level: str) -> Undo:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     flags = [vars(each).get("gradient_checkpointing") for each in module.modules()]
-    handles = {name: vars(module).get(name) for name in INPUT_HOOKS}
+    handles = [
+        (each, {name: vars(each).get(name) for name in INPUT_HOOKS})
+        for each in module.modules()  # the model may be inside another, as PEFT's has it
+        if hasattr(type(each), "disable_input_require_grads")
+    ]
     settings = {"use_reentrant": False}
     if hasattr(module, "activation_checkpointing_enable"):  # transformers 5.20 renamed it
         module.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     else:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    _drop_input_hooks(module, handles)
+    for each, before in handles:
+        _drop_input_hooks(each, before)
     layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % EVERY[level] == 0

@@ -34,7 +34,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._opened: StudyOpened | None = None
-        self._about = ""
+        self._about: set[str] = set()
         self._headed = False
         self._first_seen = False
         self._now: float | None = None
@@ -63,9 +63,11 @@ class Transcript:
     def _facts(self, facts: Facts) -> list[Said]:
         if self._opened is None or not facts.roots:
             return []
-        about, before = words.script_line(self._opened.script, facts), self._about
-        self._about = about
-        return [] if about == before else [Said(about, "head")]
+        about = words.script_line(self._opened.script, facts)
+        if about in self._about:  # each launch finds out anew, one optimizer's step after another
+            return []
+        self._about.add(about)
+        return [Said(about, "head")]
 
     def _trial(self, ended: TrialEnded, columns: table.Columns) -> list[Said]:
         assert self._opened is not None, "StudyOpened is the first notice of every search"

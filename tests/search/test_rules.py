@@ -15,7 +15,7 @@ from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.proposing import within_reach
 from autofit.results import overtaken, rivals, standing, winning
-from autofit.rules import closest, culprit, dominated, judged, most, tainted
+from autofit.rules import closest, culprit, dominated, judged, most, tainted, within
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
@@ -336,6 +336,25 @@ def test_whose_fault_it_is(
 ) -> None:
     report = TrialReport(index=0, plan=BF16, verdict=Verdict.PLAN_FAILED, own=own, blamed=blamed)
     assert judged(report, baseline).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("drops", "allow", "verdict"),
+    [
+        (True, Fidelity.EXACT, Verdict.REFUSED),
+        (True, Fidelity.REDRAW, Verdict.MEASURED),
+        (False, Fidelity.EXACT, Verdict.MEASURED),
+    ],
+)
+def test_what_turns_out_to_change_more_than_is_allowed(
+    drops: bool, allow: Fidelity, verdict: Verdict
+) -> None:
+    report = TrialReport(index=0, plan=SPLIT, verdict=Verdict.MEASURED)
+    found = within(report, Facts(roots=(replace(ROOT, dropout=drops),)), allow)
+    assert found.verdict is verdict
+    if verdict is Verdict.REFUSED:
+        assert culprit(found) == ("micro_batch", "auto")
+        assert "only exact is allowed" in found.reason
 
 
 def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:

@@ -61,8 +61,8 @@ class Owner(Protocol):
     def came_back(self) -> None:
         """Notice that a call's backward is done."""
 
-    def attributes(self) -> Attributes:
-        """Return the root's plain attributes as they are now."""
+    def held(self) -> nn.Module:
+        """Return the root itself, which the script may have let go of by its backward."""
 
     def mark(self) -> object:
         """What must be the same in forward and backward: the root's mode, weights and buffers."""
@@ -112,15 +112,13 @@ class Call:
         self.parameters = owner.parameters
         """Those that needed gradients in forward."""
         self._size = layout.size(batch)
-        self.inputs = [
-            index
-            for index, leaf in enumerate(batch.leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        tensors = ((i, x) for i, x in enumerate(batch.leaves) if isinstance(x, torch.Tensor))
+        self.inputs = [index for index, tensor in tensors if tensor.requires_grad]
         """Arguments that themselves need gradients (another root's output, say)."""
         self._ambient = Ambient.now()
-        self._attributes = owner.attributes()
-        """Of the root, when forward begins: what runs again in backward finds them so."""
+        self._root = owner.held()
+        self._attributes = Attributes(self._root)
+        """When forward begins: what runs again in backward finds them so."""
         self._mark: object = None
         """Of the owner, once forward has run."""
         # Not a leaf: autograd says of other nodes only whether a backward pass comes through.

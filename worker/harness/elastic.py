@@ -49,7 +49,7 @@ from autofit.worker.harness.joining import (
     cuts_for_keeping,
     equal_cuts,
 )
-from autofit.worker.harness.moved import Attributes, once
+from autofit.worker.harness.moved import once
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
 
@@ -314,11 +314,11 @@ class Elastic:
         self.micro_batch = min(self.micro_batch, -(-size // 2))
         return True
 
-    def attributes(self) -> Attributes:
-        """Return the root's plain attributes as they are now."""
+    def held(self) -> nn.Module:
+        """Return the root, which is there while it is called."""
         module = self._module()
         assert module is not None, "a root outlives its calls"
-        return Attributes(module)
+        return module
 
     def mark(self) -> tuple[bool, int]:
         """Return what must be the same in forward and backward: mode, versions of its tensors."""

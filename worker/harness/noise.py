@@ -1,7 +1,10 @@
-"""What the last bits of weights and samples make of a model's gradients.
+"""What the last bits of weights and samples make of a model's gradients, and weights of zero.
 
 A model that makes much of so small a difference makes as much of another order of sums: a ReLU in a
 million changes sides for it, which is a thousandth of a gradient.
+
+What weights of zero switch off shows in nothing: a residual branch that begins as nothing, a last
+layer that answers every sample alike.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from autofit.worker.harness.digest import pattern
+from autofit.worker.harness.sharded import is_sharded
 
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 """Returns float32 values as they are in less, or a little off."""
@@ -22,6 +27,8 @@ ORDER = 0.02
 Where products are in TF32 a last bit decides what some of them are rounded to, a thousandth away:
 then it is what any lower precision may make.
 """
+SINGLE = 16
+"""As many inputs a bias of zero, or a gate, is taken to have: it becomes a quarter at most."""
 
 
 @contextmanager
@@ -36,6 +43,32 @@ def weights_rounded(parameters: Iterable[torch.Tensor], rounded: Rounded) -> Ite
     finally:
         for each, values in zip(wide, kept, strict=True):
             each.copy_(values)
+
+
+@contextmanager
+def stirred(module: nn.Module) -> Iterator[None]:
+    """Within it weights that are all zero are not; autograd notices nothing."""
+    still = [] if is_sharded(module) else _still(module.parameters())
+    try:
+        for each in still:
+            fan_in = each[0].numel() if each.ndim > 1 else SINGLE
+            each.copy_(pattern(each, 0, 0).div_(fan_in**0.5))
+        yield
+    finally:
+        for each in still:
+            each.zero_()
+
+
+def _still(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    plain = [
+        each.data
+        for each in parameters
+        if type(each) is nn.Parameter and each.is_floating_point() and each.numel()
+    ]
+    if not plain:
+        return []
+    largest = torch._foreach_norm(plain, torch.inf)
+    return [each for each, most in zip(plain, largest, strict=True) if not float(most)]
 
 
 def if_wide(leaf: Any, rounded: Rounded) -> Any:

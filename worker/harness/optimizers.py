@@ -53,12 +53,19 @@ class HarnessOptimizer:
     """One optimizer of the script; implements ``strategies.base.OptimizerHandle``."""
 
     def __init__(
-        self, optimizer: Optimizer, owner: Owner, plain: Callable[..., Any] | None = None
+        self,
+        optimizer: Optimizer,
+        owner: Owner,
+        plain: Callable[..., Any] | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
+        """``alone``: nobody would notice what else its gradients are read for."""
         self._optimizer = weakref.ref(optimizer)
         self._owner = owner
         self._plain = plain
         """The step of its class."""
+        self._alone = alone
         self._release: Release | None = None
         self._plan = Plan()
         self._changes: Changes = ()
@@ -147,7 +154,7 @@ class HarnessOptimizer:
 
         Raises ``Refused`` where nobody would notice what else the gradients are read for.
         """
-        if not self._owner.seams.attached:
+        if self._alone:
             raise Refused("steps inside backward need the whole process: use `autofit run`")
         release = self._release = Release(self, self._owner.seams, aside)
 
@@ -326,7 +333,9 @@ class Optimizers:
                 (self._dispatching[c] for c in type(optimizer).__mro__ if c in self._dispatching),
                 None,
             )
-            handle = self._held[optimizer] = HarnessOptimizer(optimizer, self._owner, plain)
+            handle = self._held[optimizer] = HarnessOptimizer(
+                optimizer, self._owner, plain, alone=not self._all
+            )
         return handle
 
 

@@ -37,6 +37,7 @@ from autofit.worker.harness.hints import LARGEST, Observer, is_mask
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.moved import once, unmoved
+from autofit.worker.harness.noise import stirred
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.oom import Kind, classify
 
@@ -202,7 +203,7 @@ class _Probe:
             _need_gradients(part, self.batch)
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
         # How a batch is split does not depend on TF32, and the comparison is sharper without.
-        with preserved(self.module), graph, _tf32.switched(False):
+        with preserved(self.module), stirred(self.module), graph, _tf32.switched(False):
             seen = Observer()
             before, set_out = versions(part), weights(self.module)
             with seen:

@@ -57,7 +57,7 @@ class HarnessRoot:
         on_shortage: OnShortage,
         known: Known | None = None,
     ) -> None:
-        self._outer = weakref.ref(module)
+        self._outer = weakref.ref(module, lambda _: self._forget())
         self._seams = seams
         self._calls = calls
         self._on_shortage = on_shortage
@@ -67,6 +67,8 @@ class HarnessRoot:
         self._lasting: list[Wrapper] = []
         """Those of the wrappers without which the model cannot run."""
         self._undos: list[Undo] = []
+        self._apart: list[Undo] = []
+        """Of what listens to more than the root: the script's loaders, its optimizers."""
         self.strict = False
         """It is measured: a level is to fail where it would go on as something else."""
         self._one_size = False
@@ -215,6 +217,22 @@ class HarnessRoot:
         self._layouts.back()
         self.plan = Plan()
 
+    def _forget(self) -> None:
+        """Let go of what is left of a model that the script has dropped: of its weights, say.
+
+        What was done to it has gone with it; only what listens to the script's loaders and
+        optimizers is taken back.
+        """
+        for undo in self._apart:
+            undo()
+        if self.elastic is not None:
+            self.elastic.remove()
+        self.elastic = self.evaluation = None
+        for held in (self._wrappers, self._outermost, self._lasting, self._undos, self._apart):
+            held.clear()
+        self._call = self.forward = self.own_call
+        self.plainly.clear()
+
     # --- seams for strategies --------------------------------------------------------------
 
     def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
@@ -293,11 +311,21 @@ class HarnessRoot:
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
-        return handle.remove
+        return self._listening(handle.remove)
 
     def around_next(self, reader: Reader) -> Undo:
         """Let ``reader`` give the next batch of every data loader of the script."""
-        return self._seams.read_by(reader)
+        return self._listening(self._seams.read_by(reader))
+
+    def _listening(self, stop: Undo) -> Undo:
+        """Return ``stop``, which is called too when the script drops the model."""
+        self._apart.append(stop)
+
+        def undo() -> None:
+            self._apart.remove(stop)
+            stop()
+
+        return undo
 
     def set_aside(self) -> None:
         """Keep the step under way out of what is measured."""

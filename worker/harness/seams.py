@@ -53,6 +53,9 @@ class Handler(Protocol):
     def module_changes(self) -> None:
         """Notice that the script is about to set an attribute of a module."""
 
+    def optimizer_made(self) -> None:
+        """Notice that the script makes an optimizer: another model may come with it."""
+
     def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
         """Notice that ``owner``'s gradients are to be zero, or are dropped if not ``in_place``."""
 
@@ -116,6 +119,7 @@ class Seams:
             post.remove,
             self._replace(torch.autograd, "backward", self._backward),
             self._replace(torch.autograd, "grad", self._grad),
+            self._replace(Optimizer, "__init__", self._made),
             self._replace(Optimizer, "zero_grad", self._zero_grad),
             self._replace(nn.Module, "zero_grad", self._zero_grad),
             self._replace(nn.Module, "__setattr__", self._set),
@@ -125,11 +129,6 @@ class Seams:
         if self.loader:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
         self.look_for_roots()
-
-    @property
-    def attached(self) -> bool:
-        """Whether torch is patched."""
-        return bool(self._undos)
 
     def read_by(self, reader: Reader) -> Undo:
         """Let ``reader`` give the batches of loaders; the last one does."""
@@ -147,6 +146,8 @@ class Seams:
 
     def look_for_roots(self) -> None:
         """Watch every module call until ``stop_looking``: about a microsecond each."""
+        if self._looking:
+            return
         self._looking = True
         self._stop_looking = self._replace(nn.Module, "__call__", self._call)
 
@@ -169,6 +170,7 @@ class Seams:
         if self._paused and not self.inside:
             self._paused = False
             if self._looking:
+                self._looking = False
                 self.look_for_roots()
 
     @staticmethod
@@ -224,6 +226,14 @@ class Seams:
                 self.leave()
 
         return grad
+
+    def _made(self, plain: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(plain)
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain(optimizer, *args, **kwargs)
+            self.handler.optimizer_made()
+
+        return __init__
 
     def _zero_grad(self, plain: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(owner: Any, set_to_none: bool = True) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from autofit import strategies
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import Undo
+from autofit.strategies.base import Strategy, Undo
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release, unmet
@@ -29,6 +29,7 @@ from autofit.worker.harness.awaited import Awaited, PutOff, refuse_late, there
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
+from autofit.worker.harness.leader import Leader
 from autofit.worker.harness.optimizers import Optimizers, changes_of
 from autofit.worker.harness.probe import batched_leaves
 from autofit.worker.harness.proof import is_known, prove, remember
@@ -69,8 +70,10 @@ class Session:
         """Entered while a root or a backward pass runs: nothing outside is to be watched then."""
         self.strict = False
         """What cannot go on as its plan has it is to fail: it is measured."""
-        self._leader: int | None = None
+        self._leader = Leader()
         self._quiet_steps = 0
+        self._met = 0
+        """Roots so far, with those that the script has dropped."""
         self._undos: list[Undo] = []
         """Of what the first plan has changed in the process."""
         self.known = Known()
@@ -182,7 +185,10 @@ class Session:
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
-        known = self.known.of(len(self.roots), module)
+        known = self.known.of(self._met, module)
+        self._met += 1
+        self._leader.met(module)
+        self.roots = [each for each in self.roots if each.alive]  # of another training, before
         root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known)
         root.strict = self.strict
         self.roots.append(root)
@@ -233,7 +239,8 @@ class Session:
     def _asked(self, inputs: Any) -> list[HarnessRoot]:
         """Return the split roots with parameters among ``inputs``; learn of any root's."""
         asked = {id(each) for each in (inputs if isinstance(inputs, (tuple, list)) else [inputs])}
-        roots = [r for r in self.roots if any(id(p) in asked for p in r.module.parameters())]
+        alive = (root for root in self.roots if root.alive)
+        roots = [r for r in alive if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
             self._learn(autograd_grad=True)
         return [root for root in roots if root.elastic is not None]
@@ -278,8 +285,7 @@ class Session:
                 framework=learn.framework(),
                 calls_per_step=calls,
             )
-        self._leader = self._leader or id(optimizer)
-        if id(optimizer) != self._leader:
+        if not self._leader.leads(optimizer):
             return
         self.steps += 1
         self._quiet_steps += 1
@@ -287,6 +293,11 @@ class Session:
             self.seams.stop_looking()
         self.boundary()
         self.step_calls.step_ended()
+
+    def optimizer_made(self) -> None:
+        """Look for roots again: another training may begin in this process, a fold say."""
+        self._quiet_steps = 0
+        self.seams.look_for_roots()
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -354,8 +365,9 @@ class Session:
         """Run a call under the plan of the moment, applied and proven first if it is new."""
         plan = self.plan_for(root)
         if by_hand.transformed():
-            if root.plan != plan and not plan.neutral:
-                raise Refused(TRANSFORMED, plan.changes[0][0])
+            changes = [s.name for s, _ in plan if type(s).on_root is not Strategy.on_root]
+            if root.plan != plan and changes:
+                raise Refused(TRANSFORMED, changes[0])
             return root.own_call(*args, **kwargs)
         if root.plan != plan:
             self.turn_to(root, plan, args, kwargs)
@@ -398,7 +410,7 @@ class Session:
             with inside(self.seams):
                 root.facts = self._with_samples(root, root.facts, args, kwargs)
         root.facts = self.common(root.facts)
-        met = tuple(each.facts for each in self.roots if each.facts is not None)
+        met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
         autocast = self.facts.autocast or learn.autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
         self._learn(roots=met, autocast=autocast, workers=self.seams.workers, optimizers=names)
@@ -416,7 +428,9 @@ class Session:
         dim: int | None = root.known.get(BATCH)
         if self.splits():
             try:
-                before, dim = dim, root.layout(batch).dim
+                layout = root.layout(batch)
+                before, dim = dim, layout.dim
+                facts = replace(facts, dropout=facts.dropout or layout.draws)  # by hand, too
                 if dim != before:
                     root.known.put(dim, BATCH)
             except Refused:

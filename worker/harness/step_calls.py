@@ -36,7 +36,7 @@ class StepCalls:
 
     def dropped(self, owner: nn.Module | Optimizer, root: nn.Module) -> None:
         """Note that gradients of ``owner``, a model or an optimizer, are dropped or set to zero."""
-        if not self._begun and self._through and _share(owner, root):
+        if not self._begun and self._through and shares(owner, root):
             self._tried = self._through
 
     def step_begins(self) -> None:
@@ -56,7 +56,8 @@ class StepCalls:
         return self._steps == 0 or (self._steps == 1 and self._tried > 0 and calls > known)
 
 
-def _share(owner: nn.Module | Optimizer, root: nn.Module) -> bool:
+def shares(owner: nn.Module | Optimizer, root: nn.Module) -> bool:
+    """Return whether an optimizer or a model has parameters of ``root``."""
     own = {id(parameter) for parameter in root.parameters()}
     if isinstance(owner, nn.Module):
         return any(id(parameter) in own for parameter in owner.parameters())

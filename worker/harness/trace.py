@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autofit.worker.harness.by_hand import transformed
 from autofit.worker.harness.facts import autocast_on, rates_of_dropping, tf32_on
 from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.random_state import RandomState
@@ -88,9 +89,10 @@ class Tracer:
     ) -> Any:
         """Return what ``run``, a call of ``root``, returns; ``first``: of the first root.
 
-        Before the plan of the moment is applied to the root.
+        Before the plan of the moment is applied to the root. Not inside a transform of torch.func:
+        what is given there stands for other tensors.
         """
-        if self.full:
+        if self.full or transformed():
             return run()
         self._meet(root, first)
         found = self._arguments(args, kwargs) if first else None
