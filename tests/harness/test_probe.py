@@ -227,6 +227,10 @@ def pairs(*sizes: int, classes: int = 3) -> list[Call]:
     return [(x(n), y(n, classes=classes)) for n in sizes or (8, 8, 7, 12, 2)]
 
 
+def singles() -> list[Call]:
+    return [(x(n),) for n in (8, 8, 7, 12, 2)]
+
+
 def one_class_first() -> list[Call]:
     return [(x(8), torch.zeros(8, dtype=torch.long)), *pairs()]
 
@@ -673,6 +677,28 @@ CASES["spectral norm"] = Case(
     lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)),
     lambda: [(x(8),), (x(7),)],
 )
+
+
+def by_a_hook(normed: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return a model with a weight that a hook makes before each forward."""
+    with torch.no_grad():  # a weight with a graph cannot be copied
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), normed(nn.Linear(4, 3)))
+
+
+CASES["weight norm by a hook"] = Case(lambda: by_a_hook(nn.utils.weight_norm), singles)
+CASES["spectral norm by a hook"] = Case(lambda: by_a_hook(nn.utils.spectral_norm), singles)
+
+
+@case("an attribute made of weights", pairs, net=Bank)
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    net.attribute = net.get_parameter("body.2.bias").exp()
+    return net.body(a) * net.attribute
+
+
+@case("a part of the loss that begins as nothing", pairs, net=Bank, refused="for later")
+def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
+    net.attribute = 0.0 * net.body(a).square().mean()
+    return net.body(a)
 
 
 @case("a number of the last call", pairs, net=Bank, refused="for later")

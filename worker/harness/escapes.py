@@ -88,9 +88,8 @@ def moved_by(module: nn.Module, whole: Batch, chunk: Batch, forward: Forward) ->
     after = _after(module, whole, forward)
     changed = _differing(before, after)
     for name in changed:
-        if name not in known:
-            raise Refused(_remembers(name))
-        known[name].write(values[name])
+        if name in known:  # the rest has to follow from that
+            known[name].write(values[name])
     try:
         different = _differing(after, _after(module, chunk, forward))
     except Exception as error:
@@ -99,7 +98,7 @@ def moved_by(module: nn.Module, whole: Batch, chunk: Batch, forward: Forward) ->
         raise
     if different:
         raise Refused(_remembers(different[0]))
-    return tuple(known[name] for name in changed)
+    return tuple(known[name] for name in changed if name in known)
 
 
 def _after(module: nn.Module, part: Batch, forward: Forward) -> State:
@@ -165,10 +164,12 @@ class _Saved:
 
 
 class Witness(TorchDispatchMode):
-    """Sees every tensor that a forward makes; holds none of them."""
+    """Sees every tensor that a forward makes of some samples; holds none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Batch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._of_samples = {each.untyped_storage()._cdata for each in _strided(part.leaves)}
+        """The storages of what was made of the samples."""
         self.dtypes: set[torch.dtype] = set()
         """Of the numbers with fractions among them."""
         self._made: dict[int, StorageWeakRef] = {}
@@ -178,14 +179,29 @@ class Witness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in _strided((args, kwargs)):
+        inputs = _strided((args, kwargs))
+        for tensor in inputs:
             self._note(tensor, self._given)
+        before = {tensor.untyped_storage()._cdata for tensor in inputs}
         output = func(*args, **(kwargs or {}))
-        for tensor in _strided(output):
+        outputs = _strided(output)
+        for tensor in outputs:
             if tensor.is_floating_point():
                 self.dtypes.add(tensor.dtype)
             self._note(tensor, self._made)
+        after = {tensor.untyped_storage()._cdata for tensor in outputs}
+        if before & self._of_samples:
+            self._of_samples |= after
+        else:
+            self._of_samples -= after - before  # where another was, that is gone
         return output
+
+    def made_of_weights(self, tensor: torch.Tensor) -> bool:
+        """Return whether the forward has made a tensor, and not of the samples."""
+        if tensor.layout is not torch.strided:
+            return False
+        made = tensor.untyped_storage()._cdata
+        return made in self._made and made not in self._of_samples
 
     def _note(self, tensor: torch.Tensor, among: dict[int, StorageWeakRef]) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -223,13 +239,14 @@ def refuse_escapes(
 
     args, kwargs = part.call(part.leaves)
     torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
-    witness = Witness()
+    witness = Witness(part)
     with saved_tensors_hooks(pack, unpack), witness:
         output = forward(*args, **kwargs)
     own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
     foreign = any(id(leaf) not in own for leaf in _graph_leaves(tree_leaves(output)))
     del output
     torch.clear_autocast_cache()
+    _drop_graphs_of_weights(module, witness)
     known = _strided(list(_held(module)))
     if any(each() is not None for each in saved) or witness.left(known):
         gc.collect()
@@ -238,6 +255,17 @@ def refuse_escapes(
     if foreign:
         raise Refused("the model uses tensors that need gradients and are not its parameters")
     return witness.dtypes
+
+
+def _drop_graphs_of_weights(module: nn.Module, witness: Witness) -> None:
+    """Let attributes that the forward has made of weights alone go without their graphs.
+
+    ``torch.nn.utils.weight_norm`` keeps its weight so; the next forward makes it anew.
+    """
+    for held in map(vars, module.modules()):
+        for name, value in held.items():
+            if type(value) is torch.Tensor and witness.made_of_weights(value):
+                held[name] = value.detach()
 
 
 def _held(module: nn.Module) -> Iterator[Any]:
