@@ -95,6 +95,10 @@ class Weights(Strategy):
             return "not under several ranks: what reduces gradients is made for the script's own"
         if facts.scaler:
             return "the script scales its loss, which bf16 has no need of"
+        if facts.autograd_grad and level == "bf16_master":
+            return (
+                "the script differentiates by hand: what it makes of the weights would be rounded"
+            )
         if "LBFGS" in facts.optimizers:
             return "LBFGS calls the model within its step"
         return None

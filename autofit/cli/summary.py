@@ -77,9 +77,9 @@ def _as_it_is(verdict: Verdict) -> str:
 
 def _effort(result: Result) -> str:
     return (
-        f"{words.many(result.trials, 'trial')} in {words.many(result.launches, 'launch')}, "
-        f"{result.launches_out_of_memory} out of memory, {format_duration(result.search_seconds)}; "
-        f"study {result.study}."
+        f"{words.many(result.trials, 'trial')} in {words.many(result.launches, 'launch')}, memory ran"
+        f" out in {result.launches_out_of_memory} of these, {format_duration(result.search_seconds)};"
+        f" study {result.study}."
     )
 
 

@@ -25,7 +25,7 @@ def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
         "As it is this script does not fit; this is the same training in lower precision.\n"
         "At the peak: tensors 23.1, kept by torch's allocator 0.0, "
         "outside it (CUDA, libraries) 0.0 GiB.\n"
-        "6 trials in 6 launches, 1 out of memory, 1 min 52 s; study 3f9c0000.\n"
+        "6 trials in 6 launches, memory ran out in 1 of these, 1 min 52 s; study 3f9c0000.\n"
         "   autofit run train.py -- --epochs 3                    train with it\n"
         "   autofit best train.py --format json -- --epochs 3     take it elsewhere\n"
         "   autofit best train.py --format python -- --epochs 3   do the same by hand"

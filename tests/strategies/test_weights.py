@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Fidelity, _bf16, _early, _in_float32, _masters
+from autofit.strategies import Facts, Fidelity, _bf16, _early, _in_float32, _masters, get
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness import shown
 from autofit.worker.harness.optimizers import Optimizers
@@ -335,6 +335,13 @@ def test_beside_another_implementation_of_the_optimizer(
         for state in optimizer.state_dict()["state"].values()
         for value in state.values()
     )
+
+
+def test_weights_that_the_script_steps_by_hand_have_no_masters() -> None:
+    """As meta-learning does in its inner loop."""
+    strategy, by_hand = get("weights"), Facts(autograd_grad=True)
+    assert "differentiates by hand" in (strategy.inapplicable("bf16_master", by_hand) or "")
+    assert strategy.inapplicable("bf16", by_hand) is None
 
 
 @pytest.mark.parametrize("level", ["bf16_master", "bf16"])
