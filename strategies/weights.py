@@ -96,9 +96,7 @@ class Weights(Strategy):
         if facts.scaler:
             return "the script scales its loss, which bf16 has no need of"
         if facts.autograd_grad and level == "bf16_master":
-            return (
-                "the script differentiates by hand: what it makes of the weights would be rounded"
-            )
+            return "the script differentiates by hand: the weights it makes then would be rounded"
         if "LBFGS" in facts.optimizers:
             return "LBFGS calls the model within its step"
         return None

@@ -76,10 +76,10 @@ def _as_it_is(verdict: Verdict) -> str:
 
 
 def _effort(result: Result) -> str:
+    trials, launches = words.many(result.trials, "trial"), words.many(result.launches, "launch")
     return (
-        f"{words.many(result.trials, 'trial')} in {words.many(result.launches, 'launch')}, memory ran"
-        f" out in {result.launches_out_of_memory} of these, {format_duration(result.search_seconds)};"
-        f" study {result.study}."
+        f"{trials} in {launches}, memory ran out in {result.launches_out_of_memory} of these, "
+        f"{format_duration(result.search_seconds)}; study {result.study}."
     )
 
 
