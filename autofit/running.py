@@ -14,7 +14,7 @@ from autofit.plan import Plan
 from autofit.results import best
 from autofit.retreat import Ground
 from autofit.storage import State, Store, StudyRecord
-from autofit.strategies import Facts, Fidelity
+from autofit.strategies import Facts, Fidelity, Strategy
 from autofit.supervisor import ATTEMPT, Ended, supervise
 from autofit.worker import meter, oom
 from autofit.worker import ranks as rank
@@ -154,6 +154,9 @@ class _Attempts:
         with started(spec, self._each(environment)) as running:
             heard = self._hear(running)
             code = running.code
+        met = heard.facts is not None and heard.facts.called
+        if not (code or met) and any(type(s).on_root is not Strategy.on_root for s, _ in plan):
+            self.say(f"the script called no model with gradients: {plan} was not put on any")
         shortage = None
         if code and not running.signals:
             raised = heard.telling(running.first, oom.oom_kills() - kills)

@@ -122,6 +122,17 @@ class Runner:
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
 
 
+NO_MODEL = """
+import torch
+
+weight = torch.zeros(4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+for _ in range(3):
+    (torch.randn(8, 4) @ weight - 1).square().mean().backward()
+    optimizer.step()
+"""
+
+
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -184,6 +195,15 @@ def test_a_leak_goes_on_from_its_checkpoint(runner: Runner) -> None:
     assert len(again) == len(attempts) - 1
     assert "under micro 4" in again[0]
     assert_same_weights(runner.folder / "final.pt", runner.folder / "plain.pt")
+
+
+@pytest.mark.quick
+def test_a_plan_that_met_no_model_is_not_passed_over_in_silence(runner: Runner) -> None:
+    (runner.folder / "train.py").write_text(NO_MODEL)
+    done = runner.tuned(SPLIT, *CAP)
+    assert done.returncode == 0, done.stderr
+    (line,) = ours(done.stderr)
+    assert "called no model with gradients: micro 8 was not put on any" in line
 
 
 @pytest.mark.full
