@@ -155,7 +155,7 @@ def judged(report: TrialReport, baseline: Verdict | None) -> TrialReport:
 
     ``baseline``: how the neutral plan ended, if it has. A plan that fails where the neutral one
     was measured is to blame. Where the neutral one ran out of memory it cannot decide; an error
-    that the user's own line raised, with no strategy on the stack, is then the script's.
+    that the script's own line raised, with no strategy on the stack, is then the script's.
     """
     if report.verdict is not Verdict.PLAN_FAILED or baseline is Verdict.MEASURED:
         return report

@@ -21,8 +21,7 @@ FULL = ("none", "ieee")
 
 def products() -> bool:
     """Return whether matrix products of float32 may be computed in less, on a GPU or a CPU."""
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    return any(each.fp32_precision not in FULL for each in backends)
+    return any(each.fp32_precision not in FULL for each in _products())
 
 
 def convolutions() -> bool:
@@ -58,7 +57,7 @@ def switched(on: bool) -> Iterator[None]:
 
 
 def _switch_newer(on: bool) -> Undo:
-    settings = (torch.backends.cuda.matmul, *_cudnn())
+    settings = (*_products(), *_cudnn())
     before = [each.fp32_precision for each in settings]
     for each in settings:
         each.fp32_precision = "tf32" if on else "ieee"
@@ -68,6 +67,10 @@ def _switch_newer(on: bool) -> Undo:
             each.fp32_precision = precision
 
     return undo
+
+
+def _products() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def _cudnn() -> tuple[Any, ...]:

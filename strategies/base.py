@@ -224,6 +224,12 @@ class Root(Protocol):
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
 
+    def outliving(self, undo: Undo) -> Undo:
+        """Return ``undo``, which is called too where the script drops the model before.
+
+        For what changes more than the model.
+        """
+
     def around_next(self, reader: Reader) -> Undo:
         """Let ``reader`` give the next batch of every data loader of the script."""
 

@@ -101,7 +101,7 @@ class Precision(Strategy):
         if level == "tf32":
             from autofit.strategies import _tf32
 
-            return _tf32.switch(True)
+            return root.outliving(_tf32.switch(True))
         import torch
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]

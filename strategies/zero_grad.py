@@ -59,4 +59,4 @@ class ZeroGrad(Strategy):
         """Change what ``zero_grad`` does, for the whole process."""
         from autofit.strategies._zero_grad import Dropped
 
-        return Dropped().attach(root)
+        return root.outliving(Dropped().attach(root))

@@ -182,7 +182,7 @@ class TrialReport:
     blamed: str | None = None
     """The strategy at fault, where the traceback shows one."""
     own: bool = False
-    """A line of the user's own raised it, with no strategy's code on the way. Not stored."""
+    """A line of the script itself raised it, with no strategy's code on the way. Not stored."""
     traceback: str = ""
     """As Python prints it, our frames left out; for a failed trial."""
     startup_seconds: float = 0.0

@@ -93,20 +93,24 @@ class ActivePlan:
         the optimizer steps. The batch is split inside that call, so the loop around it stays as it
         is. Before the first call with gradients each technique is compared with the plain model on
         that very batch; one that does not keep its promise is left out, and the function starts
-        again without it. What changes optimizers is left out, with a warning, where none is given.
+        again without it. What changes optimizers is left out, with a warning, where none is given,
+        or one that a scheduler has taken hold of before.
         """
         from autofit.resilience.applied import Applied
 
-        self.used |= ON_MODELS
-        if optimizer is not None:
-            self.used |= ON_OPTIMIZERS
-        elif left := {name for name, _ in self.plan.changes} & ON_OPTIMIZERS:
-            log.warning(
-                "%s: left out, since plan.apply(model) was given no optimizer",
-                Plan.of({name: self.plan[name] for name in left}),
-            )
-            self.plan = self.plan.replace(**dict.fromkeys(left, AS_IS))
-        self._applied.append(Applied(self.plan, model, optimizer))
+        why = ""
+        if optimizer is None:
+            why = "plan.apply(model) was given no optimizer"
+        elif "step" in vars(optimizer):
+            why = "the optimizer has a scheduler already: apply the plan before that is made"
+        self.used |= ON_MODELS if why else ON_MODELS | ON_OPTIMIZERS
+        plan, left = self.plan, {name for name, _ in self.plan.changes} & ON_OPTIMIZERS
+        if why and left:
+            log.warning("%s: left out, since %s", Plan.of({name: plan[name] for name in left}), why)
+            plan = plan.replace(**dict.fromkeys(left, AS_IS))
+        if not self._applied:
+            self.plan = plan
+        self._applied.append(Applied(plan, model, None if why else optimizer))
         return model, optimizer
 
     @property
@@ -127,7 +131,7 @@ class ActivePlan:
 
     def end(self) -> None:
         """Leave every model and optimizer as the function has it."""
-        for each in self._applied:
+        for each in reversed(self._applied):
             each.end()
 
     def __str__(self) -> str:

@@ -42,8 +42,8 @@ class Applied(Session):
     @property
     def micro_batch(self) -> int | None:
         """The largest chunk now, or when it ended; ``None`` where the batch is not split."""
-        elastic = self.roots[0].elastic
-        return self._reached if elastic is None else elastic.micro_batch
+        root = self.roots[0]
+        return root.elastic.micro_batch if root.elastic else self._reached or root.reached
 
     def end(self) -> None:
         """Leave the model and the optimizer as the function has them."""

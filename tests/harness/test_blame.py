@@ -16,7 +16,7 @@ from autofit import strategies
 from autofit.plan import Plan
 from autofit.strategies import REGISTRY, _pending, _tf32, get
 from autofit.worker.harness import elastic, probe
-from autofit.worker.harness.blame import blamed, raised_by_user
+from autofit.worker.harness.blame import blamed, raised_by_script
 
 pytestmark = pytest.mark.quick
 
@@ -69,14 +69,15 @@ def test_what_only_one_strategy_imports_is_its_own(names: list[str], culprit: st
 def test_a_part_of_the_batch_that_a_model_does_not_take() -> None:
     error = raised(("__main__", USER), of(elastic), ("model", "/home/user/model.py"))
     assert blamed(error, Plan.of({"micro_batch": "4", "precision": "bf16"})) == "micro_batch"
-    assert not raised_by_user(error)
+    assert not raised_by_script(error)
 
 
 @pytest.mark.parametrize(
     ("through", "own"),
     [
         ([("__main__", USER)], True),
-        ([("__main__", USER), of(json), ("model", "/home/user/model.py")], True),
+        ([("__main__", USER), of(json), ("__main__", USER)], True),
+        ([("__main__", USER), ("model", "/home/user/model.py")], False),
         ([("__main__", USER), of(probe), ("__main__", USER)], True),
         ([("__main__", USER), of(probe)], False),
         ([("__main__", USER), of(torch)], False),
@@ -85,8 +86,8 @@ def test_a_part_of_the_batch_that_a_model_does_not_take() -> None:
         ([("__main__", USER), of(_pending)], False),
     ],
 )
-def test_the_users_own_line(through: list[tuple[str, str]], own: bool) -> None:
-    assert raised_by_user(raised(*through)) is own
+def test_the_scripts_own_line(through: list[tuple[str, str]], own: bool) -> None:
+    assert raised_by_script(raised(*through)) is own
 
 
 @pytest.mark.parametrize(

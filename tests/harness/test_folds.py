@@ -36,7 +36,7 @@ def test_later_trainings_are_under_the_plan(held: bool) -> None:
     with under(Plan.of({"micro_batch": "2"})) as session:
         for fold in range(3):
             model, optimizer = train()
-            missed = fold if held else 0  # the first step, while it may be one beside another's
+            missed = fold  # the first step of each, which may be one beside another's
             assert session.steps == (fold + 1) * STEPS - missed
             root = session.roots[-1]
             assert root.module is model
@@ -98,3 +98,30 @@ def test_what_listens_for_a_model_goes_with_it(rooted: Rooted) -> None:
     undo()
     optimizer.step()
     assert len(heard) == 3
+
+
+@pytest.mark.parametrize("levels", [{"zero_grad": "set_to_none"}, {"precision": "tf32"}])
+def test_what_is_the_processs_is_taken_back_without_the_model(levels: dict[str, str]) -> None:
+    def settings() -> tuple[object, ...]:
+        return torch.get_float32_matmul_precision(), nn.Module.zero_grad, torch.optim.SGD.zero_grad
+
+    before = settings()
+    made = Rooted()
+    model = nn.Linear(5, 3)
+    made(model, **levels)
+    assert settings() != before
+    del model
+    gc.collect()
+    assert settings() == before
+    made.take_back()
+    assert settings() == before
+
+
+def test_a_proof_of_a_later_model_is_noticed() -> None:
+    torch.manual_seed(0)
+    with under(Plan.of({"micro_batch": "2"})) as session:
+        for _ in range(2):
+            train()
+            gc.collect()
+            assert session.proven()
+            assert not session.proven()

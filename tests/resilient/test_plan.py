@@ -1,6 +1,7 @@
 """``@autofit.resilient`` on ``train(plan, ...)``: the ladder, and a plan followed by hand."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_leaves
 
 import autofit
@@ -194,6 +196,62 @@ def test_without_the_optimizer_it_is_left_out(caplog: pytest.LogCaptureFixture) 
     assert (
         "8-bit optimizer: left out, since plan.apply(model) was given no optimizer" in caplog.text
     )
+
+
+def test_an_optimizer_that_a_scheduler_holds_is_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def late(apply: Callable[[nn.Module, AdamW], Any]) -> Callable[[nn.Module, AdamW], Any]:
+        def after_a_scheduler(model: nn.Module, optimizer: AdamW) -> None:
+            StepLR(optimizer, 10)
+            apply(model, optimizer)
+
+        return after_a_scheduler
+
+    @autofit.resilient(plan={"weights": "bf16_master"})
+    def train(plan: ActivePlan) -> list[float]:
+        return trained(late(plan.apply))[0]
+
+    assert train() == trained(lambda *_: None)[0]
+    assert "apply the plan before" in caplog.text
+
+
+def test_after_the_function_nothing_is_left_of_its_plan() -> None:
+    """Two plans on optimizers of one class, and a scheduler that has seen them."""
+    left: list[tuple[AdamW, StepLR]] = []
+
+    @autofit.resilient(plan={"optimizer": "eight_bit"})
+    def train(plan: ActivePlan) -> None:
+        for _ in range(2):
+            _, optimizer = trained(plan.apply)
+            left.append((optimizer, StepLR(optimizer, 10)))
+            optimizer.step()
+
+    plain = AdamW.step.__wrapped__  # type: ignore[attr-defined]
+    train()
+    assert AdamW.step.__wrapped__ is plain  # type: ignore[attr-defined]
+    for optimizer, _ in left:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert held(optimizer) == held(trained(lambda *_: None)[1])
+
+
+def test_what_a_rescue_came_down_to_outlives_the_model() -> None:
+    active: list[ActivePlan] = []
+
+    @autofit.resilient(plan={"micro_batch": "4"})
+    def train(plan: ActivePlan) -> None:
+        active.append(plan)
+        model, _ = plan.apply(blocks())
+        model(torch.randn(8, 8)).sum().backward()
+        root = plan._applied[0].roots[0]
+        assert root.elastic is not None
+        root.elastic.micro_batch = 2
+
+    train()
+    gc.collect()
+    assert active[0].reached["micro_batch"] == "2"
 
 
 def test_steps_inside_backward_are_for_a_whole_process() -> None:

@@ -11,7 +11,6 @@ from types import TracebackType
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.worker import harness
-from autofit.worker.harness.program import LIBRARIES, OURS
 
 ROOM = strategies.__name__
 """The package of the strategies."""
@@ -34,14 +33,11 @@ def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
     return found
 
 
-def raised_by_user(traceback: TracebackType | None) -> bool:
-    """Return whether a line of the user's own raised it, with no strategy's code on the way."""
-    if any(name == SPLIT or name.startswith(f"{ROOM}.") for name in _names(traceback)):
-        return False
-    last = ""
-    while traceback is not None:
-        last, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
-    return bool(last) and not last.startswith((*OURS, *LIBRARIES, "<"))
+def raised_by_script(traceback: TracebackType | None) -> bool:
+    """Return whether a line of the script itself raised it, with no strategy's code on the way."""
+    *through, last = ["", *_names(traceback)]
+    ours = any(name == SPLIT or name.startswith(f"{ROOM}.") for name in through)
+    return last == "__main__" and not ours
 
 
 def _names(traceback: TracebackType | None) -> Iterator[str]:

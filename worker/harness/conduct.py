@@ -75,7 +75,7 @@ class Conduct:
         held = self._held()
         where = program.place(error)
         culprit = blame.blamed(error.__traceback__, self._plan(index))
-        own = blame.raised_by_user(error.__traceback__)
+        own = blame.raised_by_script(error.__traceback__)
         short = self._meter.short()
         found = oom.classify(error)
         starved = found.kind is oom.Kind.OOM or (short and found.kind is oom.Kind.SUSPECT)

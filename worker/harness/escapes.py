@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -164,12 +166,10 @@ class _Saved:
 
 
 class Witness(TorchDispatchMode):
-    """Sees every tensor that a forward makes of some samples; holds none of them."""
+    """Sees every tensor that a forward makes; holds none of them."""
 
-    def __init__(self, part: Batch) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._of_samples = {each.untyped_storage()._cdata for each in _strided(part.leaves)}
-        """The storages of what was made of the samples."""
         self.dtypes: set[torch.dtype] = set()
         """Of the numbers with fractions among them."""
         self._made: dict[int, StorageWeakRef] = {}
@@ -179,29 +179,14 @@ class Witness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = _strided((args, kwargs))
-        for tensor in inputs:
+        for tensor in _strided((args, kwargs)):
             self._note(tensor, self._given)
-        before = {tensor.untyped_storage()._cdata for tensor in inputs}
         output = func(*args, **(kwargs or {}))
-        outputs = _strided(output)
-        for tensor in outputs:
+        for tensor in _strided(output):
             if tensor.is_floating_point():
                 self.dtypes.add(tensor.dtype)
             self._note(tensor, self._made)
-        after = {tensor.untyped_storage()._cdata for tensor in outputs}
-        if before & self._of_samples:
-            self._of_samples |= after
-        else:
-            self._of_samples -= after - before  # where another was, that is gone
         return output
-
-    def made_of_weights(self, tensor: torch.Tensor) -> bool:
-        """Return whether the forward has made a tensor, and not of the samples."""
-        if tensor.layout is not torch.strided:
-            return False
-        made = tensor.untyped_storage()._cdata
-        return made in self._made and made not in self._of_samples
 
     def _note(self, tensor: torch.Tensor, among: dict[int, StorageWeakRef]) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -239,14 +224,14 @@ def refuse_escapes(
 
     args, kwargs = part.call(part.leaves)
     torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
-    witness = Witness(part)
+    witness = Witness()
     with saved_tensors_hooks(pack, unpack), witness:
         output = forward(*args, **kwargs)
     own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
     foreign = any(id(leaf) not in own for leaf in _graph_leaves(tree_leaves(output)))
     del output
     torch.clear_autocast_cache()
-    _drop_graphs_of_weights(module, witness)
+    _drop_graphs_of_weights(module)
     known = _strided(list(_held(module)))
     if any(each() is not None for each in saved) or witness.left(known):
         gc.collect()
@@ -257,15 +242,15 @@ def refuse_escapes(
     return witness.dtypes
 
 
-def _drop_graphs_of_weights(module: nn.Module, witness: Witness) -> None:
-    """Let attributes that the forward has made of weights alone go without their graphs.
+def _drop_graphs_of_weights(module: nn.Module) -> None:
+    """Let the weights that torch's own hooks make anew before each forward go without their graphs.
 
-    ``torch.nn.utils.weight_norm`` keeps its weight so; the next forward makes it anew.
+    Those of ``torch.nn.utils.weight_norm`` and ``spectral_norm``, which are plain attributes.
     """
-    for held in map(vars, module.modules()):
-        for name, value in held.items():
-            if type(value) is torch.Tensor and witness.made_of_weights(value):
-                held[name] = value.detach()
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                vars(each)[hook.name] = vars(each)[hook.name].detach()
 
 
 def _held(module: nn.Module) -> Iterator[Any]:

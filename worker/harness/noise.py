@@ -63,12 +63,17 @@ def _still(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     plain = [
         each.data
         for each in parameters
-        if type(each) is nn.Parameter and each.is_floating_point() and each.numel()
+        if type(each) is nn.Parameter and each.requires_grad and each.numel() and _apart(each)
     ]
     if not plain:
         return []
     largest = torch._foreach_norm(plain, torch.inf)
     return [each for each, most in zip(plain, largest, strict=True) if not float(most)]
+
+
+def _apart(parameter: torch.Tensor) -> bool:
+    """Return whether each of its numbers lies in a place of its own, as far as is seen."""
+    return parameter.layout is torch.strided and 0 not in parameter.stride()
 
 
 def if_wide(leaf: Any, rounded: Rounded) -> Any:

@@ -308,8 +308,8 @@ class Optimizers:
     def _dispatch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            theirs = not self._all and optimizer not in self._made
-            if theirs or torch.compiler.is_compiling():
+            ours = self._undos and (self._all or optimizer in self._made)  # until it is detached
+            if not ours or torch.compiler.is_compiling():
                 return plain(optimizer, *args, **kwargs)
             return self._ready(optimizer).step(plain, args, kwargs)
 

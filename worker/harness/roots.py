@@ -68,7 +68,9 @@ class HarnessRoot:
         """Those of the wrappers without which the model cannot run."""
         self._undos: list[Undo] = []
         self._apart: list[Undo] = []
-        """Of what listens to more than the root: the script's loaders, its optimizers."""
+        """Of what changes more than the root: loaders, optimizers, settings of the process."""
+        self.reached: int | None = None
+        """The samples in a part when the script dropped the model."""
         self.strict = False
         """It is measured: a level is to fail where it would go on as something else."""
         self._one_size = False
@@ -220,15 +222,15 @@ class HarnessRoot:
     def _forget(self) -> None:
         """Let go of what is left of a model that the script has dropped: of its weights, say.
 
-        What was done to it has gone with it; only what listens to the script's loaders and
-        optimizers is taken back.
+        What was done to it alone has gone with it; the rest is taken back.
         """
-        for undo in self._apart:
-            undo()
+        while self._apart:
+            self._apart.pop()()
         if self.elastic is not None:
+            self.reached = self.elastic.micro_batch
             self.elastic.remove()
         self.elastic = self.evaluation = None
-        for held in (self._wrappers, self._outermost, self._lasting, self._undos, self._apart):
+        for held in (self._wrappers, self._outermost, self._lasting, self._undos):
             held.clear()
         self._call = self.forward = self.own_call
         self.plainly.clear()
@@ -244,7 +246,7 @@ class HarnessRoot:
 
         def undo() -> None:
             for each in held:
-                each.remove(wrapper)
+                _remove(wrapper, each)
             self._compose()
 
         return undo
@@ -252,7 +254,7 @@ class HarnessRoot:
     def around_whole(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of the root, outside any split of the batch."""
         self._outermost.append(wrapper)
-        return lambda: self._outermost.remove(wrapper)
+        return lambda: _remove(wrapper, self._outermost)
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Show the script parameters that are kept in another form as they were."""
@@ -311,21 +313,22 @@ class HarnessRoot:
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
-        return self._listening(handle.remove)
+        return self.outliving(handle.remove)
 
     def around_next(self, reader: Reader) -> Undo:
         """Let ``reader`` give the next batch of every data loader of the script."""
-        return self._listening(self._seams.read_by(reader))
+        return self.outliving(self._seams.read_by(reader))
 
-    def _listening(self, stop: Undo) -> Undo:
-        """Return ``stop``, which is called too when the script drops the model."""
-        self._apart.append(stop)
+    def outliving(self, undo: Undo) -> Undo:
+        """Return ``undo``, which is called too where the script drops the model before."""
+        self._apart.append(undo)
 
-        def undo() -> None:
-            self._apart.remove(stop)
-            stop()
+        def once() -> None:
+            if undo in self._apart:
+                self._apart.remove(undo)
+                undo()
 
-        return undo
+        return once
 
     def set_aside(self) -> None:
         """Keep the step under way out of what is measured."""
@@ -422,3 +425,9 @@ class HarnessRoot:
             return forward(*args, **kwargs)
 
         return on_its_device
+
+
+def _remove(wrapper: Wrapper, wrappers: list[Wrapper]) -> None:
+    """Take a wrapper away, if it is still there: with it the last of a dropped model may go."""
+    if wrapper in wrappers:
+        wrappers.remove(wrapper)

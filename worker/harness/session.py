@@ -188,6 +188,7 @@ class Session:
         known = self.known.of(self._met, module)
         self._met += 1
         self._leader.met(module)
+        self._proofs -= sum(each.proofs for each in self.roots if not each.alive)
         self.roots = [each for each in self.roots if each.alive]  # of another training, before
         root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known)
         root.strict = self.strict
