@@ -35,6 +35,10 @@ class Confirming:
         for plan in ledger.finalists(self.holding(), FINALISTS)[1:]:
             if not ledger.late() and not ledger.confirmations(plan):
                 self._again(plan)
+        for _ in range(FINALISTS):
+            if ledger.late() or (faster := ledger.overtaking()) is None:
+                break
+            self._again(faster)
         if ledger.overtaken():
             self._again(Plan())
 

@@ -11,7 +11,16 @@ from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.progress import FactsKnown, Line, Listener, TrialEnded
 from autofit.reference import Reference
-from autofit.results import as_it_was, finalists, fits, kept, overtaken, ranked, standing
+from autofit.results import (
+    as_it_was,
+    finalists,
+    fits,
+    kept,
+    overtaken,
+    overtaking,
+    ranked,
+    standing,
+)
 from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
@@ -87,6 +96,11 @@ class Ledger:
         """Return whether the script as it is was faster than what would be kept instead."""
         trials = self.store.trials(self.study, state=State.FINISHED)
         return overtaken(trials, self.study.budget, self.options.horizon)
+
+    def overtaking(self) -> Plan | None:
+        """Return the plan that may be far faster than what would be kept turned out to be."""
+        trials = self.store.trials(self.study, state=State.FINISHED)
+        return overtaking(trials, self.study.budget, self.options.horizon)
 
     def baseline(self) -> Verdict | None:
         """Return how the neutral plan ended, if it has."""

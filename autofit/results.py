@@ -22,6 +22,8 @@ from autofit.worker.records import (
 
 TIE = 0.03
 """Speeds that differ by no more than this are the same: launches of one plan differ as much."""
+FAR = 0.1
+"""By how much another plan was faster than the kept one turned out, for it to be measured again."""
 LEANER = 0.05
 """What a plan must save in memory to be preferred to one that is as fast."""
 
@@ -92,10 +94,7 @@ def winning(
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = [trial for trial in confirmed if fits(trial, budget)]
     if not again:
-        failed = {trial.plan for trial in confirmed}
-        counted = (t if t in confirmed else as_it_was(t, confirmed, budget) for t in trials)
-        left = (t for t in standing([*counted], budget, horizon) if kept(t) not in failed)
-        return next(left, None)
+        return next(iter(_left(trials, budget, horizon)), None)
     fastest = max(_speed(trial, horizon) for trial in again)
     tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
     return min(tied, key=_peak)
@@ -131,6 +130,27 @@ def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
         return False
     as_is = next((t for t in ranked(trials, budget, horizon) if t.plan.neutral), None)
     return as_is is not None and _speed(as_is, horizon) > _speed(winner, horizon)
+
+
+def overtaking(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> Plan | None:
+    """Return the fastest plan that may be faster than what is kept turned out to be, if one may.
+
+    Not measured again so far, and faster by ``FAR`` when it was: a few steps may scatter by more.
+    """
+    winner = winning(trials, budget, horizon)
+    if winner is None or winner.purpose is not Purpose.CONFIRM:
+        return None
+    enough = (1 + FAR) * _speed(winner, horizon)
+    left = _left(trials, budget, horizon)
+    return kept(left[0]) if left and _speed(left[0], horizon) > enough else None
+
+
+def _left(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[TrialRecord]:
+    """Return the search's trials whose plans were not measured again and stand, fastest first."""
+    confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
+    again = {trial.plan for trial in confirmed}
+    counted = [t if t in confirmed else as_it_was(t, confirmed, budget) for t in trials]
+    return [trial for trial in standing(counted, budget, horizon) if kept(trial) not in again]
 
 
 def as_it_was(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> TrialRecord:

@@ -276,6 +276,26 @@ def test_what_a_search_has_learned_of_sizes_stays(
     assert most(more, ledger.finished()) == before == 23
 
 
+@pytest.mark.parametrize(("seconds", "measured"), [(1.15, 1), (1.3, 2), (9.0, 4)])
+def test_plans_that_were_far_faster_than_the_winner_turned_out_are_measured_again(
+    ledger: Ledger,
+    figures: list[Measurement],
+    measurement: Callable[..., Measurement],
+    seconds: float,
+    measured: int,
+) -> None:
+    """Steps that wait for Python scatter, and from one process to another by more."""
+    searched(ledger, figures)
+    turned_out = measurement(32, seconds, 5 * GIB)
+    good = figures[1] if seconds < 9 else measurement(32, seconds, 5 * GIB)
+    search = Played(ledger, {**dict.fromkeys(PLANS, good), PLANS[0]: turned_out})
+    search.confirm()
+    assert search.measured == PLANS[:measured]
+    result = result_of(ledger.store, ledger.study)
+    assert result is not None
+    assert result.plan == PLANS[1 if measured == 2 else 0]
+
+
 def test_a_loss_that_is_no_number_makes_nothing_slower(
     ledger: Ledger, figures: list[Measurement]
 ) -> None:
