@@ -149,7 +149,8 @@ def _left(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[Tria
     """Return the search's trials whose plans were not measured again and stand, fastest first."""
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = {trial.plan for trial in confirmed}
-    counted = [t if t in confirmed else as_it_was(t, confirmed, budget) for t in trials]
+    searched = (trial for trial in trials if trial.purpose is Purpose.SEARCH)
+    counted = [*confirmed, *(as_it_was(trial, confirmed, budget) for trial in searched)]
     return [trial for trial in standing(counted, budget, horizon) if kept(trial) not in again]
 
 

@@ -14,7 +14,7 @@ from autofit.plan import Plan
 from autofit.results import best
 from autofit.retreat import Ground
 from autofit.storage import State, Store, StudyRecord
-from autofit.strategies import Facts, Fidelity, Strategy
+from autofit.strategies import Facts, Fidelity
 from autofit.supervisor import ATTEMPT, Ended, supervise
 from autofit.worker import meter, oom
 from autofit.worker import ranks as rank
@@ -155,7 +155,7 @@ class _Attempts:
             heard = self._hear(running)
             code = running.code
         met = heard.facts is not None and heard.facts.called
-        if not (code or met) and any(type(s).on_root is not Strategy.on_root for s, _ in plan):
+        if not (code or met) and any(strategy.changes_models for strategy, _ in plan):
             self.say(f"the script called no model with gradients: {plan} was not put on any")
         shortage = None
         if code and not running.signals:

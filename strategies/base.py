@@ -319,6 +319,16 @@ class Strategy(ABC):
         """Return the part of each sample that trains under ``level``."""
         return 1.0
 
+    @property
+    def changes_models(self) -> bool:
+        """Whether it has a hook for models."""
+        return type(self).on_root is not Strategy.on_root
+
+    @property
+    def changes_optimizers(self) -> bool:
+        """Whether it has a hook for optimizers."""
+        return type(self).on_optimizer is not Strategy.on_optimizer
+
     def lowered(self, level: str) -> frozenset[Memory]:
         """Return the kinds of memory that ``level`` lowers."""
         own = self.level(level).lowers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.strategies import AS_IS, REGISTRY, Facts, Strategy
+from autofit.strategies import AS_IS, REGISTRY, Facts
 from autofit.strategies.micro_batch import AUTO
 
 if TYPE_CHECKING:
@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("autofit.resilient")
 
-ON_OPTIMIZERS = {
-    each.name for each in REGISTRY if type(each).on_optimizer is not Strategy.on_optimizer
-}
+ON_OPTIMIZERS = {each.name for each in REGISTRY if each.changes_optimizers}
 """Strategies that change an optimizer: what ``ActivePlan.apply`` needs it for."""
-ON_MODELS = {
-    each.name for each in REGISTRY if type(each).on_root is not Strategy.on_root
-} - ON_OPTIMIZERS
+ON_MODELS = {each.name for each in REGISTRY if each.changes_models} - ON_OPTIMIZERS
 """Strategies that change a model alone."""
 
 Model = TypeVar("Model", bound="nn.Module")

@@ -31,6 +31,10 @@ NOISY = 1e4
 below which no entry has changed sides this time may be off by as much another time."""
 PIECE = 1 << 24
 """Numbers compared at a time."""
+CLOSER = 10
+"""Times as close as another sample's that an output has to be put together to be told from it."""
+FINER = 100
+"""Of the tolerance: below it what tells samples apart is rounding (20 last bits)."""
 
 Candidates = list[list[Join]]
 """The rules that may still hold, for each output."""
@@ -74,13 +78,6 @@ class Runner:
         torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
         args, kwargs = part.call(self.layout.take(part, cut))
         return Output.of(self.forward(*args, **kwargs))
-
-
-CLOSER = 10
-"""Times as close as another sample's that an output has to be put together to be told from it."""
-
-FINER = 100
-"""Of the tolerance: below it what tells samples apart is rounding (20 last bits)."""
 
 
 class Comparison:

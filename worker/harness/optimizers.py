@@ -30,8 +30,7 @@ Changes = tuple[tuple[Strategy, str], ...]
 
 def changes_of(plan: Plan) -> Changes:
     """Return the strategies of ``plan`` that change optimizers, with their levels."""
-    plain = Strategy.on_optimizer
-    return tuple(pair for pair in plan if type(pair[0]).on_optimizer is not plain)
+    return tuple(pair for pair in plan if pair[0].changes_optimizers)
 
 
 class Owner(Protocol):

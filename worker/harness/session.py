@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from autofit import strategies
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import Strategy, Undo
+from autofit.strategies.base import Undo
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release, unmet
@@ -366,7 +366,7 @@ class Session:
         """Run a call under the plan of the moment, applied and proven first if it is new."""
         plan = self.plan_for(root)
         if by_hand.transformed():
-            changes = [s.name for s, _ in plan if type(s).on_root is not Strategy.on_root]
+            changes = [strategy.name for strategy, _ in plan if strategy.changes_models]
             if root.plan != plan and changes:
                 raise Refused(TRANSFORMED, changes[0])
             return root.own_call(*args, **kwargs)
