@@ -1044,3 +1044,20 @@ def test_what_could_not_be_decided_is_looked_at_again() -> None:
         x = torch.zeros(8, 8) if zeros else torch.randn(8, 8)
         with pytest.raises(Refused, match="nothing can be proven") if zeros else nullcontext():
             assert [join.rule for join in root.layout(Batch.of((x,), {})).joins] == [Rule.SAMPLES]
+
+
+def test_weights_of_zero_that_only_add_hide_nothing() -> None:
+    """Were they something, they would be all that the answers show."""
+
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 3)
+            self.shift = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1e-8 * super().forward(x) + self.shift
+
+    module = Shifted()
+    layout = find_layout(module, module, Batch.of((torch.randn(8, 8),), {}))
+    assert [join.rule for join in layout.joins] == [Rule.CONCATENATE]
+    assert not module.shift.any(), "as it was"

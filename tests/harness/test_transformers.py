@@ -15,6 +15,7 @@ from autofit.plan import Plan
 from autofit.strategies.facts import Facts
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
@@ -179,3 +180,17 @@ def test_their_switch_makes_no_new_kind_of_call(level: str) -> None:
     root.take_back()
     root.layout(batch)
     assert root.proofs == 2
+
+
+@pytest.mark.quick
+def test_many_layers_tell_samples_apart() -> None:
+    """Anything added in each of them would leave next to nothing of what tells samples apart."""
+    config = transformers.BertConfig(
+        vocab_size=500, intermediate_size=256, hidden_size=64, num_hidden_layers=24,
+        num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config)
+    batch = Batch.of((), {"input_ids": torch.randint(500, (4, 64)), "labels": torch.arange(4) % 2})
+    assert find_layout(model, model, batch).joins
+    assert not model.bert.pooler.dense.bias.any(), "as it was"

@@ -28,7 +28,7 @@ Where products are in TF32 a last bit decides what some of them are rounded to, 
 then it is what any lower precision may make.
 """
 SINGLE = 16
-"""As many inputs a bias of zero, or a gate, is taken to have: it becomes a quarter at most."""
+"""As many inputs a gate of zero is taken to have: it becomes a quarter at most."""
 
 
 @contextmanager
@@ -46,23 +46,28 @@ def weights_rounded(parameters: Iterable[torch.Tensor], rounded: Rounded) -> Ite
 
 
 @contextmanager
-def stirred(module: nn.Module) -> Iterator[None]:
-    """Within it weights that are all zero are not; autograd notices nothing."""
-    still = [] if is_sharded(module) else _still(module.parameters())
+def stirred(module: nn.Module) -> Iterator[bool]:
+    """Within it weights that are all zero are not; gives whether any are.
+
+    Biases stay zero: they switch nothing off, and what they add to every sample makes samples more
+    alike with each layer. Autograd notices nothing.
+    """
+    still = [] if is_sharded(module) else _still(module)
     try:
         for each in still:
             fan_in = each[0].numel() if each.ndim > 1 else SINGLE
             each.copy_(pattern(each, 0, 0).div_(fan_in**0.5))
-        yield
+        yield bool(still)
     finally:
         for each in still:
             each.zero_()
 
 
-def _still(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _still(module: nn.Module) -> list[torch.Tensor]:
     plain = [
         each.data
-        for each in parameters
+        for name, each in module.named_parameters()
+        if "bias" not in name.rpartition(".")[2]
         if type(each) is nn.Parameter and each.requires_grad and each.numel() and _apart(each)
     ]
     if not plain:
