@@ -106,3 +106,24 @@ def test_what_is_outside_the_allocator_counts_and_leaves_less_for_tensors() -> N
         """,
         cap=(5 << 30) // 2,
     )
+
+
+def test_a_cache_makes_room_for_what_comes_from_outside() -> None:
+    """As libraries' kernels do in a first step whose tensors fill all that there is."""
+    measured(
+        """
+        from bitsandbytes.functional import fill, get_paged
+        cap = (5 << 30) // 2
+        held = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+        torch.empty(768 * MIB, dtype=torch.uint8, device="cuda")  # freed, and kept by the cache
+        paged = get_paged(128 * MIB, dtype=torch.float32, device=torch.device("cuda", 0))
+        fill(paged, 1.0)
+        torch.cuda.synchronize()
+        assert occupied() > cap, occupied()
+        gauge.sample()
+        assert occupied() <= cap, occupied()
+        gauge.reset()
+        assert gauge.peak().device <= cap, gauge.peak()
+        """,
+        cap=(5 << 30) // 2,
+    )

@@ -106,6 +106,8 @@ class CudaMeter:
         total = int(cuda.get_device_properties(self._index).total_memory)
         room = total if self._cap is None else max(0, self._cap - self._context)
         cuda.set_per_process_memory_fraction(min(1.0, room / total), self._index)
+        if int(cuda.memory_reserved(self._index)) > room:  # filled before that came
+            cuda.empty_cache()
 
     def current(self) -> int:
         """Return the bytes held by tensors now."""
@@ -126,7 +128,11 @@ class CudaMeter:
         return Peak(allocated, reserved, reserved + self._worst_context)
 
     def sample(self) -> None:
-        """Look at what is outside torch's allocator now; the cap makes room for what has come."""
+        """Look at what is outside torch's allocator now; the cap makes room for what has come.
+
+        So does the allocator's cache, where it has filled that room: on a card of that size it
+        would have had to.
+        """
         if not _torch().cuda.is_initialized():
             return
         self._worst_context = max(self._worst_context, self._outside())
