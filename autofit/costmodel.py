@@ -8,7 +8,8 @@ Both follow a structure that is known beforehand, so that a few trials are enoug
 
 ``samples`` are those in a chunk and ``share`` is their part of the batch; ``rerun`` is what runs
 twice where only one chunk's graph is kept; ``overhead`` is the launching of kernels, for which
-small chunks wait. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
+small chunks wait. A plan that trains on fewer samples has a smaller batch, and is no other in a
+chunk of as many. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
 plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
 own: ``Strategy.leaves`` and ``Strategy.takes`` until trials say otherwise. One chunk frees
 activations while gradients come; it holds the larger of the two.
@@ -82,6 +83,8 @@ class Row:
 
     plan: Plan
     samples: float
+    whole: float
+    """Samples in a batch under the plan."""
     figure: float
     noise: float = NOISE
 
@@ -113,7 +116,7 @@ class CostModel:
         self._finished = finished = tuple(finished)
         points = [point for trial in finished for point in _points(trial, facts)]
         self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
-        bounds = [bound for trial in finished for bound in _bounds(trial, self._batch)]
+        bounds = [bound for trial in finished for bound in self._bounds(trial)]
         self._budget = float(budget)
         self._static = Static.of(facts)
         self._horizon, self._once = horizon, _once(finished)
@@ -131,7 +134,7 @@ class CostModel:
             self._peak,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
             _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], KEEPS, 0.3),
-            [Row(p.plan, p.samples, p.peak) for p in points],
+            [Row(p.plan, p.samples, self._whole(p.plan), p.peak) for p in points],
             bounds,
         )
         blocks = sum(root.blocks for root in facts.roots) or BLOCKS
@@ -143,15 +146,15 @@ class CostModel:
                 _unsure([3.0 if first else 0.01, 1.0, 0.7 if cuda else 1.5], slowdowns, 0.5),
                 _unsure([], launches, 2.0),
             ),
-            [Row(p.plan, p.samples, p.seconds, p.noise) for p in points],
+            [Row(p.plan, p.samples, self._whole(p.plan), p.seconds, p.noise) for p in points],
             [],
         )
 
     def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
         """Return the step seconds and the peak bytes expected of a plan with such chunks."""
-        design, size = _design([plan]), np.array([float(samples)])
-        seconds = self._seconds(self._time.mean[None], design, size)
-        peak = self._peak(self._memory.mean[None], design, size)
+        design, size, whole = _design([plan]), np.array([float(samples)]), self._wholes([plan])
+        seconds = self._seconds(self._time.mean[None], design, size, whole)
+        peak = self._peak(self._memory.mean[None], design, size, whole)
         return float(seconds[0, 0]), float(peak[0, 0])
 
     def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
@@ -160,23 +163,23 @@ class CostModel:
         memory, time = self._memory.draw(self._rng), self._time.draw(self._rng)
         shape = (DRAWS, len(plans))
         short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))
-        whole = np.full(len(plans), self._batch)
-        rest = self._peak(memory, design, np.zeros(len(plans)))
-        slope = np.maximum(self._peak(memory, design, np.ones(len(plans))) - rest, 1.0)
+        whole = self._wholes(plans)
+        rest = self._peak(memory, design, np.zeros(len(plans)), whole)
+        slope = np.maximum(self._peak(memory, design, np.ones(len(plans)), whole) - rest, 1.0)
         most = np.array([rules.most(plan, self._finished) for plan in plans])
         room = (self._budget / short - rest) / slope
-        largest = np.floor(np.clip(room, 0.0, np.minimum(most, self._batch - 1)))
+        largest = np.floor(np.clip(room, 0.0, np.minimum(most, whole - 1)))
         splits = np.array([plan["micro_batch"] == AUTO for plan in plans])
-        fits = (self._peak(memory, design, whole) * short <= self._budget) & (most >= self._batch)
-        samples = np.where(fits, self._batch, np.where(splits, largest, 0.0))
+        fits = self._peak(memory, design, whole, whole) * short <= self._budget
+        samples = np.where(fits & (most >= whole), whole, np.where(splits, largest, 0.0))
         late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
-        seconds = self._seconds(time, design, np.maximum(samples, 1.0)) * late
+        seconds = self._seconds(time, design, np.maximum(samples, 1.0), whole) * late
         seconds = seconds + design @ self._once / self._horizon
         return Outcomes(tuple(plans), np.where(samples > 0, seconds, np.inf), samples)
 
     # --- the structure ---------------------------------------------------------------------
 
-    def _peak(self, theta: Array, design: Array, samples: Array) -> Array:
+    def _peak(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
         """Return the bytes of each row of ``design`` under each row of ``theta``."""
         context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
         factor = {kind: np.exp(theta[:, 3:] @ (design * mask).T) for kind, mask in LOWERS.items()}
@@ -184,20 +187,38 @@ class CostModel:
         gradients = self._static.gradients * factor[Memory.GRADIENTS]
         kept = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
         activations = slope * factor[Memory.ACTIVATIONS] * samples
-        whole = samples >= self._batch
-        work = np.where(whole, np.maximum(activations, gradients), activations + gradients)
+        one = np.maximum(activations, gradients)
+        work = np.where(samples >= whole, one, activations + gradients)
         waste = 1.0 + WASTE * factor[Memory.WORKSPACE]
         return np.asarray((weights + kept + work) * waste + context)
 
-    def _seconds(self, theta: Array, design: Array, samples: Array) -> Array:
+    def _seconds(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
         """Return the step seconds of each row of ``design`` under each row of ``theta``."""
         plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
         effects, launches = np.split(theta[:, 3:], 2, axis=1)
         compute = plain * np.exp(effects @ design.T)
         share = np.minimum(samples / self._batch, 1.0)
-        compute = compute * (1.0 + rerun * (1.0 - share)) * share
+        compute = compute * (1.0 + rerun * (1.0 - np.minimum(samples / whole, 1.0))) * share
         overhead = overhead * np.exp(launches @ design.T)
         return np.asarray((compute**KNEE + overhead**KNEE) ** (1.0 / KNEE) / share)
+
+    def _wholes(self, plans: Sequence[Plan]) -> Array:
+        return np.array([self._whole(plan) for plan in plans])
+
+    def _whole(self, plan: Plan) -> float:
+        """Return the samples in a batch under ``plan``."""
+        return float(plan.samples(round(self._batch)))
+
+    def _bounds(self, trial: TrialRecord) -> list[Row]:
+        """Return the size of a trial that ran out of memory, if one did: it needs more."""
+        short = trial.report.out_of_memory if trial.report else None
+        if short is None:
+            return []
+        plan, whole = trial.plan.searched, self._whole(trial.plan)
+        split = trial.plan["micro_batch"]
+        smallest = {AS_IS: whole, AUTO: 1.0}.get(split) or float(split)
+        size = short.micro_batch or (smallest if trial.verdict is Verdict.OUT_OF_MEMORY else whole)
+        return [Row(plan, float(size), whole, float(trial.budget))]
 
 
 class _Fit:
@@ -205,7 +226,7 @@ class _Fit:
 
     def __init__(
         self,
-        predict: Callable[[Array, Array, Array], Array],
+        predict: Callable[[Array, Array, Array, Array], Array],
         prior: Array,
         unsure: Array,
         points: Sequence[Row],
@@ -214,6 +235,7 @@ class _Fit:
         rows = (*points, *bounds)
         design = _design([row.plan for row in rows])
         samples = np.array([row.samples for row in rows])
+        whole = np.array([row.whole for row in rows])
         target = np.log([row.figure for row in rows])
         whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
         tie = np.linalg.inv(np.linalg.cholesky(unsure))
@@ -223,7 +245,7 @@ class _Fit:
             pull = (theta - prior) @ tie.T
             if not rows:
                 return pull
-            off = np.log(predict(theta, design, samples)) - target
+            off = np.log(predict(theta, design, samples, whole)) - target
             seen, short = off[:, : len(points)] @ whiten.T, off[:, len(points) :]
             parts = np.hstack([seen, np.minimum(short, 0.0)]) / scale
             return np.hstack([parts, pull])
@@ -233,7 +255,7 @@ class _Fit:
             off = residuals(self.mean[None])[0, : len(points)]
             scale *= max(1.0, float(np.sqrt(np.mean(off**2))))
             self.mean, inverse = _least_squares(residuals, self.mean)
-        left = np.log(predict(self.mean[None], design, samples))[0] - target if points else target
+        left = np.log(predict(self.mean[None], design, samples, whole))[0] - target
         off = np.array([_mean(plan, points, left) for plan in {row.plan for row in points}])
         self.deviation = max(DEVIATION, float(np.sqrt(np.mean(off**2))) if points else 0.0)
         """Of a plan that was not measured from what the structure says, as a share."""
@@ -289,8 +311,14 @@ def _design(plans: Sequence[Plan]) -> Array:
 
 
 def _lowers() -> dict[Memory, Array]:
-    """Return which effects act on which memory; workspace counts where there is nothing else."""
-    lowered = [strategy.lowered(level.name) for strategy, level in EFFECTS]
+    """Return which effects act on which memory; workspace counts where there is nothing else.
+
+    None of those that leave samples out: the others need as much as before.
+    """
+    lowered = [
+        frozenset() if strategy.leaves_out(level.name) else strategy.lowered(level.name)
+        for strategy, level in EFFECTS
+    ]
     acts = [each - {Memory.WORKSPACE} or each for each in lowered]
     return {kind: np.array([kind in each for each in acts], dtype=float) for kind in Memory}
 
@@ -359,14 +387,3 @@ def _noise(measurement: Measurement) -> float:
     if measurement.strained:
         return STRAINED
     return NOISE if len(measurement.step_seconds) > SHORT else 3 * NOISE
-
-
-def _bounds(trial: TrialRecord, batch: float) -> list[Row]:
-    """Return the size of a trial that ran out of memory, if one did: it needs more than that."""
-    short = trial.report.out_of_memory if trial.report else None
-    if short is None:
-        return []
-    split = trial.plan["micro_batch"]
-    smallest = {AS_IS: batch, AUTO: 1.0}.get(split) or float(split)
-    whole = smallest if trial.verdict is Verdict.OUT_OF_MEMORY else batch
-    return [Row(trial.plan.searched, float(short.micro_batch or whole), float(trial.budget))]

@@ -34,6 +34,8 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
     ``batch``: samples in a call of the model, as the script has it.
     """
     finished = tuple(finished)
+    if plan["micro_batch"] != AS_IS and any(s.leaves_out(level) for s, level in plan):
+        return "its batch is split: as many samples at a time need as much memory"
     for trial in finished:
         if (leaner(plan, trial.plan) or _only_saves(plan, trial.plan)) and _whole(trial, batch):
             return f"{trial.plan} fits with the whole batch; this would only be slower"

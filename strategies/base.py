@@ -315,6 +315,11 @@ class Strategy(ABC):
         """Return the samples of a call that train under ``level``, of ``batch``."""
         return batch
 
+    def leaves_out(self, level: str) -> bool:
+        """Return whether samples of a large batch do not train under ``level``."""
+        large = 1 << 20
+        return self.samples(level, large) < large
+
     def share(self, level: str) -> float:
         """Return the part of each sample that trains under ``level``."""
         return 1.0

@@ -235,6 +235,13 @@ def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> No
     assert dominated(leaner_plan, [cut], 8) is None
 
 
+def test_samples_are_left_out_where_they_cannot_be_split(ended: Ended) -> None:
+    short = [ended(SPLIT, verdict=Verdict.OUT_OF_MEMORY)]
+    assert dominated(SPLIT.replace(batch_size="quarter"), short, 8) is not None
+    assert dominated(Plan.of({"batch_size": "quarter"}), short, 8) is None
+    assert dominated(SPLIT.replace(sequence_length="half"), short, 8) is None
+
+
 def test_measurements_limit_the_size_of_what_was_not_measured(
     finished: Callable[[TrialReport], TrialRecord], measurement: Callable[..., Measurement]
 ) -> None:
