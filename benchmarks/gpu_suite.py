@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_suite.py [--part beside ...] [--seconds N] [--out FOLDER]
 
-Most stand beside one another on one card (five workers of pytest-xdist). Those that look at the
+Most stand beside one another on one card (eight workers of pytest-xdist). Those that look at the
 whole of it, or at seconds, have it to themselves, and the one that fills it comes last; some need
 two. Writes ``gpu_suite-PART.log`` of each part; exits with 1 where a test failed.
 """
@@ -28,6 +28,7 @@ KEPT = re.compile(r"^(E  |FAILED |ERROR |SKIPPED |[\d.]+s (call|setup)|=+ .* in 
 """Lines of pytest's end that are kept, beside each test's outcome."""
 MANAGED = "tests/gpu/test_catalogue.py::test_the_meter_counts_managed_memory"
 CHUNKS = "tests/gpu/test_heads.py::test_logits_in_chunks"
+OVERLAPS = "tests/gpu/test_activations.py::test_it_waits_less_than_torchs_own"
 FILLS = "tests/gpu/test_catalogue.py::test_what_would_not_fit_is_never_asked_for"
 
 
@@ -52,14 +53,14 @@ PARTS = (
             "tests/resilient/test_cuda.py",
             "tests/harness/test_optimizer_runs.py",
         ),
-        without=(MANAGED, CHUNKS, FILLS),
-        workers=5,
+        without=(MANAGED, CHUNKS, OVERLAPS, FILLS),
+        workers=8,
     ),
     Part(
         "alone",
         tuple(f"tests/gpu/test_{each}.py" for each in ("meter", "others", "shortages")),
     ),
-    Part("seconds", (MANAGED, CHUNKS)),
+    Part("seconds", (MANAGED, CHUNKS, OVERLAPS)),
     Part("last", (FILLS,)),
     Part("pairs", ("tests/strategies/test_pairs_launched.py",)),
     Part(
