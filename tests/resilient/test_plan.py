@@ -164,23 +164,35 @@ def held(optimizer: AdamW) -> int:
     [{"optimizer": "fused"}, {"optimizer": "eight_bit"}, {"weights": "bf16_master"}],
     ids=lambda levels: next(iter(levels.values())),
 )
-def test_a_plan_for_the_optimizer_is_put_on_it(levels: dict[str, str]) -> None:
-    """As ``autofit run`` does."""
+def test_a_plan_for_the_optimizer_is_put_on_it(
+    levels: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``autofit run`` does; fused kernels round as the others do on some processors."""
+    kernel, fused = torch._fused_adamw_, list[int]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        fused.append(len(fused))
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
     plainly, without = trained(lambda *_: None)
+    assert not fused
     with under(Plan.of(levels)):
         expected, _ = trained(lambda *_: None)
     ours: list[int] = []
 
     @autofit.resilient(plan=levels)
     def train(plan: ActivePlan) -> list[float]:
+        fused.clear()
         found, optimizer = trained(plan.apply)
+        assert fused or found != plainly, "it was put on"
         ours.append(held(optimizer))
         losses, other = trained(lambda *_: None)
         assert losses == plainly, "another optimizer is none of its affair"
         assert held(other) == held(without)
         return found
 
-    assert train() == expected != plainly
+    assert train() == expected
     share = 0.3 if levels == {"optimizer": "eight_bit"} else 1.0
     assert ours[0] <= share * held(without)
     assert trained(lambda *_: None)[0] == plainly
