@@ -185,7 +185,7 @@ def test_a_plan_for_the_optimizer_is_put_on_it(
     def train(plan: ActivePlan) -> list[float]:
         fused.clear()
         found, optimizer = trained(plan.apply)
-        assert fused or found != plainly, "it was put on"
+        assert fused if "fused" in levels.values() else found != plainly, "it was put on"
         ours.append(held(optimizer))
         losses, other = trained(lambda *_: None)
         assert losses == plainly, "another optimizer is none of its affair"
