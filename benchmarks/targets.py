@@ -48,7 +48,7 @@ TARGETS = (
     ),
     Target(
         "decoder-7b-24GiB",
-        "--memory 24GiB --allow rounding --timeout 4min",
+        "--memory 24GiB --allow rounding --timeout 4m",
         DECODER,
         "--preset 7b --no-clip",
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,3 +124,59 @@ def test_what_joins_a_card_to_the_others_that_are_shown() -> None:
     assert links(A, B, C) == ["nvlink"] * 3
     assert links(A, B, alone) == ["pcie"] * 3
     assert links(CUT) == ["", ""], "nobody says how instances are joined"
+
+
+MIB = 1 << 20
+
+
+class Moving:
+    """A card on which others come and go between one question and the next; sizes in MiB."""
+
+    NVMLError = NVMLError
+    nvmlMemory_v2 = 2
+
+    def __init__(self, processes: Iterable[dict[int, int]], held: Iterable[int]) -> None:
+        self._processes, self._held = iter(processes), iter(held)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: object) -> list[SimpleNamespace]:
+        named = next(self._processes).items()
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size * MIB) for pid, size in named]
+
+    def nvmlDeviceGetMemoryInfo(self, device: object, version: int) -> SimpleNamespace:
+        used = next(self._held) * MIB
+        return SimpleNamespace(total=143771 * MIB, free=143771 * MIB - used, used=used)
+
+
+@pytest.mark.parametrize(
+    ("processes", "held", "others"),
+    [
+        ([{1: 586, 2: 900}] * 2, [1500], 900),
+        ([{1: 586, 2: 900}, {1: 586}, {1: 586}], [1500, 595], 0),  # one ended: looked at again
+        ([{1: 586, 2: size} for size in (900, 300, 800, 200, 700)], [1500] * 4, 700),  # never still
+    ],
+)
+def test_what_others_give_back_meanwhile_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, processes: list[dict[int, int]], held: list[int], others: int
+) -> None:
+    monkeypatch.setattr(nvml, "_initialised", lambda: Moving(processes, held))
+    found = nvml.shares(object(), 1)
+    assert found.own == 586 * MIB
+    assert found.others == others * MIB
+    assert found.held == held[-1] * MIB
+
+
+@pytest.mark.parametrize(
+    ("held", "others", "processes", "managed"),
+    [
+        (595, 0, 0, 0),
+        (613, 0, 0, 0),  # another starts, and is not named yet
+        (634, 0, 0, 39),
+        (586 + 7 * 586 + 48 + 18, 7 * 586, 7, 0),  # seven have come, and one more starts
+        (586 + 7 * 586 + 48 + 1024, 7 * 586, 7, 1063),
+    ],
+)
+def test_what_nobody_is_said_to_hold(held: int, others: int, processes: int, managed: int) -> None:
+    """Figures of an H200: 8.8 MiB of a process by itself, 5.6 more of each that comes."""
+    first = nvml.Shares(held=595 * MIB, own=586 * MIB, others=0, processes=0)
+    now = nvml.Shares(held=held * MIB, own=586 * MIB, others=others * MIB, processes=processes)
+    assert now.managed(first) == managed * MIB

@@ -6,11 +6,11 @@ memory such as that of paged optimizers. That part, ``context`` here, is measure
 and sampled between steps, and torch's allocator is capped at what is left. The allocator knows its
 own peak to the byte; of the rest, what comes and goes between two samples is missed.
 
-NVML counts managed memory for the card, but for no process. So that part is what the card holds
-more than before CUDA was started, less what other processes do. Where NVML knows processes by other
-numbers (a container), others cannot be told from us: a jump of more than ``LIBRARIES`` from one
-look to the next is taken for theirs, managed memory of our own aside. Where there is no NVML,
-nobody knows: ``ASSUMED`` bytes.
+NVML counts managed memory for the card, but for no process. So that part is what the process holds
+and what has come since CUDA was started that no process does. Where NVML knows processes by other
+numbers (a container), others cannot be told from us: it is what the card holds more than before
+CUDA was started, and a jump of more than ``LIBRARIES`` from one look to the next is taken for
+theirs, managed memory of our own aside. Where there is no NVML, nobody knows: ``ASSUMED`` bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class CudaMeter:
         self._card: Any = None
         """NVML's handle of the device CUDA was started on."""
         self._held_before = 0
-        self._nobodys_before = 0
-        """Of that, what NVML gave to no process it names."""
+        self._first: nvml.Shares | None = None
+        """When CUDA had just been started: no managed memory was ours."""
         self._refused_before = 0
 
     @property
@@ -87,8 +87,7 @@ class CudaMeter:
         self._card = nvml.handle_of(uuid)
         known = (f"{kind}-{uuid}" for kind in ("GPU", "MIG"))
         for before in (self._before[name] for name in known if name in self._before):
-            named = sum(holder.size or 0 for holder in before.holders)
-            self._held_before, self._nobodys_before = before.held, before.held - named
+            self._held_before = before.held
         self._context = self._worst_context = self._outside(at_start=True)
         self._apply()
 
@@ -196,8 +195,8 @@ class CudaMeter:
             return ASSUMED
         reserved = int(_torch().cuda.memory_reserved(self._index))
         if shares.own is not None:
-            ours = shares.held - shares.others - self._nobodys_before
-            return max(0, ours - reserved, shares.own - reserved)
+            self._first = self._first or shares
+            return max(0, shares.own + shares.managed(self._first) - reserved)
         outside = shares.held - self._held_before - reserved  # we may be among the others
         theirs = not at_start and outside - _managed() > self._context + LIBRARIES
         return self._context if theirs else max(0, outside)
