@@ -118,6 +118,30 @@ hosted._Hosted.of = of
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
 
 
+SPENT = """
+import os
+
+
+def forward(self, x, plain=Net.forward):
+    if len(x) == 4 and not torch.is_grad_enabled():
+        os._exit(4)
+    return plain(self, x)
+
+
+Net.forward = forward
+model = Net()
+"""
+
+
+def test_where_there_is_no_room_nothing_else_is_spent(tmp_path: Path) -> None:
+    """Backward of four samples is what does not fit: their other runs do not come before."""
+    script = SCRIPT.replace("model = Net()", SPENT)
+    report = reported(tmp_path, script, {"micro_batch": "1"}, 85)
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
+    report = reported(tmp_path, script, {"micro_batch": "1"}, 400)
+    assert report.verdict is not Verdict.MEASURED, "where there is room, four samples are looked at"
+
+
 WIDE = """
 import torch
 from torch import nn

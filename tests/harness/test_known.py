@@ -170,6 +170,16 @@ def test_modules_that_a_plan_has_replaced_have_no_place(process: Process) -> Non
     assert not process.told
 
 
+def test_what_a_plan_leaves_in_the_model_makes_no_other_kind_of_call(process: Process) -> None:
+    """Adapters stay there: the next plan with them would have been proven anew."""
+    root = process.root(module := Net())
+    root._layouts.around(lambda: setattr(module.blocks[0], "adapter", nn.Linear(8, 8)))
+    assert proofs(root, batch()) > 0
+    root.take_back()
+    root._layouts.around(lambda: None)
+    assert proofs(root, batch()) == 0
+
+
 def test_a_plan_is_proven_once(process: Process) -> None:
     def calls_made() -> int:
         root, before = process.root(Net()), len(CALLED)

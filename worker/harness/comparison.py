@@ -112,23 +112,37 @@ class Comparison:
 
     def find(self) -> Layout:
         """Return the layout with its joins."""
-        whole, chunks = self._outputs(self.part)
-        self._refuse_without_graph(whole)
-        candidates = [self._possible(leaf) for leaf in whole.leaves]
-        candidates = self._holding(candidates, self.part, whole, chunks)
+        candidates, differentiable = self._expected()
         masked = [self.part]
         for variant in self.variants:
-            if (found := self._try(variant.batch)) is not None:
-                candidates = self._holding(candidates, variant.batch, *found)
+            if (narrower := self._on(candidates, variant.batch)) is not None:
+                candidates = narrower
                 masked += [variant.batch] if variant.masked else []
         candidates = self._same_in_all_sizes(candidates)
-        joins = tuple(map(self._choose, candidates, whole.leaves))
+        joins = tuple(map(self._choose, candidates, differentiable))
         layout = replace(self.layout, joins=joins)
         if self.parameters:
             for part in masked:
                 self._check_gradients(layout, part)
-            self._check_power(layout, whole, chunks)
+            self._check_power(layout)
         return layout
+
+    def _expected(self) -> tuple[Candidates, list[bool]]:
+        """Return the rules that hold, and which outputs have a gradient; keep no output.
+
+        What they take would be missed where the gradients are compared.
+        """
+        whole, chunks = self._outputs(self.part)
+        self._refuse_without_graph(whole)
+        candidates = [self._possible(leaf) for leaf in whole.leaves]
+        candidates = self._holding(candidates, self.part, whole, chunks)
+        differentiable = [is_number(leaf) and leaf.requires_grad for leaf in whole.leaves]
+        return candidates, differentiable
+
+    def _on(self, candidates: Candidates, part: Batch) -> Candidates | None:
+        """Return which rules hold on a variant; ``None`` where the model takes no such batch."""
+        found = self._try(part)
+        return None if found is None else self._holding(candidates, part, *found)
 
     def _outputs(self, part: Batch, cuts: Sequence[Cut] = ()) -> tuple[Output, list[Output]]:
         whole = self.runner.run(part, (0, self.layout.size(part))).without_graph()
@@ -244,12 +258,11 @@ class Comparison:
             size //= 2
         return candidates
 
-    def _choose(self, holding: list[Join], leaf: Any) -> Join:
+    def _choose(self, holding: list[Join], differentiable: bool) -> Join:
         rules = {join.rule for join in holding}
         if Rule.SUM in rules and rules & {Rule.SAMPLES, Rule.TOKENS} and Rule.SAME not in rules:
             raise Undecided("the model returns zero for every sample: nothing can be proven on it")
-        detached = not (isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-        return replace(holding[0], detached=detached)
+        return replace(holding[0], detached=not differentiable)
 
     def close(self, found: Any, expected: Any) -> bool:
         """Return whether two outputs are equal but for the order of sums."""
@@ -257,14 +270,16 @@ class Comparison:
 
     # --- gradients -------------------------------------------------------------------------
 
-    def _check_power(self, layout: Layout, whole: Output, chunks: Sequence[Output]) -> None:
+    def _check_power(self, layout: Layout) -> None:
         """Refuse where samples in another order would have passed as well.
 
         A sum that is nearly one for all samples tells them apart where it is put together more
         closely than that.
         """
+        with torch.no_grad():
+            whole, chunks = self._outputs(self.part)
         for index, (leaf, join) in enumerate(zip(whole.leaves, layout.joins, strict=True)):
-            if not join.rows or not leaf.requires_grad:
+            if not join.rows or join.detached:
                 continue
             view, dim = join.by_sample(leaf, self.size)
             turned = view.roll(1, dim)
@@ -327,7 +342,7 @@ class Comparison:
                 cotangents.append(join.flat(pattern(view, dim, cut[0])))
         if not outputs:
             return None
-        scaled = [cotangent * self.scale for cotangent in cotangents]
+        scaled = [cotangent.mul_(self.scale) for cotangent in cotangents]
         arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
         return digest(outputs, scaled, [*self.parameters.values(), *arguments])
 

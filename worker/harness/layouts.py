@@ -77,7 +77,7 @@ class Layouts:
         change()
         after = attributes(self._module())
         changed = {place for place in before | after if before.get(place) != after.get(place)}
-        self._scripts = {place: before.get(place) for place in changed}
+        self._scripts = {place: before.get(place) for place in changed} | self._scripts
 
     def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
         """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
@@ -98,8 +98,10 @@ class Layouts:
         return self._again(proven, proven.layout, batch, gradients)
 
     def back(self) -> None:
-        """Notice that the plan has been taken back."""
-        self._scripts = {}
+        """Notice that the plan has been taken back, but for what stays there: adapters."""
+        now = attributes(self._module()) if self._scripts else {}
+        added = [place for place, value in self._scripts.items() if value is None]
+        self._scripts = {place: None for place in added if place in now}
 
     def doubt(self) -> None:
         """Forget what is proven: a call has shown otherwise."""

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.strategies import _tf32
 from autofit.strategies.base import Forward
-from autofit.worker.harness.comparison import Comparison, Runner, Undecided
+from autofit.worker.harness.comparison import Comparison, Runner, Undecided, is_number
+from autofit.worker.harness.digest import digest
 from autofit.worker.harness.escapes import (
     moved_by,
     refuse_changed_arguments,
@@ -213,6 +215,8 @@ class _Probe:
             return self._look(layout, part)  # the weights as they are may tell samples apart
 
     def _look(self, layout: Layout, part: Batch) -> Layout:
+        if self.gradients:
+            self._rehearse(part)
         seen = Observer()
         before, set_out = versions(part), weights(self.module)
         with seen:
@@ -224,6 +228,25 @@ class _Probe:
         moved = moved_by(self.module, part, chunk, self.forward)
         dtypes = self._refuse_escapes(part)
         return self._compare(replace(layout, draws=draws, moved=moved), part, seen, dtypes)
+
+    def _rehearse(self, part: Batch) -> None:
+        """Run what needs most memory first: where there is no room for it, nothing else is spent.
+
+        What else may go wrong in it is found, and told, where it is looked for.
+        """
+        leaves = [*self.module.parameters(), *part.leaves]
+        wanted = [each for each in leaves if is_number(each) and each.requires_grad]
+        args, kwargs = part.call(part.leaves)
+        with preserved(self.module):
+            try:
+                made = tree_leaves(self.forward(*args, **kwargs))
+                outputs = [each for each in made if is_number(each) and each.requires_grad]
+                if outputs:
+                    digest(outputs, [torch.ones_like(each) for each in outputs], wanted)
+            except Exception as error:
+                if classify(error).kind is not Kind.NOT_OOM:
+                    raise
+                clear_frames(error.__traceback__)
 
     def _refuse_escapes(self, part: Batch) -> set[torch.dtype]:
         if self.gradients:

@@ -435,10 +435,10 @@ class Trial(RankedSession):
         """Close the step, and the stage if its window is full."""
         self._end_what_goes_on()
         self.meter.synchronize()
+        seconds = time.perf_counter() - self._clock
         self.meter.sample()
-        stage = self._stage
-        if stage is not None:
-            self._close_step(stage, time.perf_counter() - self._clock)
+        if (stage := self._stage) is not None:
+            self._close_step(stage, seconds)
         self._losses, self._open = [], 0
         self.seams.data_seconds = 0.0
         self._clock = time.perf_counter()
