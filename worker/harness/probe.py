@@ -205,18 +205,19 @@ class _Probe:
             _need_gradients(part, self.batch)
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
         # How a batch is split does not depend on TF32, and the comparison is sharper without.
-        with preserved(self.module), graph, _tf32.switched(False):
-            with stirred(self.module) as stirring:
-                try:
-                    return self._look(layout, part)
-                except Undecided:
-                    if not stirring:
-                        raise
-            return self._look(layout, part)  # the weights as they are may tell samples apart
+        with graph, _tf32.switched(False):
+            if self.gradients:
+                self._rehearse(part)
+            with preserved(self.module):
+                with stirred(self.module) as stirring:
+                    try:
+                        return self._look(layout, part)
+                    except Undecided:
+                        if not stirring:
+                            raise
+                return self._look(layout, part)  # the weights as they are may tell samples apart
 
     def _look(self, layout: Layout, part: Batch) -> Layout:
-        if self.gradients:
-            self._rehearse(part)
         seen = Observer()
         before, set_out = versions(part), weights(self.module)
         with seen:
