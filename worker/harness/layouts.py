@@ -74,10 +74,11 @@ class Layouts:
     def around(self, change: Callable[[], None]) -> None:
         """Let a plan change the modules: whatever it sets there makes no other kind of call."""
         before = attributes(self._module())
+        stays = {place: value for place, value in self._scripts.items() if place in before}
         change()
         after = attributes(self._module())
         changed = {place for place in before | after if before.get(place) != after.get(place)}
-        self._scripts = {place: before.get(place) for place in changed} | self._scripts
+        self._scripts = {place: before.get(place) for place in changed} | stays
 
     def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
         """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
@@ -98,10 +99,9 @@ class Layouts:
         return self._again(proven, proven.layout, batch, gradients)
 
     def back(self) -> None:
-        """Notice that the plan has been taken back, but for what stays there: adapters."""
-        now = attributes(self._module()) if self._scripts else {}
+        """Notice that the plan has been taken back, but for what may stay there: adapters."""
         added = [place for place, value in self._scripts.items() if value is None]
-        self._scripts = {place: None for place in added if place in now}
+        self._scripts = dict.fromkeys(added)
 
     def doubt(self) -> None:
         """Forget what is proven: a call has shown otherwise."""
