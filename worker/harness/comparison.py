@@ -17,7 +17,13 @@ from autofit.worker.harness.digest import Digest, differences, digest, pattern
 from autofit.worker.harness.fixed_draws import FixedDraws
 from autofit.worker.harness.hints import Observer, guesses, variants
 from autofit.worker.harness.joining import Batch, Cut, Join, Labels, Layout, Rule, joined, same
-from autofit.worker.harness.noise import ORDER, nudged, weights_rounded
+from autofit.worker.harness.noise import (
+    ORDER,
+    ORDER_IN_HALF,
+    nudged,
+    nudged_in_half,
+    weights_rounded,
+)
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.oom import Kind, classify
@@ -313,14 +319,15 @@ class Comparison:
         As far as the noisiest where it is noisy itself: which entries change sides is chance. No
         further beside other ranks: they would not look, and the model may communicate.
         """
+        half = self.tolerance > ORDER
         found = None
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            with weights_rounded(self.parameters.values(), nudged):
+            with weights_rounded(self.parameters.values(), nudged_in_half if half else nudged):
                 found = self._digest(layout, part, (0, self.size))
         if found is None:
             return [THROUGH * self.tolerance] * len(expected)
         noise = differences([found], expected)
-        most = min(NOISE * max(noise), ORDER)
+        most = min(NOISE * max(noise), ORDER_IN_HALF if half else ORDER)
         limits = [most if NOISY * each > max(noise) else 0.0 for each in noise]
         return [max(limit, THROUGH * self.tolerance) for limit in limits]
 
