@@ -39,7 +39,7 @@ TARGETS = (
     Target("bert-4.7GiB-batch-4", "--memory 4.7GiB --allow rounding", *BERT),
     Target("vit-2.5GiB-no-clip", "--memory 2.5GiB --allow rounding", *VIT),
     Target("vit-2.2GiB-recipe", "--memory 2.2GiB --allow recipe", *VIT),
-    Target("decoder-lora-10GiB", f"--memory 10GiB {ADAPTED}", DECODER, "--preset 1.1b --steps 200"),
+    Target("decoder-lora-12GiB", f"--memory 12GiB {ADAPTED}", DECODER, "--preset 1.1b --steps 200"),
     Target(
         "decoder-qlora-6.5GiB",
         f"--memory 6.5GiB {ADAPTED}",

@@ -58,6 +58,8 @@ def inject(module: nn.Module, *, four_bit: bool) -> None:
     for name, weight in weights.items():
         for parameter in module.get_submodule(name).parameters():
             if parameter.requires_grad:
+                if parameter.dtype.itemsize < 4:  # in half precision small steps would be lost
+                    parameter.data = parameter.data.float()
                 _homes[parameter] = weight
     for parameter in module.parameters():
         if not parameter.requires_grad:

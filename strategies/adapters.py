@@ -91,7 +91,7 @@ class Adapters(Strategy):
             layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
             config = LoraConfig(r={RANK}, lora_alpha={ALPHA}, target_modules=layers)
             inject_adapter_in_model(config, model)
-            # and make the optimizer of the parameters that need gradients
+            # in float32 where the model is in half precision; and make the optimizer of them
             """
         )
 

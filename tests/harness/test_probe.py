@@ -1032,33 +1032,35 @@ def test_what_a_model_makes_of_the_last_bits_is_no_difference(seed: int, skewed:
 
 
 class Rounding(nn.Module):
-    """Computes in bf16 by itself, whose order of sums makes more of a gradient than it may."""
+    """Computes in bf16, whose order of sums makes more of a gradient than it may at once."""
 
-    def __init__(self, skewed: float) -> None:
+    def __init__(self, skewed: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.lines = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
-        for line in self.lines:
-            nn.init.kaiming_normal_(line.weight, nonlinearity="relu")
+        weights = [nn.Parameter(torch.randn(256, 256) / 128**0.5) for _ in range(3)]
+        self.weights = nn.ParameterList(weights).to(dtype)
         self.skewed = skewed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = len(x)
         off = (size % 3 - 1) * 2.0**-9  # stands for kernels that add up otherwise
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            for line in self.lines:
-                x = F.normalize(line(x * (1.0 + off)).relu(), dim=-1) * 16.0
+            for weight in self.weights:
+                x = F.normalize(F.linear(x.float() * (1.0 + off), weight).relu(), dim=-1) * 16.0
         x = x.float()
         if x.requires_grad and self.skewed:
             x.register_hook(lambda gradient: gradient * (1.0 + self.skewed / size))
         return x
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skewed", [0.0, 1.0])
-@pytest.mark.parametrize("seed", range(1, 4))
-def test_what_a_model_makes_of_rounding_in_half_is_no_difference(seed: int, skewed: float) -> None:
+@pytest.mark.parametrize("seed", [2, 4])
+def test_what_a_model_makes_of_rounding_in_half_is_no_difference(
+    seed: int, skewed: float, dtype: torch.dtype
+) -> None:
     """On a card 22 blocks with adapters, whose kernels depend on the batch's size, showed it."""
     torch.manual_seed(seed)
-    module, batch = Rounding(skewed), Batch.of((torch.randn(8, 256),), {})
+    module, batch = Rounding(skewed, dtype), Batch.of((torch.randn(8, 256),), {})
     with nullcontext() if not skewed else pytest.raises(Refused, match="gradients of a split"):
         layout = find_layout(module, module, batch)
         assert [join.rule for join in layout.joins] == [Rule.CONCATENATE]

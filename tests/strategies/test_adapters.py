@@ -169,6 +169,24 @@ def test_it_starts_where_the_model_is(script: Script) -> None:
     assert torch.allclose(call(x).detach(), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_adapters_of_a_model_in_half_precision_are_in_float32(script: Script, level: str) -> None:
+    """Their small steps would be lost, as peft itself says of those that it makes."""
+    net = Net().bfloat16()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    call = script.root(net, adapters=level)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        loss = call(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert call(x).dtype is torch.bfloat16
+    trained = {p for p in net.parameters() if p.requires_grad}
+    assert {p.dtype for p in trained} == {torch.float32}
+    assert set(optimizer.state) == trained
+
+
 def test_four_bits_take_an_eighth(script: Script) -> None:
     net = Net()
     held = [p for block in net.blocks for p in block.parameters() if p.dim() > 1]

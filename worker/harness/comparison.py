@@ -320,9 +320,10 @@ class Comparison:
         further beside other ranks: they would not look, and the model may communicate.
         """
         half = self.tolerance > ORDER
+        off = nudged_in_half if half else nudged
         found = None
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            with weights_rounded(self.parameters.values(), nudged_in_half if half else nudged):
+            with weights_rounded(self.parameters.values(), off, halves=half):
                 found = self._digest(layout, part, (0, self.size))
         if found is None:
             return [THROUGH * self.tolerance] * len(expected)

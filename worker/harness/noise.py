@@ -20,7 +20,7 @@ from autofit.worker.harness.digest import pattern
 from autofit.worker.harness.sharded import is_sharded
 
 Rounded = Callable[[torch.Tensor], torch.Tensor]
-"""Returns float32 values as they are in less, or a little off."""
+"""Returns values as they are in less, or a little off."""
 ORDER = 0.02
 """The most that the order of float32's sums may make, however a model enlarges it.
 
@@ -35,16 +35,22 @@ SINGLE = 16
 
 
 @contextmanager
-def weights_rounded(parameters: Iterable[torch.Tensor], rounded: Rounded) -> Iterator[None]:
-    """Within it float32 parameters are ``rounded``; autograd notices nothing."""
-    wide = [each.data for each in parameters if each.dtype is torch.float32]
-    kept = [each.to("cpu", copy=True) for each in wide]
+def weights_rounded(
+    parameters: Iterable[torch.Tensor], rounded: Rounded, *, halves: bool = False
+) -> Iterator[None]:
+    """Within it float32 parameters are ``rounded``; autograd notices nothing.
+
+    ``halves``: those in half precision too.
+    """
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if halves else (torch.float32,)
+    chosen = [each.data for each in parameters if each.dtype in dtypes]
+    kept = [each.to("cpu", copy=True) for each in chosen]
     try:
-        for each in wide:
+        for each in chosen:
             each.copy_(rounded(each))
         yield
     finally:
-        for each, values in zip(wide, kept, strict=True):
+        for each, values in zip(chosen, kept, strict=True):
             each.copy_(values)
 
 
@@ -97,11 +103,11 @@ def to_bf16(values: torch.Tensor) -> torch.Tensor:
 
 
 def nudged(values: torch.Tensor, by: float = 2.0**-22) -> torch.Tensor:
-    """Return float32 values each off by a part of it, up or down; by default two last bits."""
+    """Return values each off by a part of it, up or down; by default two last bits of float32."""
     signs = pattern(values, 0, 0).sign_() if values.ndim else torch.ones_like(values)
     return values * signs.mul_(by).add_(1.0)
 
 
 def nudged_in_half(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 values each off by half a last bit of bf16, up or down."""
-    return nudged(values, 2.0**-9)
+    """Return values each off by half a last bit of bf16, up or down: a whole one if in bf16."""
+    return nudged(values, max(2.0**-9, torch.finfo(values.dtype).eps))
