@@ -37,8 +37,8 @@ ADAPTED = "--allow recipe --only adapters --only precision --only checkpointing 
 TARGETS = (
     Target("bert-15GiB-batch-4-as-it-is", "--memory 15GiB --trials 1", *BERT),
     Target("bert-4.7GiB-batch-4", "--memory 4.7GiB --allow rounding", *BERT),
-    Target("vit-2.5GiB-no-clip", "--memory 2.5GiB --allow rounding", *VIT),
-    Target("vit-2.2GiB-recipe", "--memory 2.2GiB --allow recipe", *VIT),
+    Target("vit-2.5GiB-no-clip", "--memory 2.5GiB --allow rounding --trials 5", *VIT),
+    Target("vit-2.2GiB-recipe", "--memory 2.2GiB --allow recipe --trials 9", *VIT),
     Target("decoder-lora-12GiB", f"--memory 12GiB {ADAPTED}", DECODER, "--preset 1.1b --steps 200"),
     Target(
         "decoder-qlora-6.5GiB",

@@ -108,7 +108,7 @@ def _write(upper: torch.Tensor, rest: torch.Tensor, values: torch.Tensor) -> Non
 # --- the root ---------------------------------------------------------------------------------
 
 
-def split(root: Root) -> Undo:
+def split(root: Root) -> None:
     """Split the trainable parameters of ``root``, those too that are thawed or added later."""
     module = root.module
     refuse(module)
@@ -135,7 +135,6 @@ def split(root: Root) -> Undo:
     for parameter in module.parameters():
         if rest_of(parameter) is not None:  # it was split when it was made
             own[parameter] = True
-    look_again()
     undo_wrap = root.around_forward(wrapper, lasting=True)
 
     def undo() -> None:
@@ -147,7 +146,8 @@ def split(root: Root) -> Undo:
         undo_wrap()
         undo_show()
 
-    return undo
+    root.taken_back_by(undo)  # memory may run out in the midst of what follows
+    look_again()
 
 
 def convertible(module: nn.Module) -> list[nn.Parameter]:

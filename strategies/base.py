@@ -224,6 +224,9 @@ class Root(Protocol):
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
 
+    def taken_back_by(self, undo: Undo) -> None:
+        """Say how a change is taken back before it is made: memory may run out in its midst."""
+
     def outliving(self, undo: Undo) -> Undo:
         """Return ``undo``, which is called too where the script drops the model before.
 
@@ -404,7 +407,8 @@ class Strategy(ABC):
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Change ``root`` before its forward runs; raise ``Refused`` with the reason if it cannot.
 
-        Returns how to take the change back; ``None`` when there is nothing to take back.
+        Returns how to take the change back; ``None`` when there is nothing to take back, or
+        ``root.taken_back_by`` has been told.
         """
         return None
 

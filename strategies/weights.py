@@ -127,7 +127,10 @@ class Weights(Strategy):
         """Convert the parameters, and run each forward under autocast."""
         from autofit.strategies import _bf16, _masters
 
-        return _masters.split(root) if level == "bf16_master" else _bf16.convert(root)
+        if level == "bf16":
+            return _bf16.convert(root)
+        _masters.split(root)
+        return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let each step see float32."""

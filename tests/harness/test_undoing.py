@@ -57,6 +57,18 @@ for step in range(60):
     optimizer.step()
 """
 """48 MiB of weights; the ballast is there only when a call begins, and a plan is taken back."""
+FILL = """\
+HELD = []
+
+
+def fill(gradient):
+    try:
+        while True:
+            HELD.append(torch.ones(8 * 2**20, dtype=torch.uint8))
+    except RuntimeError:
+        del HELD[-2:]
+"""
+"""When backward is nearly through, memory is full but for two such pieces, until the next call."""
 MASTERS = Plan.of({"weights": "bf16_master"})
 
 
@@ -78,6 +90,41 @@ def test_the_plan_that_was_to_come_is_told_nothing(tmp_path: Path) -> None:
     alone = [*launch(replace(request, plans=(Plan(),)))]
     (report,) = (each for each in alone if isinstance(each, TrialReport))
     assert report.verdict is Verdict.MEASURED, "and there was room for it"
+
+
+def test_a_plan_that_is_applied_halfway_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    """Its small layers are split already, there is no room to split the large one."""
+    script = BALLAST.replace("HELD = []\n", FILL).replace("step > 3", "False")
+    hooked = "self.layers[0](x)\n        _ = x.requires_grad and x.register_hook(fill)\n"
+    script = script.replace("HELD.clear()\n", f"HELD.clear()\n        x = {hooked}")
+    (tmp_path / "train.py").write_text(script.replace("self.layers:", "self.layers[1:]:"))
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan(), MASTERS, Plan()),
+        device="cpu",
+        budget=265 * MIB,
+        timeout=60,
+    )
+    reports = [each for each in launch(request) if isinstance(each, TrialReport)]
+    verdicts = [each.verdict for each in reports]
+    assert verdicts == [Verdict.MEASURED, Verdict.OUT_OF_MEMORY, Verdict.MEASURED], reports[
+        -1
+    ].reason
+
+
+def test_a_first_plan_that_cannot_be_taken_back_has_run_out_of_memory(tmp_path: Path) -> None:
+    split = "self.large.weight.dtype is torch.bfloat16"
+    full = f"while {split}:\n            HELD.append(torch.ones(2**20))"
+    (tmp_path / "train.py").write_text(BALLAST.replace("HELD.clear()", full))
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(MASTERS, Plan()),
+        device="cpu",
+        budget=265 * MIB,
+        timeout=60,
+    )
+    reports = [each for each in launch(request) if isinstance(each, TrialReport)]
+    assert [(each.plan, each.verdict) for each in reports] == [(MASTERS, Verdict.OUT_OF_MEMORY)]
 
 
 def test_nothing_is_taken_back_for_another_size(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -182,7 +183,8 @@ class HarnessRoot:
         self.take_back()
         try:
             self._layouts.around(lambda: self._apply(plan))
-        except BaseException:
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they hold what the way back may need
             self.take_back()
             raise
         self.plan = plan
@@ -318,6 +320,10 @@ class HarnessRoot:
     def around_next(self, reader: Reader) -> Undo:
         """Let ``reader`` give the next batch of every data loader of the script."""
         return self.outliving(self._seams.read_by(reader))
+
+    def taken_back_by(self, undo: Undo) -> None:
+        """Have the plan taken back with ``undo`` too, however far its change has come."""
+        self._undos.append(undo)
 
     def outliving(self, undo: Undo) -> Undo:
         """Return ``undo``, which is called too where the script drops the model before."""

@@ -307,16 +307,15 @@ class Trial(RankedSession):
 
     def spoilt(self, failure: NotTakenBack) -> NoReturn:
         """End the launch: the plan to come gets another; what was measured or ran out, counts."""
+        if self.index == 0 and self._stage is not None:  # no other was there before
+            self.shortage(self._described(oom.classify(failure.error), None))
         if self._measured or (self._stage is not None and self._stage.shortage is not None):
             self._end_caught()
         self._end()
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """End this plan and go to the next within the same call."""
-        assert self._stage is not None
-        self.leave_unless_agreed(refusal)
-        self._stage.refusal = refusal
-        self._advance()
+        self.optimizer_refused(refusal)
 
     def _goes_on(self) -> bool:
         """Return whether a call can be made again: where it stands alone.
