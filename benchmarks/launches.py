@@ -66,10 +66,7 @@ WAYS = (
     Way("bf16", 2, "8-bit", "regional"),
     Way("bf16", 2, "8-bit", "full"),
     Way("bf16", 0, "8-bit", "budget"),
-    Way("tf32", 1, "8-bit"),
     Way("tf32", 2, "8-bit"),
-    Way("tf32", 1, "8-bit", "regional"),
-    Way("tf32", 0, "8-bit", "budget"),
     Way(),
 )
 
