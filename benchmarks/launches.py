@@ -26,6 +26,8 @@ from torch._functorch import config as functorch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification
 
+from autofit.strategies.compile import BUDGET
+
 TOKENS = 512
 WARM_UP = 8
 """Steps that do not count: the optimizer's state is made in them, and blocks are compiled."""
@@ -44,8 +46,7 @@ class Way:
     """Every so many blocks one is checkpointed; 0: none."""
     optimizer: str = "torch"
     compile: str = "none"
-    """``regional``: the blocks; ``full``: the model; ``budget``: the same, which makes half of what
-    backward needs again there."""
+    """``regional``: the blocks; ``full``: the model; ``budget``: the same within ``BUDGET``."""
 
     def __str__(self) -> str:
         """Name what is not the default."""
@@ -107,10 +108,10 @@ def trainer(way: Way, batch_size: int) -> Callable[[], None]:
     return step
 
 
-def seconds(step: Callable[[], None]) -> float:
-    """Return the wall time of one step, the card's work included."""
+def seconds(work: Callable[[], object]) -> float:
+    """Return the wall time of a call, the card's work included."""
     began = time.perf_counter()
-    step()
+    work()
     torch.cuda.synchronize()
     return time.perf_counter() - began
 
@@ -119,7 +120,7 @@ def measure(way: Way, batch_size: int, steps: int) -> str:
     """Return the line of one way."""
     torch.compiler.reset()
     gc.collect()  # of the model before
-    functorch.activation_memory_budget = 0.5 if way.compile == "budget" else 1.0
+    functorch.activation_memory_budget = BUDGET if way.compile == "budget" else 1.0
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step = trainer(way, batch_size)
@@ -157,11 +158,7 @@ def main() -> None:
         sys.exit("this measures kernels on an NVIDIA GPU, and there is none")
     one = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(TINY):
-        one.add_(1)
-    torch.cuda.synchronize()
-    launch = (time.perf_counter() - began) / TINY
+    launch = seconds(lambda: [one.add_(1) for _ in range(TINY)]) / TINY
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores")
     say(f"a kernel of one element, launched from Python: {launch * 1e6:.1f} us")
     say(f"BERT-large, {TOKENS} tokens, {arguments.batch_size} samples a step\n")
