@@ -46,6 +46,7 @@ from autofit.worker.records import (
     TrialReport,
     Uncontained,
     Verdict,
+    Verified,
 )
 
 PLAN_SECONDS = 900.0
@@ -259,7 +260,7 @@ class Search:
             plan=plan,
             timeout=self._deadline(purpose),
             whole_fits=self._ledger.baseline() is Verdict.MEASURED,
-            proven=tuple(self._ledger.proven.values()),
+            proven=self._ledger.evidence.proven,
         )
         self._workers().answer(slot, answer)
         if plan is not None:
@@ -280,7 +281,7 @@ class Search:
             timeout=self._deadline(purpose),
             whole_fits=self._ledger.baseline() is Verdict.MEASURED,
             ranks=self._crew.ranks,
-            proven=tuple(self._ledger.proven.values()),
+            proven=self._ledger.evidence.proven,
         )
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:
@@ -312,8 +313,8 @@ class Search:
                 self._ledger.say_once(UNCONTAINED)
             case Learned(facts=facts):
                 self._ledger.learn(facts)
-            case Proven(key=key):
-                self._ledger.proven[key] = happening
+            case Proven() | Verified():
+                self._ledger.verified(happening)
             case Measured(index=index, measurement=measurement):
                 plan = flight.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))

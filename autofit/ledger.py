@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from autofit import endings
+from autofit import endings, evidence
 from autofit.asked import SearchOptions
+from autofit.evidence import Evidence
 from autofit.exceptions import ScriptError
 from autofit.mirror import Mirror
 from autofit.plan import Plan
@@ -24,7 +25,7 @@ from autofit.results import (
 from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
-from autofit.worker.records import Proven, TrialReport, Verdict
+from autofit.worker.records import Proven, TrialReport, Verdict, Verified
 from autofit.worker.traces import Trace
 
 
@@ -52,8 +53,16 @@ class Ledger:
         self._started = started
         self._stored_seconds = 0.0
         self._said: set[str] = set()
-        self.proven: dict[str, Proven] = {}
-        """What the launches so far have proven of the model, by key; for those to come."""
+        where = evidence.key_of(
+            options.script,
+            gpu=study.hardware.name,
+            gpus=study.key.gpus,
+            versions=study.versions,
+        )
+        self.evidence = Evidence(where, options.script, store.evidence(where))
+        """What launches have verified of the script, before this search and in it."""
+        self._new: dict[str, Proven] = {}
+        """The part of it that is not stored yet."""
 
     def say(self, line: str) -> None:
         """Tell a line for people."""
@@ -170,6 +179,17 @@ class Ledger:
             self.study = self.store.set_facts(self.study, facts)
             self.tell(FactsKnown(facts=facts))
 
+    def verified(self, found: Proven | Verified) -> None:
+        """Take in what a launch has verified; it is stored with the next trial that ends."""
+        kept = self.evidence.add(found)
+        self._new[kept.key] = kept
+
+    def keep_evidence(self) -> None:
+        """Store what was verified since this was called last."""
+        new, self._new = tuple(self._new.values()), {}
+        if new:
+            self.store.add_evidence(self.evidence.key, new)
+
     def finish(
         self, trial: TrialRecord, report: TrialReport, slot: int, trace: Trace | None = None
     ) -> None:
@@ -180,6 +200,10 @@ class Ledger:
         report = judged(report, self.baseline())
         trace = trace if trace is self.reference.trace else None
         before = self._hardly_fit()
+        if report.verdict in BLAMED:
+            revoked = self.evidence.revoke(report.plan)
+            self._new[revoked.key] = revoked
+        self.keep_evidence()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.mirror.tell(trial)

@@ -103,6 +103,13 @@ class Plan:
         return given <= own and all(strategies.get(name).level(each).late for name, each in more)
 
     @property
+    def in_calls(self) -> Self:
+        """The part of this plan that shows in a call of the model: no split, no optimizer's."""
+        plain = Strategy.on_root
+        touching = ((s, level) for s, level in self if type(s).on_root is not plain)
+        return type(self)(tuple((s.name, v) for s, v in touching if s.name != "micro_batch"))
+
+    @property
     def unsized(self) -> Self:
         """This plan without what is made for one size of batch."""
         return type(self)(tuple((s.name, level) for s, level in self if not s.sized))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autofit.advice import PROCESS, where
+from autofit.evidence import Evidence, key_of, stored
 from autofit.exceptions import StorageError, UsageError
 from autofit.foreground import Foreground, started
 from autofit.plan import Plan
-from autofit.results import best
+from autofit.results import best, kept, standing
 from autofit.retreat import Ground
-from autofit.storage import State, Store, StudyRecord
+from autofit.storage import EvidenceKey, State, Store, StudyRecord
 from autofit.strategies import Facts, Fidelity
 from autofit.supervisor import ATTEMPT, Ended, supervise
+from autofit.verifying import Checked, verify
 from autofit.worker import meter, oom
 from autofit.worker import ranks as rank
 from autofit.worker.environment import launched, under
+from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.records import (
     ChildSpec,
     LaunchRequest,
@@ -26,17 +30,23 @@ from autofit.worker.records import (
     OutOfMemory,
     PlanEnded,
     Pressed,
+    Proven,
     Raised,
     Ran,
+    Replaced,
     Saved,
     Script,
     Shortage,
     Verdict,
+    Wrote,
 )
+from autofit.worker.versions import versions
 
 HELD = "held"
 """Kind of the event that keeps the plan under which a run came to its end after all."""
 
+FALLBACKS = 8
+"""Plans of the study that a run may fall back to."""
 Say = Callable[[str], None]
 
 
@@ -48,9 +58,13 @@ def run(
     memory: int | None = None,
     resume: str | None = None,
     ranks: int | None = None,
+    verify_only: bool = False,
     say: Say = lambda line: None,
 ) -> int:
     """Run ``script`` to its end; return its exit code, 128 + N where signal N ended it.
+
+    A plan for which the store has no evidence is verified first, in a launch of its own;
+    ``verify_only``: stop there, and return whether it does not keep its promise.
 
     ``plan``: the stored best when not given, or the leaner one that held when it was last run.
     ``memory``: bytes the run is held to on the device; the search's own when that was asked for.
@@ -81,15 +95,32 @@ def run(
             budget=study.budget,
         )
     ranks = ranks or 1
+    others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
     _enough(device, ranks)
     ground = replace(ground, facts=replace(ground.facts, world_size=ranks))
-    environment = {**os.environ, **launched(script, device, ranks)}
-    if memory is not None:
-        environment |= meter.environment(device, memory, environment)
+    shown = {} if others else _as_many_cards(device, ranks, say)
+    environment = {**os.environ, **shown, **launched(script, device, ranks)}
+    name = ground.hardware.name
+    key = key_of(script, gpu=name, gpus=ranks, versions=versions())
+    evidence = stored(storage, key, script)
     attempts = _Attempts(
-        script, device, memory or 0, environment, ranks, resume is not None, diary, say
+        script=script,
+        device=device,
+        budget=memory,
+        environment=environment,
+        ranks=ranks,
+        resumes=resume is not None,
+        verifies=not others,
+        evidence=evidence,
+        fallbacks=tuple(_verified(ground, evidence)),
+        diary=diary,
+        say=say,
     )
-    if ranks == 1 and (others := int(os.environ.get("WORLD_SIZE") or 1) - 1) > 0:
+    if verify_only:
+        checked = attempts.check(plan)
+        say(f"{plan}: {checked.refused or 'verified'}")
+        return int(bool(checked.refused))
+    if others > 0:
         if code := attempts.start(1, plan, ()).code:
             say(
                 f"one rank beside {others} that another launcher has started: it is not tried again"
@@ -98,7 +129,7 @@ def run(
     code, last, attempt = supervise(
         attempts.start, plan, ground, resume=resume, say=say, budget=memory
     )
-    if attempt > 1 and code == 0:
+    if (attempt > 1 or last != plan) and code == 0:
         diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
     return code if code >= 0 else 128 - code
 
@@ -116,58 +147,117 @@ def as_searched(script: Script, searched: Script) -> Script:
     )
 
 
+def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
+    """Return what shows the script as many cards as the search did: one for each rank.
+
+    A script that sees more may use them all, and would be another training than the one searched.
+    """
+    cards = meter.cards() if device == "cuda" else ()
+    if len(cards) <= ranks:
+        return {}
+    entries = [card.entry for card in cards[:ranks]]
+    say(f"{len(cards)} GPUs are visible; the script is shown {', '.join(entries)}, as searched")
+    return {VISIBLE: ",".join(entries)}
+
+
+def _verified(ground: Ground, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
+    """Yield the other plans of the study that were verified, the fastest first, with their peaks.
+
+    The script as it is comes last.
+    """
+    for trial in standing(ground.trials, ground.budget)[:FALLBACKS]:
+        if trial.measurement is not None and evidence.holds(found := kept(trial)):
+            yield found, trial.measurement.peak_device
+    yield Plan(), 0
+
+
 def _enough(device: str, ranks: int) -> None:
     """Raise ``UsageError`` where there are fewer devices than ranks; on the CPU there is room."""
     if device == "cuda" and (found := len(meter.cards())) < ranks:
         raise UsageError(f"{ranks} ranks need as many GPUs, and {found} are visible here")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempts:
     """Runs the script, once an attempt."""
 
     script: Script
     device: str
-    budget: int
+    budget: int | None
     environment: Mapping[str, str]
     ranks: int
     resumes: bool
+    verifies: bool
+    """Plans without evidence are verified first."""
+    evidence: Evidence
+    fallbacks: tuple[tuple[Plan, int], ...]
+    """What the run may go on under in the same process, with the peak of each."""
     diary: _Diary
     say: Say
 
+    def check(self, plan: Plan) -> Checked:
+        """Verify ``plan`` in a launch of its own, unless there is evidence."""
+        if not self.verifies or self.evidence.holds(plan):
+            return Checked()
+        self.say(f"{plan} is verified first, in a short launch: there is no evidence for it here")
+        return verify(
+            self.script,
+            plan,
+            self.evidence,
+            device=self.device,
+            ranks=self.ranks,
+            memory=self.budget,
+            environment=self.environment,
+            storage=self.diary.storage,
+        )
+
     def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
         """Run it under ``plan`` to its end; implements ``supervisor.Start``."""
+        checked = self.check(plan)
+        if checked.refused:
+            return Ended(code=1, shortage=None, refused=checked.refused, blamed=checked.blamed)
         script = replace(self.script, args=(*self.script.args, *more))
+        others = [pair for pair in self.fallbacks if pair[0] != plan]
+        peaks = dict(self.fallbacks)
         request = LaunchRequest(
             script=script,
-            plans=(plan,),
+            plans=(plan, *(other for other, _ in others)),
+            peaks=(peaks.get(plan, 0), *(peak for _, peak in others)),
             device=self.device,
-            budget=self.budget,
+            budget=self.budget or 0,
             timeout=float("inf"),
             ranks=self.ranks,
+            proven=self.evidence.proven,
         )
         spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
         environment = under(plan, self.environment)
+        if self.budget is not None:
+            environment |= meter.environment(self.device, self.budget, environment)
         if attempt > 1:  # at first the script finds what Python alone would show it
             environment[ATTEMPT] = str(attempt)
         kills = oom.oom_kills()
         with started(spec, self._each(environment)) as running:
-            heard = self._hear(running)
+            heard = self._hear(running, request.plans)
             code = running.code
+        self.diary.keep_evidence(self.evidence.key, heard.proven)
+        plan = heard.plan or plan
         met = heard.facts is not None and heard.facts.called
         if not (code or met) and any(strategy.changes_models for strategy, _ in plan):
             self.say(f"the script called no model with gradients: {plan} was not put on any")
-        shortage = None
+        shortage, raised = None, None
         if code and not running.signals:
             raised = heard.telling(running.first, oom.oom_kills() - kills)
             shortage = self._why(code, raised, oom.oom_kills() - kills)
+        broken = raised is not None and shortage is None and raised.blamed is not None
         return Ended(
             code=code,
             shortage=shortage,
             facts=heard.facts,
-            refused=heard.refused if code else "",
-            blamed=heard.blamed,
+            refused=raised.message if raised and broken else heard.refused if code else "",
+            blamed=raised.blamed if raised and broken else heard.blamed,
             checkpoints=tuple(heard.saved),
+            wrote=heard.wrote,
+            plan=plan,
         )
 
     def _each(self, environment: Mapping[str, str]) -> list[Mapping[str, str]]:
@@ -177,7 +267,7 @@ class _Attempts:
         port = rank.free_port()
         return [rank.environment(each, self.ranks, port, environment) for each in range(self.ranks)]
 
-    def _hear(self, running: Foreground) -> _Heard:
+    def _hear(self, running: Foreground, plans: Sequence[Plan]) -> _Heard:
         """Tell and keep what happens meanwhile."""
         heard = _Heard()
         told: set[tuple[int, str]] = set()
@@ -202,6 +292,17 @@ class _Attempts:
                         heard.facts = event.facts
                 case Saved():
                     heard.saved.append(event.path)
+                    heard.wrote = True
+                case Wrote():
+                    heard.wrote = True
+                case Proven():
+                    heard.proven.append(self.evidence.add(event))
+                case Replaced(index=index, reason=reason):
+                    before, heard.plan = heard.plan or plans[0], plans[index]
+                    self.say(
+                        f"{before} does not hold here: {reason}; going on under {plans[index]}"
+                    )
+                    self.diary.keep("replaced", {"plan": before.levels, "reason": reason} | of)
                 case Raised():
                     heard.raised[number] = event
                 case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
@@ -234,6 +335,11 @@ class _Heard:
     blamed: str | None = None
     facts: Facts | None = None
     saved: list[str] = field(default_factory=list)
+    wrote: bool = False
+    """The script has opened a file for writing."""
+    proven: list[Proven] = field(default_factory=list)
+    plan: Plan | None = None
+    """What it went on under; ``None`` while that is the plan it began with."""
 
     def telling(self, first: int | None, kills: int) -> Raised | None:
         """Return what ended the run: a rank's want of memory, else what ended the ``first``.
@@ -265,6 +371,12 @@ class _Diary:
         if not events or events[-1].created < study.opened:
             return None
         return Plan.of(events[-1].payload["plan"])
+
+    def keep_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
+        """Store what the run has verified by itself."""
+        if found:
+            with suppress(StorageError), Store(self.storage, create=False) as store:
+                store.add_evidence(key, found)
 
     def short_of_memory(self, found: OutOfMemory, *, fatal: bool) -> None:
         """Keep where memory ran out, and whether the process died of it."""

@@ -1,7 +1,9 @@
-"""Keeps a real run alive: what dies for want of memory is started again, one rung leaner.
+"""Keeps a real run alive: what dies of its plan is started again under another one.
 
-Nothing else is started again: a bug, Ctrl-C, a signal passed on and a refusal of the plan that was
-asked for end the run. A rung that is refused is left out, and the next one is tried.
+What died for want of memory gets a leaner plan; what was refused, or broke in a strategy's own
+code, the next verified one, at last none. Nothing else is started again: a bug, Ctrl-C and a signal
+passed on end the run. It goes on from the last checkpoint; it starts over only where the script has
+written no file yet.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Protocol
 
 from autofit.advice import advice, where
 from autofit.plan import Plan
+from autofit.results import kept, standing
 from autofit.retreat import Ground, rungs_below
 from autofit.strategies import Facts
 from autofit.worker.records import OutOfMemory
@@ -38,6 +41,10 @@ class Ended:
     """The strategy that does not, where it is known."""
     checkpoints: tuple[str, ...] = ()
     """What it saved, absolute paths, the newest last."""
+    wrote: bool = False
+    """It has opened a file for writing: it cannot start over as if nothing had been."""
+    plan: Plan | None = None
+    """What it ended under, where it had gone on under another plan by itself."""
 
     def like(self, before: Ended) -> bool:
         """Return whether it died as the one before: same line, as many bytes, no step further."""
@@ -84,9 +91,23 @@ def supervise(
     attempt = 1
     while True:
         ended = start(attempt, plan, more)
+        plan = ended.plan or plan
         saved += ended.checkpoints
         tried.append(plan)
         goes_on = bool(resume and newest(ended.checkpoints))
+        checkpoint = newest(saved) if resume else None
+        if ended.refused and (before is None or plan == starved):
+            other = _other(plan, ended.blamed, ground, tried)
+            if other is None or (ended.wrote and checkpoint is None):
+                say(f"{plan} does not hold here: {ended.refused}{_no_start(ended, checkpoint)}")
+                return ended.code, plan, attempt
+            say(f"{plan} does not hold here: {ended.refused}; going on under {other}")
+            if ended.blamed:
+                ground = replace(ground, refused=ground.refused | {ended.blamed})
+            more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
+            plan, starved, before = other, other, None
+            attempt += ended.facts is not None  # one that was refused before it began is none
+            continue
         if ended.refused and before is not None and plan != starved:
             say(f"{plan} does not hold here: {ended.refused}")
             differ = {name for name, level in plan.levels.items() if starved[name] != level}
@@ -109,12 +130,33 @@ def supervise(
             help_ = advice(ended.shortage, plan, ground)
             say(f"{lost}; no plan that reaches it is leaner than {plan}: {help_}")
             return ended.code, plan, attempt
-        checkpoint = newest(saved) if resume else None
+        if ended.wrote and checkpoint is None:
+            say(f"{lost}{_no_start(ended, checkpoint)}; tried: {'; '.join(map(str, tried))}")
+            return ended.code, plan, attempt
         more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
         plan = rung or plan
         attempt += 1
         origin = f"from {checkpoint}" if checkpoint else "from the beginning"
         say(f"{lost}; attempt {attempt} starts {origin}, under {plan}")
+
+
+def _other(plan: Plan, blamed: str | None, ground: Ground, tried: Sequence[Plan]) -> Plan | None:
+    """Return the fastest measured plan without what is blamed, else none at all; ``None`` if tried.
+
+    Where nothing is blamed all that ``plan`` changes is doubted.
+    """
+    wrong = {blamed: plan[blamed]} if blamed else dict(plan.changes)
+    for trial in standing(ground.trials, ground.budget):
+        found = kept(trial)
+        if found not in tried and not any(found[name] == level for name, level in wrong.items()):
+            return found
+    return None if Plan() in tried else Plan()
+
+
+def _no_start(ended: Ended, checkpoint: str | None) -> str:
+    if not ended.wrote or checkpoint is not None:
+        return ""
+    return "; the script has written files and does not start over: see --resume-arg"
 
 
 def _after(alike: int, rungs: Sequence[Plan]) -> Plan | None:

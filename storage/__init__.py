@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.storage.owner import Owner
 from autofit.storage.records import (
     EventRecord,
+    EvidenceKey,
     FittedKey,
     FittedRecord,
     Purpose,
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "EventRecord",
+    "EvidenceKey",
     "FittedKey",
     "FittedRecord",
     "Owner",

@@ -32,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from autofit.exceptions import StorageError
 from autofit.storage.url import DEFAULT, shown, to_url
 
-HEAD = "0006"
+HEAD = "0007"
 """The newest revision in ``migrations/versions``."""
 
 VERSION_TABLE = "autofit_alembic_version"

@@ -188,3 +188,17 @@ class Fitted(Base):
     kept: Mapped[dict[str, Any]]
     versions: Mapped[dict[str, Any]]
     updated: Mapped[datetime]
+
+
+class Evidence(Base):
+    """Something that was verified of a script: where it holds, what it is about, what was found."""
+
+    __tablename__ = "evidence"
+    __table_args__ = (UniqueConstraint("context", "key"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    context: Mapped[str] = mapped_column(String(64))
+    key: Mapped[str] = mapped_column(String(64))
+    content: Mapped[str] = mapped_column(Text)
+    """JSON; only the harness knows what it says."""
+    created: Mapped[datetime]

@@ -227,3 +227,37 @@ class FittedRecord:
     versions: Mapping[str, str]
     updated: datetime
     """In UTC."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceKey:
+    """Where evidence holds: the script, how it is started, on what, with which versions."""
+
+    script: str
+    digest: str
+    """Of the script's file, as in ``StudyKey``."""
+    args: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    gpu: str
+    gpus: int
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, script: Script, *, gpu: str, gpus: int, versions: Mapping[str, str]) -> Self:
+        """Return the key of a script on ``gpus`` devices; raise ``UsageError`` as ``StudyKey``."""
+        study = StudyKey.of(script, gpu=gpu, gpus=gpus, memory=None, allow="")
+        return cls(
+            script=study.script,
+            digest=study.digest,
+            args=study.args,
+            environment=study.environment,
+            gpu=gpu,
+            gpus=gpus,
+            versions=tuple(sorted(versions.items())),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of this key as canonical JSON, hexadecimal."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

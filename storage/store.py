@@ -17,10 +17,11 @@ from sqlalchemy.orm import Session, undefer
 from autofit.exceptions import StorageError
 from autofit.plan import Plan
 from autofit.storage import convert, engine
-from autofit.storage.models import Event, Fitted, Held, Study, Trial
+from autofit.storage.models import Event, Evidence, Fitted, Held, Study, Trial
 from autofit.storage.owner import TOLERANCE, Owner
 from autofit.storage.records import (
     EventRecord,
+    EvidenceKey,
     FittedKey,
     FittedRecord,
     Purpose,
@@ -31,7 +32,7 @@ from autofit.storage.records import (
 )
 from autofit.storage.url import default_url
 from autofit.strategies.facts import Facts, Hardware
-from autofit.worker.records import Script, TrialReport, Verdict
+from autofit.worker.records import Proven, Script, TrialReport, Verdict
 from autofit.worker.traces import Trace
 
 LEASE = timedelta(seconds=60)
@@ -372,6 +373,27 @@ class Store:
             query = query.filter_by(study_id=study.id)
         with self._read() as session:
             return tuple(convert.event_record(row) for row in session.scalars(query))
+
+    # --- evidence -----------------------------------------------------------------------------
+
+    def add_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
+        """Keep what was verified of a script; what was known by the same key is replaced."""
+        context = key.fingerprint
+        new = {each.key: each.content for each in found}
+        with self._write() as session:
+            query = select(Evidence).filter_by(context=context).where(Evidence.key.in_(new))
+            for row in session.scalars(query):
+                row.content = new.pop(row.key)
+            session.add_all(
+                Evidence(context=context, key=name, content=content, created=_now())
+                for name, content in new.items()
+            )
+
+    def evidence(self, key: EvidenceKey) -> tuple[Proven, ...]:
+        """Return what was verified of a script, in the order in which it was first found."""
+        query = select(Evidence).filter_by(context=key.fingerprint).order_by(Evidence.id)
+        with self._read() as session:
+            return tuple(Proven(key=row.key, content=row.content) for row in session.scalars(query))
 
     # --- decorated functions ------------------------------------------------------------------
 

@@ -10,6 +10,20 @@ from autofit.plan import Plan
 from autofit.worker.harness.elastic import OnShortage
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.records import LaunchRequest, Proven, Script
+
+
+def a_run(*plans: Plan, ranks: int = 1, proven: tuple[Proven, ...] = ()) -> LaunchRequest:
+    """Return what a real run is asked: its plan, then what it may fall back to."""
+    return LaunchRequest(
+        script=Script(target="train.py", cwd="/"),
+        plans=plans,
+        device="cpu",
+        budget=0,
+        timeout=60.0,
+        ranks=ranks,
+        proven=proven,
+    )
 
 
 class Bystander:

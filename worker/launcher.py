@@ -47,6 +47,7 @@ from autofit.worker.records import (
     TrialReport,
     Uncontained,
     Verdict,
+    Verified,
 )
 
 HARNESS = Path(__file__).resolve().parent / "harness" / "__main__.py"
@@ -271,7 +272,7 @@ class _Account:
             case Shortage():
                 self._shortage = event.out_of_memory
                 yield event
-            case Learned() | Proven() | Traced() | Uncontained() | Asking():
+            case Learned() | Proven() | Verified() | Traced() | Uncontained() | Asking():
                 yield event
             case PlanEnded():
                 self._reported.add(event.report.index)

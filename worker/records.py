@@ -209,11 +209,20 @@ class Learned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """Something was proven of the model that later launches need not prove again."""
+    """Evidence: something was verified of the model that no other process verifies again."""
 
     key: str
-    content: bytes
-    """Pickled; only the harness knows what it says."""
+    content: str
+    """JSON; only the harness knows what it says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The script took an optimizer step under a plan that was found to keep its promise."""
+
+    plan: Plan
+    sources: tuple[tuple[str, str], ...]
+    """The user's own modules: path, relative to the working directory, and SHA-256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +325,25 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """A real run goes on under another plan in the same process, from the same step."""
+
+    index: int
+    """The plan that it goes on under."""
+    reason: str
+    """Why the one before was given up."""
+    blamed: str | None = None
+    """The strategy at fault, where it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrote:
+    """The script has opened a file for writing; told once."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The script came to its own end, or was stopped after the last plan."""
 
@@ -376,11 +404,14 @@ class Saved:
 Event = (
     Agreeing
     | Saved
+    | Wrote
+    | Replaced
     | Pressed
     | Ran
     | Uncontained
     | Learned
     | Proven
+    | Verified
     | PlanStarted
     | Measured
     | Traced
@@ -429,6 +460,9 @@ class LaunchRequest:
     """Processes it consists of, on one machine: see ``worker/ranks.py``."""
     proven: tuple[Proven, ...] = ()
     """What earlier launches have proven."""
+    peaks: tuple[int, ...] = ()
+    """Of a real run, for each of ``plans``: bytes on the device when it was measured; 0 where it
+    was not. The first is the plan of the run, the others are what it may fall back to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,6 +524,7 @@ LaunchEvent = (
     Uncontained
     | Learned
     | Proven
+    | Verified
     | Measured
     | Traced
     | Shortage

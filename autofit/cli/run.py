@@ -36,6 +36,11 @@ from autofit.export.load import load_plan
     type=click.IntRange(min=1),
     help="Ranks to start (default: as the launch line says, or as it was searched).",
 )
+@click.option(
+    "--verify-only",
+    is_flag=True,
+    help="Check the plan in a short launch and stop; exits with 1 where it does not hold.",
+)
 @click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
 def command(
     script: str | None,
@@ -44,6 +49,7 @@ def command(
     memory: int | None,
     resume: str | None,
     ranks: int | None,
+    verify_only: bool,
     storage: str | None,
 ) -> int:
     """Run SCRIPT to its end under the best plan; exits with the script's own code.
@@ -65,6 +71,7 @@ def command(
         memory=memory,
         resume=resume,
         ranks=ranks or launch.ranks,
+        verify_only=verify_only,
         say=_say,
     )
 

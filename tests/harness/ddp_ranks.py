@@ -27,6 +27,7 @@ from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
 from autofit.worker.records import Event, Shortage
+from tests.roots import a_run
 
 STEPS = 10
 SAMPLES = 12
@@ -331,6 +332,8 @@ def sharded() -> Left:
 class Reports:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.shortages: list[tuple[str, int | None]] = []
 
@@ -359,7 +362,7 @@ def running(name: str, reports: Reports) -> Iterator[None]:
     """Train inside a real run, on rank 1 with little memory where the scenario is about that."""
     gauge = meter.for_device("cpu")
     plan = Plan.of(PLANS.get(name, {"micro_batch": "5"}))
-    run = RealRun(plan, reports, gauge)  # type: ignore[arg-type]
+    run = RealRun(a_run(plan), reports, gauge)  # type: ignore[arg-type]
     run.start()
     hungry = name.startswith("hungry") and RANK == 1
     if hungry:

@@ -23,6 +23,7 @@ from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
 from autofit.worker.records import Event, Shortage
+from tests.roots import a_run
 
 STEPS = 5
 SHORT_FROM = 2
@@ -255,6 +256,8 @@ PRESSURE = Pressure()
 class Reports:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.shortages: list[tuple[str, int | None]] = []
 
@@ -266,7 +269,7 @@ class Reports:
 
 @contextmanager
 def running(plan: Plan, reports: Reports) -> Iterator[None]:
-    run = RealRun(plan, reports, meter.for_device("cpu"))  # type: ignore[arg-type]
+    run = RealRun(a_run(plan), reports, meter.for_device("cpu"))  # type: ignore[arg-type]
     run.start()
     try:
         yield

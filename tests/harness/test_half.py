@@ -21,6 +21,7 @@ from autofit.worker import meter
 from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.random_state import Ambient
 from autofit.worker.harness.real import RealRun
+from tests.roots import a_run
 
 pytestmark = pytest.mark.quick
 
@@ -32,6 +33,8 @@ CALLS: list[int] = []
 class Silent:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def send(self, event: Any) -> None:
         """Drop it."""
 
@@ -40,7 +43,7 @@ class Silent:
 def splitting() -> Iterator[RealRun]:
     """Split every root's batch, as ``autofit run`` does."""
     plan = Plan.of({"micro_batch": str(MICRO_BATCH)})
-    run = RealRun(plan, Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
+    run = RealRun(a_run(plan), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
     run.start()
     try:
         yield run

@@ -31,12 +31,15 @@ from autofit.worker.records import (
     TrialReport,
     Verdict,
 )
+from tests.roots import a_run
 
 pytestmark = pytest.mark.quick
 
 
 class Reports(list[Any]):
     """Keeps what a run tells."""
+
+    rank = 0
 
     def send(self, event: Any) -> None:
         """Keep it."""
@@ -57,7 +60,7 @@ def train(retries: list[int]) -> Reports:
     answers = iter([retries[0], *retries, retries[-1]])
     gauge.retries = answers.__next__  # type: ignore[method-assign]
     reports = Reports()
-    run = RealRun(Plan.of({"micro_batch": "8"}), reports, gauge)  # type: ignore[arg-type]
+    run = RealRun(a_run(Plan.of({"micro_batch": "8"})), reports, gauge)  # type: ignore[arg-type]
     run.start()
     try:
         for _ in retries:
@@ -110,7 +113,7 @@ def test_a_later_proof_is_set_aside() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gauge, reports, retries = meter.for_device("cpu"), Reports(), 0
     gauge.retries = lambda: retries  # type: ignore[method-assign]
-    run = RealRun(Plan.of({"micro_batch": "8"}), reports, gauge)  # type: ignore[arg-type]
+    run = RealRun(a_run(Plan.of({"micro_batch": "8"})), reports, gauge)  # type: ignore[arg-type]
     run.start()
     try:
         for made, zeros in [(2, 0), (3, 5), (1, 5), (0, 5)]:
@@ -131,6 +134,8 @@ def test_a_later_proof_is_set_aside() -> None:
 TRAIN = """\
 import torch
 from autofit.worker import meter
+from tests.roots import a_run
+from tests.roots import a_run
 from torch import nn
 
 CHUNKS = []

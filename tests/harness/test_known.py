@@ -67,12 +67,12 @@ class Process:
     told: dict[str, Proven] = field(default_factory=dict)
     held: list[nn.Module] = field(default_factory=list)
 
-    def root(self, module: nn.Module, position: int = 0) -> HarnessRoot:
+    def root(self, module: nn.Module) -> HarnessRoot:
         def tell(proven: Proven) -> None:
             self.told[proven.key] = proven
 
         held = {each.key: each.content for each in self.told.values()}
-        known = Known(held, tell).of(position, module)
+        known = Known(held, tell).of(module)
         seams = Seams(Bystander())
         self.held.append(module)
         return HarnessRoot(module, seams, self.calls, lambda *args: False, known)
@@ -134,24 +134,35 @@ def test_a_refusal_is_remembered_and_its_batch_is_not(process: Process) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("other", ["width", "place", "mode", "attribute", "arguments"])
+@pytest.mark.parametrize("other", ["width", "mode", "sign", "frozen", "arguments"])
 def test_what_differs_is_proven_for_itself(process: Process, other: str) -> None:
     assert proofs(process.root(Net()), batch()) > 0
     module = Net(width=16 if other == "width" else 8)
     module.train(other != "mode")
-    module.scale = 2.0 if other == "attribute" else 1.0
+    module.scale = -1.0 if other == "sign" else 1.0
+    module.head.weight.requires_grad_(other != "frozen")
     samples = batch(width=16 if other == "width" else 8)
     if other == "arguments":
         samples.leaves[0] = samples.leaves[0].requires_grad_()
-    assert proofs(process.root(module, position=int(other == "place")), samples) > 0
+    assert proofs(process.root(module), samples) > 0
 
 
-def test_what_points_into_the_process_is_not_handed_on(process: Process) -> None:
+def test_a_number_that_varies_makes_no_other_kind_of_call(process: Process) -> None:
+    assert proofs(process.root(Net()), batch()) > 0
+    module = Net()
+    module.scale = 7.0
+    assert proofs(process.root(module), batch()) == 0
+
+
+def test_class_weights_are_handed_on(process: Process) -> None:
     weighted = Net(weights=torch.tensor([1.0, 2.0, 3.0]))
     layout = process.root(weighted).layout(batch())
-    assert layout.joins[0].labels is not None
-    assert layout.joins[0].labels.weights is not None
-    assert not process.told
+    again = process.root(Net(weights=torch.tensor([1.0, 2.0, 3.0]))).layout(batch())
+    for each in (layout, again):
+        labels = each.joins[0].labels
+        assert labels is not None
+        assert labels.weights is not None
+        assert labels.weights.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
@@ -163,11 +174,11 @@ def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
     assert proofs(root, batch()) > 0
 
 
-def test_modules_that_a_plan_has_replaced_have_no_place(process: Process) -> None:
+def test_modules_that_a_plan_has_replaced_make_no_other_kind_of_call(process: Process) -> None:
+    assert proofs(process.root(Net()), batch()) > 0
     root, other = process.root(module := Net()), Block(8)
     root._layouts.around(lambda: module.blocks.__setitem__(0, other))
-    assert proofs(root, batch()) > 0
-    assert not process.told
+    assert proofs(root, batch()) == 0
 
 
 def test_what_a_plan_leaves_in_the_model_makes_no_other_kind_of_call(process: Process) -> None:
@@ -264,7 +275,7 @@ def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], l
 def test_a_launch_that_is_told_calls_the_model_for_its_chunks_alone(tmp_path: Path) -> None:
     first, told, calls = heard(tmp_path)
     assert first.verdict is Verdict.MEASURED
-    assert len({each.key for each in told}) == 3, "the split, its dimension, the checkpoints"
+    assert len({each.key for each in told}) == 5, "split, dimension, checkpoints, two graphs"
     assert int(calls[0].split()[1]) > 4
     again, more, calls = heard(tmp_path, *told)
     assert again.verdict is Verdict.MEASURED

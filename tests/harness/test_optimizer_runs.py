@@ -179,6 +179,9 @@ def test_eight_bits_lower_the_state_on_a_gpu(tmp_path: Path) -> None:
         def optimizer_refused(self, refusal: Exception) -> None:
             raise refusal
 
+        def optimizer_broke(self, error: Exception) -> bool:
+            return False
+
         def modules(self) -> tuple[torch.nn.Module, ...]:
             return ()
 

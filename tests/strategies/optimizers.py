@@ -47,6 +47,9 @@ class Under:
     def optimizer_refused(self, refusal: Refused) -> None:
         raise refusal
 
+    def optimizer_broke(self, error: Exception) -> bool:
+        return False
+
     def modules(self) -> tuple[nn.Module, ...]:
         return self.roots
 

@@ -31,6 +31,9 @@ class Under(Session):
     def optimizer_refused(self, refusal: Refused) -> None:
         raise refusal
 
+    def optimizer_broke(self, error: Exception) -> bool:
+        return False
+
     def splits(self) -> bool:
         return self.plan["micro_batch"] != "as_is"
 

@@ -59,6 +59,9 @@ class Bench:
     def optimizer_refused(self, refusal: Refused) -> None:
         raise refusal
 
+    def optimizer_broke(self, error: Exception) -> bool:
+        return False
+
     def modules(self) -> tuple[nn.Module, ...]:
         return tuple(root.module for root in self.roots)
 

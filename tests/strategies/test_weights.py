@@ -49,6 +49,9 @@ class Script:
     def optimizer_refused(self, refusal: Refused) -> None:
         raise refusal
 
+    def optimizer_broke(self, error: Exception) -> bool:
+        return False
+
     def modules(self) -> tuple[nn.Module, ...]:
         return self.roots
 

@@ -61,6 +61,9 @@ class Owner(Protocol):
     def came_back(self) -> None:
         """Notice that a call's backward is done."""
 
+    def unrecognized(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
+        """Return the shape of a chunk's graph if it is none that was verified."""
+
     def held(self) -> nn.Module:
         """Return the root itself, which the script may have let go of by its backward."""
 
@@ -103,8 +106,14 @@ class Kept:
 class Call:
     """One call of the root, from its forward to its backward."""
 
-    def __init__(self, owner: Owner, forward: Forward, batch: Batch, layout: Layout) -> None:
+    def __init__(
+        self, owner: Owner, forward: Forward, batch: Batch, layout: Layout, *, own: int = 0
+    ) -> None:
+        """``own``: the first of the outputs that is the root's; a loss may come before it."""
         self.owner = owner
+        self._own = own
+        self._recognized = False
+        """Its graph has been looked at."""
         self.forward = forward
         self.batch = batch
         """Its tensors are there while forward or backward runs."""
@@ -183,9 +192,14 @@ class Call:
                 self._empty_gradients()
             if isinstance(error, _InHalf):
                 eager, again = False, True
+            elif isinstance(error, Unrecognized):
+                again = False
             else:
                 again = self.owner.shrink(error, "forward", size) and size > 1
             self._let_go(error)
+            if isinstance(error, Unrecognized):
+                start.restore()
+                self._attributes.restore()
             if not again:
                 raise error
             start.restore()
@@ -228,11 +242,20 @@ class Call:
             leaves, outputs = self._forward(cut)
         if keep:
             self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
+            self._recognize(outputs)
         if eager:
             self._differentiate(outputs, cut)
         elif keep:
             self._kept = Kept(cut, leaves, list(outputs))
         return [without_graph(out) for out in outputs]
+
+    def _recognize(self, outputs: list[Any]) -> None:
+        """Raise ``Unrecognized`` where the first graph of the call is none that was verified."""
+        if self._recognized:
+            return
+        if (shape := self.owner.unrecognized(self.layout, outputs[self._own :])) is not None:
+            raise Unrecognized(shape)
+        self._recognized = True
 
     def _differentiate(self, outputs: list[Any], cut: Cut) -> None:
         """Run an eager chunk's backward; raise ``_InHalf`` where that needs a scale not known."""
@@ -484,6 +507,17 @@ class Call:
 
 class _InHalf(Exception):
     """Gradients turned out to flow in float16, the loss's scale being unknown yet."""
+
+
+class Unrecognized(Exception):
+    """A call has made a graph of another shape than those that were verified.
+
+    Nothing has come of the call: the generators and the model's plain attributes are put back.
+    """
+
+    def __init__(self, shape: str) -> None:
+        super().__init__("a call of another kind than those before it")
+        self.shape = shape
 
 
 _ABSENT = object()

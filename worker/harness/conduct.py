@@ -49,8 +49,8 @@ class Conduct:
 
     def wait_for_torch(self) -> None:
         """Start the session as soon as the script has imported torch."""
-        if self._spec.report_saves:
-            Saves(self._reporter).attach()
+        if self._spec.mode == "run":
+            Saves(self._reporter).attach(checkpoints=self._spec.report_saves)
         imports.after_import(SWITCHES, _switch_off)
         if self._spec.mode == "trial":
             imports.after_import(BATCH_SIZES, _keep_batch_size)
@@ -126,8 +126,7 @@ class Conduct:
         if self._spec.mode == "run":
             from autofit.worker.harness.real import RealRun
 
-            ranks = self._spec.request.ranks
-            self._session = RealRun(self._plan(0), self._reporter, self._meter, ranks)
+            self._session = RealRun(self._spec.request, self._reporter, self._meter)
         else:
             from autofit.worker.harness.trial import Trial
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.awaited import Awaited, Loss, PutOff, saved_by_hooks
-from autofit.worker.harness.bridge import Call
+from autofit.worker.harness.bridge import Call, Unrecognized
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.ddp import Ranks
 from autofit.worker.harness.eager import LossScale
@@ -49,6 +49,7 @@ from autofit.worker.harness.joining import (
     cuts_for_keeping,
     equal_cuts,
 )
+from autofit.worker.harness.layouts import Layouts
 from autofit.worker.harness.moved import once
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams
@@ -59,6 +60,7 @@ OnShortage = Callable[[BaseException, str, int], bool]
 Re-raises an error that is no shortage.
 """
 NO_SAMPLES = "it holds no samples"
+ANOTHER_KIND = "its autograd graph has another shape than those that were verified"
 
 
 class Elastic:
@@ -71,7 +73,7 @@ class Elastic:
         micro_batch: int,
         *,
         find_layout: FindValues,
-        doubt: Callable[[], None],
+        layouts: Layouts,
         on_shortage: OnShortage,
         ranks: Ranks | None = None,
         whole_at_worst: bool = True,
@@ -96,7 +98,7 @@ class Elastic:
         """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
-        self._doubt = doubt
+        self._layouts = layouts
         self._has_split = False
         """A call has gone well."""
         self._on_shortage = on_shortage
@@ -172,12 +174,16 @@ class Elastic:
             call = Call(self, once(forward, layout.moved), batch, layout)
             try:
                 output = self._around(call)
+            except Unrecognized as unknown:
+                if last or self._ranks is not None:
+                    raise Refused(ANOTHER_KIND, "micro_batch") from None
+                self._layouts.prove_again(layout.kind, batch, unknown.shape)
             except Refused as refusal:  # what was proven does not hold for this batch
                 if _is_of_another(refusal):
                     raise
                 if start is not None:
                     start.restore()
-                self._doubt()
+                self._layouts.doubt()
                 if last or self._ranks is not None:  # the other ranks would wait for another call
                     raise
             else:
@@ -187,6 +193,12 @@ class Elastic:
                     self._outlines[self._kind(batch)] = outline, output.device
                 return output
         raise AssertionError("the second attempt returns or raises")
+
+    def unrecognized(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
+        """Return the shape of a chunk's graph if it is none that was verified."""
+        if layout.kind is None:
+            return None
+        return self._layouts.unrecognized(layout.kind, outputs, self.own)
 
     def put_off(
         self,
@@ -218,23 +230,37 @@ class Elastic:
 
     def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a call that was put off with the loss as its last part; return loss and output."""
-        layout, ambient, run = call.layout, call.ambient, call.forward
+        layout, ambient, plain = call.layout, call.ambient, call.forward
         args, kwargs = call.batch.call(call.batch.leaves)
 
         def forward(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with ambient.again():  # not the call's: it holds the output, whose graph holds this
-                output = run(*args, **kwargs)
+                output = plain(*args, **kwargs)
             return loss(output, target), output
 
         batch = Batch.of((loss.target, *args), kwargs)
-        both = replace(
-            layout,
-            batched=(0, *(index + 1 for index in layout.batched)),
-            joins=(loss.mean.join, *layout.joins),
-        )
-        found: tuple[torch.Tensor, torch.Tensor] = call.entered(
-            Call(self, once(forward, layout.moved), batch, both)
-        )
+
+        def run(layout: Layout) -> Any:
+            both = replace(
+                layout,
+                batched=(0, *(index + 1 for index in layout.batched)),
+                joins=(loss.mean.join, *layout.joins),
+            )
+            return Call(self, once(forward, layout.moved), batch, both, own=1)()
+
+        def verified() -> Any:
+            try:
+                return run(layout)
+            except Unrecognized as unknown:
+                shape = unknown.shape
+            try:
+                return run(self._layouts.prove_again(layout.kind, call.batch, shape))
+            except Refused as refusal:
+                if not self._whole_at_worst or _is_of_another(refusal):
+                    raise
+                return self._whole(str(refusal), forward, *batch.call(batch.leaves))
+
+        found: tuple[torch.Tensor, torch.Tensor] = call.entered(verified)
         return found
 
     def _kind(self, batch: Batch) -> object:

@@ -139,6 +139,8 @@ class Layout:
     """The forward draws random numbers."""
     moved: tuple[Place, ...] = field(default=(), compare=False)
     """What each call moves on in the model, whatever its samples."""
+    kind: Any = field(default=None, compare=False, repr=False)
+    """The kind of call that it is of (``layouts.CallKind``)."""
 
     def size(self, batch: Batch) -> int:
         """Return the samples in a call."""

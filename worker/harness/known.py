@@ -1,14 +1,15 @@
-"""What has been proven of a script's roots, so that no launch of a search proves it again.
+"""Evidence: what has been verified of a script's roots, so that no other process verifies it again.
 
-The launches of a search run one script on one kind of device: what one of them has proven, the
-parent hands to the next. It holds there for the same rank and a root with the same parameters in
-the same place, in a call of the same kind. A real run is handed nothing, and proves everything.
+The launches of a search run one script on one kind of device. What one of them has verified, the
+parent hands to the next, keeps in the store, and hands to the real run. It holds there for the same
+rank and for a root with the same parameters. It is plain JSON: a store may come from elsewhere, and
+reading it must run nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -19,42 +20,46 @@ from autofit.worker.records import Proven
 
 
 class Known:
-    """Proofs by a key, whose ``repr`` must say the same in every process."""
+    """Evidence by a key, whose ``repr`` must say the same in every process."""
 
     def __init__(
         self,
-        held: dict[str, bytes] | None = None,
+        held: dict[str, str] | None = None,
         tell: Callable[[Proven], None] = lambda proven: None,
         of: object = None,
     ) -> None:
-        """``held``: what was proven before; ``of``: what all of it is about."""
+        """``held``: what was verified before; ``of``: what all of it is about."""
         self._held = {} if held is None else held
         self._tell = tell
         self._of = _digest(of)
 
-    def of(self, position: int, module: nn.Module) -> Self:
-        """Return what is known of one root, the ``position``-th that the script has called."""
+    def of(self, module: nn.Module) -> Self:
+        """Return what is known of one root.
+
+        A model that a script makes anew, for each fold say, is the same root.
+        """
         parameters = [
             (name, None if is_lazy(each) else tuple(each.shape), each.dtype)
             for name, each in module.named_parameters()
         ]
-        root = self._of, position, type(module).__qualname__, parameters
+        root = self._of, type(module).__qualname__, parameters
         return type(self)(self._held, self._tell, root)
 
     def hear(self, proven: Iterable[Proven]) -> None:
-        """Take in what other launches have proven meanwhile."""
+        """Take in what other launches have verified meanwhile."""
         self._held.update({each.key: each.content for each in proven})
 
     def get(self, *key: object) -> Any:
         """Return what was put there, in this process or in one before it; else ``None``."""
         content = self._held.get(_digest((self._of, key)))
-        return None if content is None else pickle.loads(content)
+        return None if content is None else json.loads(content)
 
     def put(self, value: object, *key: object) -> None:
-        """Hold ``value``, which can be pickled, here and in launches to come; ``None``: nothing."""
-        proven = Proven(key=_digest((self._of, key)), content=pickle.dumps(value))
-        self._held[proven.key] = proven.content
-        self._tell(proven)
+        """Hold ``value``, plain JSON, here and in launches to come; ``None``: nothing."""
+        proven = Proven(key=_digest((self._of, key)), content=json.dumps(value))
+        if self._held.get(proven.key) != proven.content:
+            self._held[proven.key] = proven.content
+            self._tell(proven)
 
 
 def _digest(key: object) -> str:

@@ -1,14 +1,15 @@
-"""How each kind of call of a root is split: proven when it first comes, and again when it differs.
+"""How each kind of call of a root is split: verified when it first comes, and when it differs.
 
-A kind is a structure of arguments, the modes of all modules, flags and numbers among the arguments
-and the modules' attributes. Within a kind a later batch can show what the first one hid: padding,
-samples that do not count, another class. Its *traits* tell, and the split is proven on it too.
+``signature`` says what a kind is. Within a kind a later batch can show what the first one hid:
+padding, samples that do not count, another class. Its *traits* tell, and the split is verified on
+it too. So can the call itself: a term that the script switches on adds nodes to the autograd graph,
+and a graph of a shape that was not there when the kind was verified is verified as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from traceback import clear_frames
 from typing import Any
 
@@ -17,210 +18,282 @@ from torch import nn
 
 from autofit.exceptions import Refused
 from autofit.worker.harness.comparison import Undecided
-from autofit.worker.harness.joining import Batch, Layout
+from autofit.worker.harness.graph import Shapes
+from autofit.worker.harness.joining import Batch, Join, Labels, Layout, Rule
 from autofit.worker.harness.known import Known
+from autofit.worker.harness.moved import places
+from autofit.worker.harness.signature import Key, Signatures
 from autofit.worker.oom import Kind, classify
 
 LAYOUT = "how a call is split"
-KINDS = 8
-"""Kinds of calls that differ in numbers only; further numbers are taken for more of the same."""
+SHAPES = "the shapes of the graphs of a kind of call"
+PLAIN = ()
+"""What shows in a call of no plan at all."""
 SMALL = 1 << 22
 """Entries of an argument of fractions that is looked at in every call."""
+CLASSES = 1 << 16
+"""Class weights that are handed on at most."""
 
 Find = Callable[[Batch, bool], Layout]
-"""Proves how a call is split, with its gradients or by values alone."""
-Key = tuple[Any, ...]
-Attribute = tuple[int, str]
-"""An attribute of a module, which goes by its ``id``."""
+"""Verifies how a call is split, with its gradients or by values alone."""
+Rehearse = Callable[[Batch, Layout], str]
+"""Returns the shape of the graph of a few samples of a call, without a plan."""
 Traits = frozenset[tuple[int, str]]
 Range = tuple[int, int]
 
 
-@dataclass
-class _Proven:
-    """One kind of call."""
+@dataclass(eq=False)
+class CallKind:
+    """One kind of call, and what was verified of it."""
 
+    key: Key
     layout: Layout | Refused
     traits: Traits = frozenset()
-    """What the batches showed on which the layout was proven."""
+    """What the batches showed on which the layout was verified."""
     ranges: dict[int, Range] = field(default_factory=dict)
     """The whole numbers seen in arguments that have one for each sample."""
-    refused: dict[Traits, str] = field(default_factory=dict)
-    """What further traits did to the promise."""
-    key: Key = ()
-    """By which a later launch knows it; none where a plan has replaced modules."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether it means the same in another process: it points to nothing in this one."""
-        if not self.key or isinstance(self.layout, Refused) or self.layout.moved:
-            return False
-        return all(join.labels is None or join.labels.weights is None for join in self.layout.joins)
+    refused: dict[object, str] = field(default_factory=dict)
+    """What further traits, or a graph of another shape, did to the promise."""
+    shapes: dict[object, set[str]] = field(default_factory=dict)
+    """The shapes of its graphs, under each plan (by what of it shows in a call)."""
+    fresh: bool = False
+    """The call that is about to run is one on which it was verified: its graph is the right one."""
 
 
 class Layouts:
     """The layouts of one root."""
 
-    def __init__(self, module: Callable[[], nn.Module], find: Find, known: Known) -> None:
+    def __init__(
+        self,
+        module: Callable[[], nn.Module],
+        find: Find,
+        known: Known,
+        rehearse: Rehearse | None = None,
+    ) -> None:
+        """``rehearse``: ``None`` where the model must not be called for it: in a real run."""
         self._module = module
         self._find = find
         self._known = known
+        self.rehearse = rehearse
         self._doubted = False
-        """What is known was found wrong; it is proven in this process or not at all."""
-        self._kinds: dict[Key, dict[Key, _Proven]] = {}
-        self._scripts: dict[Attribute, Any] = {}
-        """What the script has where a plan has put something else: ``None`` where nothing."""
+        """What is known was found wrong; it is verified in this process or not at all."""
+        self._kinds: dict[Key, CallKind] = {}
+        self._signatures = Signatures(module)
+        self._shapes = Shapes()
+        self._plan: object = ()
+        """What of the plan that is applied shows in a call."""
 
-    def around(self, change: Callable[[], None]) -> None:
+    def around(self, change: Callable[[], None], plan: object = ()) -> None:
         """Let a plan change the modules: whatever it sets there makes no other kind of call."""
-        before = attributes(self._module())
-        stays = {place: value for place, value in self._scripts.items() if place in before}
-        change()
-        after = attributes(self._module())
-        changed = {place for place in before | after if before.get(place) != after.get(place)}
-        self._scripts = {place: before.get(place) for place in changed} | stays
+        self._signatures.around(change)
+        self._plan = plan
 
     def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
         """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
-        module = self._module()
-        coarse = (gradients, *_structure(module, batch))
-        alike = self._kinds.setdefault(coarse, {})
-        exact = _numbers(batch), self._attributes(module)
-        proven = alike.get(exact)
-        if proven is None and len(alike) >= KINDS:
-            proven = next(reversed(alike.values()))
-        if proven is None:
-            key = _everywhere(module, coarse, *exact)
-            proven = alike[exact] = self._recall(key) or self._prove(batch, gradients, key)
-            if isinstance(proven.layout, Undecided):
-                del alike[exact]
-        if isinstance(proven.layout, Refused):
-            raise type(proven.layout)(str(proven.layout))
-        return self._again(proven, proven.layout, batch, gradients)
+        key = self._signatures.of(batch, gradients=gradients)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._recall(key) or self._prove(batch, gradients, key)
+            if isinstance(kind.layout, Undecided):
+                del self._kinds[key]
+        if isinstance(kind.layout, Refused):
+            raise type(kind.layout)(str(kind.layout))
+        layout = self._again(kind, kind.layout, batch, gradients)
+        if gradients and self.rehearse is not None and self._plan not in kind.shapes:
+            self._rehearsed(kind, layout, batch)
+        return replace(layout, kind=kind)
 
-    def back(self) -> None:
-        """Notice that the plan has been taken back, but for what may stay there: adapters."""
-        added = [place for place, value in self._scripts.items() if value is None]
-        self._scripts = dict.fromkeys(added)
+    def unrecognized(
+        self, kind: CallKind, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
+    ) -> str | None:
+        """Return the shape of the graph that a call has made, if it is none that was verified.
+
+        ``outputs``: of the root. The first graph after a verification is that of the call on which
+        it was made.
+        """
+        shape = self._shapes.of(outputs, parameters)
+        shapes = kind.shapes.setdefault(self._plan, self._recall_shapes(kind.key, self._plan))
+        if shape not in shapes:
+            if not kind.fresh:
+                return shape
+            self._add_shape(kind, self._plan, shape)
+        kind.fresh = False
+        return None
+
+    def prove_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
+        """Verify a kind on a batch whose graph has another shape; raise ``Refused`` if it fails."""
+        if (self._plan, shape) in kind.refused:
+            raise Refused(kind.refused[self._plan, shape])
+        try:
+            layout = self._find_again(batch, True)
+        except Refused as refusal:
+            if not isinstance(refusal, Undecided):
+                kind.refused[self._plan, shape] = str(refusal)
+            raise
+        kind.layout, kind.fresh = layout, True
+        self._keep(kind)
+        return replace(layout, kind=kind)
 
     def doubt(self) -> None:
-        """Forget what is proven: a call has shown otherwise."""
-        for proven in [each for alike in self._kinds.values() for each in alike.values()]:
-            if proven.tells:
-                self._known.put(None, *proven.key)
+        """Forget what is verified: a call has shown otherwise."""
+        for kind in self._kinds.values():
+            if plain_layout(kind.layout, self._module()) is not None:
+                self._known.put(None, LAYOUT, *kind.key)
         self._kinds.clear()
         self._doubted = True
 
-    def _recall(self, key: Key) -> _Proven | None:
-        held = self._known.get(*key) if key and not self._doubted else None
+    # --- evidence --------------------------------------------------------------------------
+
+    def _recall(self, key: Key) -> CallKind | None:
+        held = None if self._doubted else self._known.get(LAYOUT, *key)
         if held is None:
             return None
-        layout, traits, ranges = held
-        return _Proven(layout, traits, ranges, key=key)
+        layout = layout_of(held["layout"], self._module())
+        traits = frozenset((index, name) for index, name in held["traits"])
+        ranges = {index: (low, high) for index, low, high in held["ranges"]}
+        return CallKind(key, layout, traits, ranges)
 
-    def _keep(self, proven: _Proven) -> None:
-        if proven.tells:
-            self._known.put((proven.layout, proven.traits, proven.ranges), *proven.key)
+    def _keep(self, kind: CallKind) -> None:
+        plain = plain_layout(kind.layout, self._module())
+        if plain is None:
+            return
+        ranges = [[index, *bounds] for index, bounds in sorted(kind.ranges.items())]
+        told = {"layout": plain, "traits": sorted(kind.traits), "ranges": ranges}
+        self._known.put(told, LAYOUT, *kind.key)
 
-    def _attributes(self, module: nn.Module) -> frozenset[tuple[Attribute, Any]]:
-        """Return the modules' numbers, as the script has them."""
-        found = attributes(module) | self._scripts
-        return frozenset((place, value) for place, value in found.items() if value is not None)
+    def _recall_shapes(self, key: Key, plan: object) -> set[str]:
+        return set() if self._doubted else set(self._known.get(SHAPES, plan, *key) or ())
 
-    def _prove(self, batch: Batch, gradients: bool, key: Key) -> _Proven:
+    def _add_shape(self, kind: CallKind, plan: object, shape: str) -> None:
+        shapes = kind.shapes.setdefault(plan, set())
+        shapes |= {shape, *self._recall_shapes(kind.key, plan)}
+        self._known.put(sorted(shapes), SHAPES, plan, *kind.key)
+
+    # --- verifying -------------------------------------------------------------------------
+
+    def _prove(self, batch: Batch, gradients: bool, key: Key) -> CallKind:
         try:
             layout = self._find(batch, gradients)
         except Refused as refusal:
-            return _Proven(type(refusal)(str(refusal)))  # that one's frames hold the batch
-        proven = _Proven(layout, key=key)
+            return CallKind(key, type(refusal)(str(refusal)))  # that one's frames hold the batch
+        kind = CallKind(key, layout, fresh=True)
         if layout.fits(batch):
-            proven.traits, proven.ranges = _traits(batch, layout)
-        self._keep(proven)
-        return proven
+            kind.traits, kind.ranges = _traits(batch, layout)
+        self._keep(kind)
+        return kind
 
-    def _again(self, proven: _Proven, layout: Layout, batch: Batch, gradients: bool) -> Layout:
-        """Return the layout, proven on ``batch`` too if that shows what none before it did."""
+    def _rehearsed(self, kind: CallKind, layout: Layout, batch: Batch) -> None:
+        """Believe the next graph under a plan that is new, if without the plan it is as it was.
+
+        Verifies the kind again on ``batch`` where it is not; raises ``Refused`` if that fails.
+        """
+        assert self.rehearse is not None
+        kind.shapes[self._plan] = self._recall_shapes(kind.key, self._plan)
+        if kind.shapes[self._plan] and not kind.fresh:
+            return
+        plain = self.rehearse(batch, layout)
+        known = kind.shapes.setdefault(PLAIN, self._recall_shapes(kind.key, PLAIN))
+        if known and plain not in known:
+            kind.layout = self._find_again(batch, True)
+        if plain not in known:
+            self._add_shape(kind, PLAIN, plain)
+        kind.fresh = True
+
+    def _again(self, kind: CallKind, layout: Layout, batch: Batch, gradients: bool) -> Layout:
+        """Return the layout, verified on ``batch`` too if that shows what none before it did."""
         if not layout.fits(batch):
             raise Refused("the model's arguments do not all have the same number of samples")
         if not any(join.scalar or join.detached for join in layout.joins):
             return layout
         traits, ranges = _traits(batch, layout)
-        further = traits - proven.traits
-        wider = {i: _union(proven.ranges.get(i, seen), seen) for i, seen in ranges.items()}
-        if not further and all(wider[i] == proven.ranges.get(i) for i in wider):
+        further = traits - kind.traits
+        wider = {i: _union(kind.ranges.get(i, seen), seen) for i, seen in ranges.items()}
+        if not further and all(wider[i] == kind.ranges.get(i) for i in wider):
             return layout
-        if further in proven.refused:
-            raise Refused(proven.refused[further])
+        if further in kind.refused:
+            raise Refused(kind.refused[further])
         try:
-            proven.layout = self._find_again(batch, gradients)
+            kind.layout = self._find_again(batch, gradients)
         except Undecided:
             return layout
         except Refused as refusal:
-            proven.refused[further] = str(refusal)
+            kind.refused[further] = str(refusal)
             raise
-        proven.traits |= traits
-        proven.ranges |= wider
-        self._keep(proven)
-        return proven.layout
+        kind.traits |= traits
+        kind.ranges |= wider
+        kind.fresh = True
+        self._keep(kind)
+        return kind.layout
 
     def _find_again(self, batch: Batch, gradients: bool) -> Layout:
-        """Prove the layout on ``batch``; raise ``Undecided`` where memory has no room for it."""
+        """Verify the layout on ``batch``; raise ``Undecided`` where memory has no room for it."""
         try:
             return self._find(batch, gradients)
         except Exception as error:
             if classify(error).kind is not Kind.OOM:
                 raise
             clear_frames(error.__traceback__)  # they hold what did not fit
-        raise Undecided("memory ran out while the split was proven on another kind of batch")
+        raise Undecided("memory ran out while the split was verified on another kind of batch")
 
 
-def _everywhere(
-    module: nn.Module, coarse: Key, numbers: Key, found: frozenset[tuple[Attribute, Any]]
-) -> Key:
-    """Return a kind of call with modules by their position, as any process of the script has it.
+# --- as JSON ----------------------------------------------------------------------------------
 
-    Nothing where a plan has replaced some: those of the script have no position now.
+
+def plain_layout(layout: Layout | Refused, module: nn.Module) -> dict[str, Any] | None:
+    """Return a layout as JSON that another process can read; ``None`` for a refusal.
+
+    Nor where it points to what only this process has: a module that a plan has put there.
     """
-    position = {id(each): index for index, each in enumerate(module.modules())}
-    if any(place not in position for (place, _), _ in found):
-        return ()
-    places = sorted(((position[place], name), repr(value)) for (place, name), value in found)
-    return LAYOUT, *coarse, numbers, places
+    if isinstance(layout, Refused):
+        return None
+    names = {place: name for name, place in places(module).items()}
+    moved = [names.get(place) for place in layout.moved]
+    weights = [w for join in layout.joins if join.labels and (w := join.labels.weights) is not None]
+    if None in moved or any(each.numel() > CLASSES for each in weights):
+        return None
+    return {
+        "dim": layout.dim,
+        "batched": list(layout.batched),
+        "draws": layout.draws,
+        "moved": moved,
+        "joins": [
+            [str(join.rule), join.dim, join.detached, join.labels and _plain_labels(join.labels)]
+            for join in layout.joins
+        ],
+    }
+
+
+def _plain_labels(labels: Labels) -> list[Any]:
+    weights = None if labels.weights is None else labels.weights.tolist()
+    return [labels.leaf, labels.ignore_index, labels.shift, labels.values, weights]
+
+
+def layout_of(plain: dict[str, Any], module: nn.Module) -> Layout:
+    """Return the layout that ``plain_layout`` was given."""
+    known = places(module)
+    return Layout(
+        dim=plain["dim"],
+        batched=tuple(plain["batched"]),
+        draws=plain["draws"],
+        moved=tuple(known[name] for name in plain["moved"] if name in known),
+        joins=tuple(
+            Join(Rule(rule), dim, labels and _labels_of(labels), detached)
+            for rule, dim, detached, labels in plain["joins"]
+        ),
+    )
+
+
+def _labels_of(plain: list[Any]) -> Labels:
+    leaf, ignored, shift, values, weights = plain
+    held = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    return Labels(leaf, ignored, shift, values=values, weights=held)
+
+
+# --- what a batch shows -----------------------------------------------------------------------
 
 
 def _union(one: Range, other: Range) -> Range:
     return min(one[0], other[0]), max(one[1], other[1])
-
-
-def _structure(module: nn.Module, batch: Batch) -> Key:
-    """Return what must be the same for two calls to be of one kind."""
-    kinds = tuple(
-        (leaf.ndim, leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, (bool, str, type(None)))
-        else type(leaf)
-        for leaf in batch.leaves
-    )
-    return batch.spec, kinds, tuple(each.training for each in module.modules())
-
-
-NUMBERS = (bool, int, float, str)
-
-
-def _numbers(batch: Batch) -> Key:
-    """Return the numbers among the arguments."""
-    return tuple(leaf for leaf in batch.leaves if type(leaf) in NUMBERS)
-
-
-def attributes(module: nn.Module) -> dict[Attribute, Any]:
-    """Return the numbers that modules hold as attributes: a call may depend on them."""
-    return {
-        (id(each), name): value
-        for each in module.modules()
-        for name, value in each.__dict__.items()
-        if type(value) in NUMBERS
-    }
 
 
 def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:

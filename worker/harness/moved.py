@@ -218,6 +218,10 @@ class Attributes:
             if type(value) in _PLAIN
         ]
 
+    def restore(self) -> None:
+        """Set those that have changed back."""
+        _write(each for each in self._held if each[0].get(each[1]) is not each[2])
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within it they are so again."""

@@ -44,6 +44,9 @@ class Owner(Protocol):
     def optimizer_refused(self, refusal: Refused) -> None:
         """Answer a strategy that cannot keep its promise; raise, or have another plan ready."""
 
+    def optimizer_broke(self, error: Exception) -> bool:
+        """Return whether a step that failed, and changed nothing, is taken under another plan."""
+
     def modules(self) -> tuple[torch.nn.Module, ...]:
         """Return the roots met so far."""
 
@@ -105,6 +108,11 @@ class HarnessOptimizer:
                 self.take_back()
                 raise
         self._plan, self._changes = plan, changes
+
+    @property
+    def changed(self) -> bool:
+        """Whether a plan has changed it."""
+        return bool(self._changes)
 
     def under(self, plan: Plan) -> bool:
         """Return whether ``plan`` is what has been applied."""
@@ -310,7 +318,18 @@ class Optimizers:
             ours = self._undos and (self._all or optimizer in self._made)  # until it is detached
             if not ours or torch.compiler.is_compiling():
                 return plain(optimizer, *args, **kwargs)
-            return self._ready(optimizer).step(plain, args, kwargs)
+            while True:
+                handle = self._ready(optimizer)
+                before = _versions(optimizer)
+                try:
+                    return handle.step(plain, args, kwargs)
+                except Refused:
+                    raise
+                except Exception as error:
+                    closure = any(map(callable, (*args, *kwargs.values())))  # it has trained
+                    spoilt = closure or _versions(optimizer) != before or not handle.changed
+                    if spoilt or not self._owner.optimizer_broke(error):
+                        raise
 
         return step
 
@@ -367,3 +386,8 @@ def _held_by(optimizer: Optimizer) -> list[Optimizer]:
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters in the order in which ``state_dict`` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _versions(optimizer: Optimizer) -> int:
+    """Return a number that grows when the parameters change."""
+    return sum(0 if each.is_inference() else each._version for each in _parameters(optimizer))

@@ -132,16 +132,18 @@ def _without_code(root: HarnessRoot, attempt: Callable[[], None], *, alone: bool
 
 def remember(root: HarnessRoot, plan: Plan) -> None:
     """Take down that ``plan`` has kept its promise on ``root``, and what that has shown of it."""
-    root.known.put((root.casts, root.sensitivity), PLAN, _shown(plan).changes)
+    noise = root.sensitivity and [root.sensitivity.gradients, sorted(root.sensitivity.buffers)]
+    root.known.put([root.casts, noise], PLAN, _shown(plan).changes)
 
 
 def is_known(root: HarnessRoot, plan: Plan) -> bool:
     """Return whether ``plan`` has kept its promise on ``root``, here or in an earlier launch."""
     if (shown := root.known.get(PLAN, _shown(plan).changes)) is None:
         return False
-    casts, sensitivity = shown
+    casts, noise = shown
     root.casts = root.casts or casts
-    root.sensitivity = root.sensitivity or sensitivity
+    if noise is not None and root.sensitivity is None:
+        root.sensitivity = Sensitivity(noise[0], frozenset(noise[1]))
     return True
 
 
@@ -403,10 +405,7 @@ def _rounded_once(root: HarnessRoot, samples: Batch, rounded: Rounded) -> Sensit
 
 
 def _shown(plan: Plan) -> Plan:
-    """Return what of ``plan`` shows in a call's gradients: no split, nothing of the optimizer."""
-    plain = Strategy.on_root
-    touching = {s.name: level for s, level in plan if type(s).on_root is not plain}
-    return Plan.of({**touching, "micro_batch": AS_IS})
+    return plan.in_calls
 
 
 def _layout(batch: Batch) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -17,19 +17,31 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS, Forward, Load, Reader, Undo, Weights, Wrapper
+from autofit.strategies.base import (
+    AS_IS,
+    Forward,
+    Load,
+    Reader,
+    Undo,
+    Weights,
+    Wrapper,
+)
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.strategies.precision import Precision
 from autofit.worker.harness import ddp, shown
 from autofit.worker.harness.compiling import hides, uncompiled
+from autofit.worker.harness.copies import copied
 from autofit.worker.harness.elastic import Elastic, OnShortage
 from autofit.worker.harness.evaluation import Evaluation
 from autofit.worker.harness.facts import doubted, unwrapped
+from autofit.worker.harness.graph import Shapes
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.layouts import Layouts
-from autofit.worker.harness.probe import find_layout
+from autofit.worker.harness.moved import places
+from autofit.worker.harness.opened import flatten
+from autofit.worker.harness.probe import few, find_layout, preserved
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.standby import Standby
 from autofit.worker.harness.undoing import take_back
@@ -102,7 +114,8 @@ class HarnessRoot:
         """Rescues calls that run whole."""
         self.known = known or Known()
         """What has been proven of it, here or in an earlier launch of the search."""
-        self._layouts = Layouts(lambda: self.module, self._find_layout, self.known)
+        self._untouched = False
+        self._layouts = Layouts(lambda: self.module, self._find_layout, self.known, self._rehearse)
         self.own_call: Forward = seams.wrapped(calls.plain(module))
         """The root's own call, inside nothing of ours."""
         self._call = self.own_call
@@ -111,6 +124,16 @@ class HarnessRoot:
         """The model's own call: ``own_call`` without ``DistributedDataParallel`` around it."""
         self.forward: Forward = self.plain
         """The same inside the forward wrappers of the plan."""
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing is tried out on the module itself, but on copies: it is in earnest."""
+        return self._untouched
+
+    def leave_untouched(self) -> None:
+        """Try nothing out on the module from now on."""
+        self._untouched = True
+        self._layouts.rehearse = None
 
     @property
     def alive(self) -> bool:
@@ -182,7 +205,7 @@ class HarnessRoot:
         """
         self.take_back()
         try:
-            self._layouts.around(lambda: self._apply(plan))
+            self._layouts.around(lambda: self._apply(plan), plan.in_calls.changes)
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold what the way back may need
             self.take_back()
@@ -217,8 +240,10 @@ class HarnessRoot:
 
     def take_back(self) -> None:
         """Leave the root as the script has it; raise ``NotTakenBack`` where memory runs out."""
-        take_back(self._undos)
-        self._layouts.back()
+        if self.alive:
+            self._layouts.around(partial(take_back, self._undos))
+        else:
+            take_back(self._undos)
         self.plan = Plan()
 
     def _forget(self) -> None:
@@ -286,7 +311,7 @@ class HarnessRoot:
             self._seams,
             micro_batch,
             find_layout=self.layout,
-            doubt=self._layouts.doubt,
+            layouts=self._layouts,
             on_shortage=self._on_shortage,
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
             whole_at_worst=self.whole_at_worst,
@@ -364,17 +389,31 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
+        module = copied(self.module, weights=False) if self.untouched else self.module
+        plain = module.__call__ if self.untouched else self.plain
         with uncompiled(), self.proving():
-            forward = ddp.quiet(self._lasts())
-            return find_layout(
-                self.module,
+            forward = ddp.quiet(self._lasts(plain))
+            found = find_layout(
+                module,
                 forward,
                 batch,
                 gradients=gradients,
-                leanly=self.leanly,
+                leanly=None if self.untouched else self.leanly,
                 narrowly=self._narrowly,
                 doubted=self.facts is not None and doubted(self.facts, batch),
             )
+        if not self._untouched or not found.moved:
+            return found
+        names, own = {place: name for name, place in places(module).items()}, places(self.module)
+        return replace(found, moved=tuple(own[names[place]] for place in found.moved))
+
+    def _rehearse(self, batch: Batch, layout: Layout) -> str:
+        """Return the shape of the graph that two samples of a call make without a plan."""
+        some = few(batch, layout, range(min(2, layout.size(batch))))
+        args, kwargs = some.call(some.leaves)
+        with uncompiled(), self.proving(), preserved(self.module), torch.enable_grad():
+            outputs = flatten(ddp.quiet(self._lasts(self.plain))(*args, **kwargs))[0]
+            return Shapes().of(outputs, [*self.module.parameters()])
 
     @property
     def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
@@ -406,9 +445,8 @@ class HarnessRoot:
             if undo is not None:
                 undo()
 
-    def _lasts(self) -> Forward:
-        """Return the model's own call inside what it cannot do without."""
-        forward = self.plain
+    def _lasts(self, forward: Forward) -> Forward:
+        """Return the model's own call, ``forward``, inside what it cannot do without."""
         for wrapper in self._lasting:
             forward = wrapper(forward)
         return forward

@@ -72,8 +72,6 @@ class Session:
         """What cannot go on as its plan has it is to fail: it is measured."""
         self._leader = Leader()
         self._quiet_steps = 0
-        self._met = 0
-        """Roots so far, with those that the script has dropped."""
         self._undos: list[Undo] = []
         """Of what the first plan has changed in the process."""
         self.known = Known()
@@ -144,6 +142,17 @@ class Session:
         """Answer that memory ran out while a plan was taken back: the model is neither's."""
         raise failure.error
 
+    def broke(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether a call that failed is made again, under another plan."""
+        return False
+
+    def optimizer_broke(self, error: Exception) -> bool:
+        """Return whether a step that failed, and changed nothing, is taken under another plan."""
+        return False
+
+    def ran(self, root: HarnessRoot) -> None:
+        """Notice that a call with gradients went well."""
+
     def root_called(self, root: HarnessRoot) -> None:
         """Notice a call with gradients."""
 
@@ -185,8 +194,7 @@ class Session:
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
-        known = self.known.of(self._met, module)
-        self._met += 1
+        known = self.known.of(module)
         self._leader.met(module)
         self._proofs -= sum(each.proofs for each in self.roots if not each.alive)
         self.roots = [each for each in self.roots if each.alive]  # of another training, before
@@ -351,7 +359,7 @@ class Session:
                 root.take_back()
                 self.refused(root, refusal)
             except Exception as error:
-                if not self.starved(error):
+                if not (self.starved(error) or self.broke(root, error)):
                     raise
                 clear_frames(error.__traceback__)  # they hold what did not fit
                 root.take_back()
@@ -360,6 +368,7 @@ class Session:
                 self.go_on()
             else:
                 self.phase = OUTSIDE
+                self.ran(root)
                 return output
 
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:

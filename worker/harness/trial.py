@@ -26,6 +26,7 @@ from autofit.worker.harness.ramp import LONG, SHORT, enough, ramp
 from autofit.worker.harness.ranked import RankedSession
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.sources import digests
 from autofit.worker.harness.stage import Figures, Refusals, Stage, Step, tighter
 from autofit.worker.harness.trace import Tracer
 from autofit.worker.harness.undoing import NotTakenBack
@@ -43,6 +44,7 @@ from autofit.worker.records import (
     Traced,
     TrialReport,
     Verdict,
+    Verified,
 )
 
 Schedule = Generator[Stage, None, None]
@@ -86,6 +88,8 @@ class Trial(RankedSession):
         self._refusals = Refusals(meter)
         self.strict = True
         self.reads.start()
+        self._verified: set[Plan] = set()
+        """Plans, without a size, under which a step was taken."""
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
         self._open = 0
@@ -465,6 +469,7 @@ class Trial(RankedSession):
         if stage.shortage is not None:
             self._advance()
             return
+        self._tell_verified(stage.plan)
         if traced or settling or stage.cold:
             stage.drop(anew=seen.proven and settling)
             if traced and not settling:
@@ -478,6 +483,13 @@ class Trial(RankedSession):
             stage.window.append(step)
         if enough(stage.seconds, stage.steps):
             self._advance()
+
+    def _tell_verified(self, plan: Plan) -> None:
+        """Tell, once, that a step was taken under a plan that was found to keep its promise."""
+        told = plan.searched if plan.unsized == plan else plan
+        if told not in self._verified:
+            self._verified.add(told)
+            self.tell(Verified(plan=plan, sources=digests(self._request.script.cwd)))
 
     def _trace_step(self, losses: list[float]) -> bool:
         """Return whether the step that has ended was traced, the plan being the same all along."""
