@@ -135,7 +135,6 @@ TRAIN = """\
 import torch
 from autofit.worker import meter
 from tests.roots import a_run
-from tests.roots import a_run
 from torch import nn
 
 CHUNKS = []
