@@ -79,6 +79,7 @@ def run(
             facts=study.facts or Facts(),
             trials=trials,
             budget=study.budget,
+            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
         )
     ranks = ranks or 1
     _enough(device, ranks)
