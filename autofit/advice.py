@@ -79,7 +79,10 @@ def _phase(found: OutOfMemory) -> str:
 
 
 def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
-    """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it."""
+    """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it.
+
+    None that has turned out not to keep its promise here.
+    """
     for strategy in strategies.REGISTRY:
         if strategy.name == "micro_batch":
             size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
@@ -89,7 +92,12 @@ def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
             names = [level.name for level in strategy.levels]
             further = names[names.index(plan[strategy.name]) + 1 :]
             levels = [level for level in further if kind in strategy.lowered(level)]
-        allowed = (level for level in levels if ground.allows(strategy.name, level))
+        allowed = (
+            level
+            for level in levels
+            if ground.allows(strategy.name, level)
+            and not ground.was_refused(plan.replace(**{strategy.name: level}))
+        )
         yield from (strategy.describe(level) for level in list(allowed)[:1])
 
 

@@ -56,6 +56,8 @@ HEARTBEAT = 10.0
 UNCONTAINED = "what the script writes to disk is really written: no overlay is allowed here"
 AGAIN = 2
 """Times that a plan is run again whose worker was lost under it."""
+KILLED_AGAIN = 1
+"""Times that a plan is run again whose process was killed from outside."""
 BREAKS = 3 * (AGAIN + 1)
 """Workers a slot lost on end, with no plan heard out in between, at which a search gives up."""
 LATE_STEPS = 50
@@ -83,6 +85,8 @@ class Search:
         self._flights = Flights()
         self._broken: Counter[tuple[Plan, Purpose]] = Counter()
         """Workers lost, by what ran there."""
+        self._killed: Counter[tuple[Plan, Purpose]] = Counter()
+        """Processes killed from outside, by what ran there."""
         self._on_end = 0
         self._safe_steps = 0
         self._ahead: set[int] = set()  # slots on which a launch was started before its plan
@@ -299,11 +303,15 @@ class Search:
 
     def _hear(self, slot: int, happening: LaunchEvent | WorkerError) -> None:
         flight = self._flights[slot]
-        if isinstance(happening, LaunchEnded) and self._crew.heed(
-            slot, happening, self._ledger.say
+        if isinstance(happening, LaunchEnded) and (
+            self._crew.heed(slot, happening, self._ledger.say) or flight.killed
         ):
             self._release(self._flights.pop(slot))
             self._ledger.keep_seconds()
+            return
+        if isinstance(happening, TrialReport) and happening.killed:
+            happening = self._was_killed(flight, happening)
+        if flight.killed and not isinstance(happening, WorkerError):
             return
         if flight.steps:
             self._hear_reference(slot, flight, happening)
@@ -330,6 +338,16 @@ class Search:
                 self._landed(slot, happening)
             case WorkerError():
                 self._worker_broke(slot, happening)
+
+    def _was_killed(self, flight: Flight, report: TrialReport) -> TrialReport:
+        """Have a plan run again whose process was killed from outside; blame it the next time."""
+        ran = report.plan, flight.trials[report.index].purpose
+        self._killed[ran] += 1
+        if self._killed[ran] > KILLED_AGAIN:
+            return replace(report, reason=f"{report.reason}, again")
+        flight.killed = True
+        self._ledger.say(endings.killed(report))
+        return report
 
     def _worker_broke(self, slot: int, error: WorkerError) -> None:
         """Run what was lost with a worker again; record a plan that loses its worker each time."""
@@ -469,5 +487,5 @@ class Search:
             self._drive(in_turn(left), Purpose.CONFIRM)
 
     def _undone(self) -> int:
-        """Return how often a launch came to nothing for want of its card or its worker."""
-        return self._crew.interrupted + self._broken.total()
+        """Return how often a launch came to nothing by no doing of its plan."""
+        return self._crew.interrupted + self._broken.total() + self._killed.total()

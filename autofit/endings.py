@@ -49,6 +49,11 @@ def doubted(plan: Plan, reason: str) -> str:
     return f"{plan}: {reason}; the script is run again without it, to tell whose doing that is"
 
 
+def killed(report: TrialReport) -> str:
+    """Say that a plan is run again whose process somebody else has ended."""
+    return f"{report.plan}: {report.reason}, by something outside the script; it is run once more"
+
+
 def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
     """Say which of the plans tried came closest to ``budget`` bytes."""
     size = format_size(budget)

@@ -52,6 +52,8 @@ class Flight:
     """It waits for a plan."""
     over: bool = False
     """It has been told that there is no other, or is ended, and ends."""
+    killed: bool = False
+    """Its process was killed from outside: what ran there is tried again."""
     refused: set[int] = field(default_factory=set)
     """Indices of the plans that it did not take."""
     heard: float = 0.0

@@ -14,7 +14,7 @@ from autofit.progress import LevelsLeftOut
 from autofit.reference import leading
 from autofit.results import kept, ranked
 from autofit.retreat import Ground, rungs_below
-from autofit.rules import FRAGMENTED, dominated, lost, tainted, waits
+from autofit.rules import FRAGMENTED, dominated, lost, refused, tainted, waits
 from autofit.space import Reason, Space, order_of_retreat, space
 from autofit.static import certain_bytes
 from autofit.storage import TrialRecord
@@ -96,6 +96,7 @@ class Proposer:
             trials=ledger.finished(),
             budget=study.budget,
             refused=frozenset(unused),
+            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
         )
         if not (fitted := ledger.fitted_once()):
             return None
@@ -150,7 +151,8 @@ class Proposer:
         known = flying.union(trial.plan for trial in finished)
         holds = self._holds if ground is not None else None
         tried = within_reach(space, good, budget, horizon, holds=holds)
-        untried = [p for p in tried if p not in known and not tainted(p, drifted, finished)]
+        ended = (*drifted, *refused(finished))
+        untried = [p for p in tried if p not in known and not tainted(p, ended, finished)]
         batch = facts.batch if facts else None
         return Situation(
             candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
@@ -215,7 +217,12 @@ class Proposer:
         if fixed is None and flying:
             return None
         known = {trial.plan for trial in self._ledger.finished()} | flying
-        others = [plan for plan in footing.plans(space) if plan not in known]
+        ended = refused(self._ledger.finished())
+        others = [
+            plan
+            for plan in footing.plans(space)
+            if plan not in known and not tainted(plan, ended, self._ledger.finished())
+        ]
         leading = None if footing.alone else self._leading(others)
         plan = leading or footing.leanest(space)
         if plan is None or plan in flying:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.results import standing
+from autofit.rules import refused, tainted
 from autofit.space import clash, expected
 from autofit.static import KINDS, Static, kept
 from autofit.storage import TrialRecord
@@ -31,16 +32,30 @@ class Ground:
     """Bytes the study searched within."""
     refused: frozenset[str] = frozenset()
     """Strategies that have turned out not to keep their promise here."""
+    left_out: frozenset[tuple[str, str]] = frozenset()
+    """Strategies and levels that the study has left out."""
 
     def allows(self, name: str, level: str) -> bool:
         """Return whether a level may stand in a rung: here, on this script, as far as allowed."""
         strategy = strategies.get(name)
         return (
-            name not in self.refused
+            not self._ruled_out(name, level)
             and strategy.fidelity(level, self.facts) <= self.allow
             and strategy.unavailable(level, self.hardware) is None
             and strategy.inapplicable(level, self.facts) is None
         )
+
+    def rules_out(self, plan: Plan) -> bool:
+        """Return whether a plan holds what did not keep its promise here, by itself or together."""
+        return any(self._ruled_out(*each) for each in plan.changes) or self.was_refused(plan)
+
+    def was_refused(self, plan: Plan) -> bool:
+        """Return whether a plan holds all that was refused in a trial."""
+        return tainted(plan, refused(self.trials), self.trials)
+
+    def _ruled_out(self, name: str, level: str) -> bool:
+        searched = Plan.of({name: level}).searched[name]
+        return name in self.refused or (name, searched) in self.left_out
 
 
 def next_rung(
@@ -71,7 +86,7 @@ def next_rung(
     if not activations:  # it is arithmetic then: what frees too little does not help
         derived = [rung for rung in derived if _freed(plan, rung, ground) >= max(missing, 1)]
     rungs = (*_measured(plan, ground), *derived)
-    return next((rung for rung in rungs if rung not in seen), None)
+    return next((each for each in rungs if each not in seen and not ground.was_refused(each)), None)
 
 
 def rungs_below(
@@ -102,8 +117,7 @@ def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
     if plan not in plans:
         return
     for each, peak in plans.items():
-        holds = ground.refused.isdisjoint(name for name, _ in each.changes)
-        if holds and peak < LESS * plans[plan]:
+        if not ground.rules_out(each) and peak < LESS * plans[plan]:
             yield each
 
 

@@ -201,21 +201,33 @@ def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[
         good = (trial for trial in finished if _went_well(trial, compared=drifted))
         suspects = [changed - set(trial.plan.searched.changes) for trial in good]
         changed = min(suspects, key=len, default=changed) or changed
-    # What is in every plan, in the place of ``as_is``, is suspected last.
-    suspected = {each for each in changed if not strategies.get(each[0]).level(each[1]).instead}
-    changed = suspected or changed
+    changed = _suspected(changed)
     return changed.pop() if len(changed) == 1 else None
 
 
-def tainted(plan: Plan, drifted: Iterable[TrialReport], finished: Sequence[TrialRecord]) -> bool:
-    """Return whether ``plan`` holds what made another drift: the level that did, or all of them.
+def _suspected(changed: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the levels without those that stand in every plan, in the place of ``as_is``."""
+    return {each for each in changed if not strategies.get(each[0]).level(each[1]).instead} or (
+        changed
+    )
 
-    The size of a part of the batch aside, which is found anew for each plan.
+
+def refused(finished: Iterable[TrialRecord]) -> list[TrialReport]:
+    """Return the reports of the plans that could not keep their promise."""
+    found = (trial.report for trial in finished if trial.verdict is Verdict.REFUSED)
+    return [report for report in found if report is not None]
+
+
+def tainted(plan: Plan, ended: Iterable[TrialReport], finished: Sequence[TrialRecord]) -> bool:
+    """Return whether ``plan`` holds what made another drift, or be refused.
+
+    ``ended``: the reports of those. The level that did it, or all of them together. In a plan that
+    drifted, the size of a part of the batch aside, which is found anew for each plan.
     """
-    for report in drifted:
+    for report in ended:
         found = culprit(report, finished)
-        levels = dict([found] if found else report.plan.searched.changes)
-        if len(levels) > 1:
+        levels = dict([found] if found else _suspected(set(report.plan.searched.changes)))
+        if len(levels) > 1 and report.verdict is Verdict.DRIFTED:
             levels.pop("micro_batch", None)
         if levels and levels.items() <= plan.searched.levels.items():
             return True

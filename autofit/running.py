@@ -93,6 +93,7 @@ def run(
             facts=study.facts or Facts(),
             trials=trials,
             budget=study.budget,
+            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
         )
     ranks = ranks or 1
     others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0

@@ -53,6 +53,8 @@ from autofit.worker.records import (
 HARNESS = Path(__file__).resolve().parent / "harness" / "__main__.py"
 """The program that becomes the user's script."""
 
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that say nothing of the process they end: a user or a batch system sends them."""
 _LAST_LINES = 20
 """Lines of output in which a dying process may have named the cause."""
 
@@ -203,6 +205,11 @@ class _End:
         return self.returncode == -signal.SIGKILL and self.oom_kills > 0
 
     @property
+    def killed(self) -> bool:
+        """Whether others seem to have ended it; by the kernel for want of memory is another."""
+        return -self.returncode in _FROM_OUTSIDE
+
+    @property
     def out_of_memory(self) -> bool:
         """Whether its exit and its last lines say that memory ran out."""
         last = "\n".join(self.output.splitlines()[-_LAST_LINES:])
@@ -301,7 +308,7 @@ class _Account:
             case _ if end.out_of_memory:
                 yield self._starved(OutOfMemory(phase="outside the model", message=str(end)))
             case _ if end.returncode:
-                yield self._failed(str(end), end.output)
+                yield replace(self._failed(str(end), end.output), killed=end.killed)
 
     def _timed_out(self, end: _End) -> TrialReport:
         """Report what time ran out on: sizes that fitted by then count."""

@@ -7,7 +7,11 @@ structured signals, those before text; the words are in ``oom_table.py``.
 Text counts only in an exception whose type an allocator, or a library that passes an allocator's
 words on, really raises: ``RuntimeError``, ``MemoryError``, ``OSError`` and their subclasses, and
 those that quote another process. ``ValueError("CUDA out of memory")`` is the user's own: no
-allocator raises it, and a script that turns an OOM into one chains the OOM by itself.
+allocator raises it, and a script that turns an OOM into one chains the OOM by itself. An OOM that
+only ``__context__`` links counts where ``handled.because`` has evidence that it is the reason.
+
+``MemoryError`` is certain where C code raised it, or without words. With words of its own, raised
+by a ``raise`` statement, it is a suspect: a script's cache may be full where memory is not.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ import errno
 import itertools
 import re
 import signal
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autofit.worker import handled
 from autofit.worker.meter import host
 from autofit.worker.oom_table import FOLLOWERS, SIGNATURES, TRAPS, Kind, Signature
 
@@ -61,9 +65,8 @@ class Diagnosis:
 
 NOTHING = Diagnosis(Kind.NOT_OOM)
 
-_OOM_TYPES = frozenset(
-    {"torch.OutOfMemoryError", "ray.exceptions.OutOfMemoryError", "builtins.MemoryError"}
-)
+_MEMORY_ERROR = "builtins.MemoryError"
+_OOM_TYPES = frozenset({"torch.OutOfMemoryError", "ray.exceptions.OutOfMemoryError"})
 _SPEAKING_TYPES = frozenset(
     {
         "builtins.RuntimeError",
@@ -89,63 +92,78 @@ def classify(error: BaseException, *, corroborated: bool = False) -> Diagnosis:
     """
     if isinstance(error, _OF_THE_USER):
         return NOTHING
-    found = [_classify_one(each, compiling) for each, compiling in _chain(error)]
+    found = [diagnosis for each in _chain(error) if (diagnosis := _counted(each)) is not None]
     chosen = _worst(found)
     return chosen.corroborated() if corroborated else chosen
 
 
-def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield ``error`` and what is behind it, outermost first, each once.
+@dataclass(frozen=True, slots=True)
+class _Linked:
+    """An exception in the chain of another."""
 
-    With each goes whether a compiler stands between: trial compilations may run out of memory
-    where the training would not.
-    """
-    waiting = [(error, False)]
+    error: BaseException
+    compiling: bool = False
+    """A compiler stands between: trial compilations may run out where the training would not."""
+    contexts: tuple[tuple[BaseException, BaseException], ...] = ()
+    """The links between that are no more than a ``__context__``: an error, what it followed."""
+
+
+def _counted(each: _Linked) -> Diagnosis | None:
+    """Return what an exception of a chain is; ``None`` where the outermost has another reason."""
+    found = _classify_one(each.error, each.compiling)
+    if found.kind in (Kind.OOM, Kind.SUSPECT):
+        return found if all(itertools.starmap(handled.because, each.contexts)) else None
+    return found
+
+
+def _chain(error: BaseException) -> Iterator[_Linked]:
+    """Yield ``error`` and what is behind it, outermost first, each once."""
+    waiting = [_Linked(error)]
     seen: set[int] = set()
     while waiting:
-        current, compiling = waiting.pop(0)
-        if id(current) in seen:
+        current = waiting.pop(0)
+        if id(current.error) in seen:
             continue
-        seen.add(id(current))
-        compiling = compiling or type(current).__module__.startswith(_COMPILERS)
-        yield current, compiling
-        waiting += [(behind, compiling) for behind in _behind(current)]
+        seen.add(id(current.error))
+        compiler = type(current.error).__module__.startswith(_COMPILERS)
+        current = replace(current, compiling=current.compiling or compiler)
+        yield current
+        waiting += _behind(current)
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions that ``error`` names as where it comes from."""
-    context = None if error.__suppress_context__ else error.__context__
-    ray_cause = getattr(error, "cause", None)
+def _behind(current: _Linked) -> Iterator[_Linked]:
+    """Yield the exceptions that one names as where it comes from."""
+    error = current.error
     group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    for candidate in (error.__cause__, context, ray_cause, *group):
+    for candidate in (error.__cause__, getattr(error, "cause", None), *group):  # Ray has ``cause``
         if isinstance(candidate, BaseException):
-            yield candidate
+            yield replace(current, error=candidate)
+    context = error.__context__
+    if context is not None and not error.__suppress_context__:
+        yield replace(current, error=context, contexts=(*current.contexts, (error, context)))
 
 
 def _classify_one(error: BaseException, compiling: bool) -> Diagnosis:
     """Return what this exception is, whatever is behind it."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
-    of_memory = names & _OOM_TYPES
+    of_memory = names & {*_OOM_TYPES, _MEMORY_ERROR}
     if not of_memory and not names & _SPEAKING_TYPES:
         return NOTHING
-    shown = _shown(error)
+    shown = handled.shown(error)
     if _match(TRAPS, shown):
         return NOTHING
     prefix, _, message = shown.partition(": ")
     found = _search(shown)
     found = replace(found, message=found.message.removeprefix(f"{prefix}: "))
     if of_memory and found.kind is not Kind.OOM:
-        found = Diagnosis(Kind.OOM, min(of_memory), _requested(message), _line(message))
+        certain = names & _OOM_TYPES or handled.raised_in_python(error) is False
+        kind = Kind.OOM if certain else Kind.SUSPECT
+        found = Diagnosis(kind, min(of_memory), _requested(message), _line(message))
     elif isinstance(error, OSError) and error.errno == errno.ENOMEM:
         found = Diagnosis(Kind.OOM, "operating system", None, _line(message))
     if compiling and found.kind is Kind.OOM:
         return replace(found, kind=Kind.SUSPECT, signature=f"{found.signature}, while compiling")
     return found
-
-
-def _shown(error: BaseException) -> str:
-    """Return ``Type: message`` as Python shows it, also where the user's ``__str__`` fails."""
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 # --- text -------------------------------------------------------------------------------------
@@ -164,25 +182,69 @@ _ORDINARY = "|".join(
 _ORDINARY_LINE = re.compile(rf"(?:^|: )(?:{_ORDINARY}): ")
 
 
+_PREFIX = re.compile(r"^(?:\[\w*\d\]: ?|\(\w+ pid=[^)]*\) )")
+"""What torch or Ray puts before each line of a rank or a task."""
+_HEADER = re.compile(r"^(?:\w+ )?Traceback \(most recent call last\):$")
+_FRAME = re.compile(r"^(?:\s|$)")
+_IGNORED = re.compile(r"^Exception ignored\b")
+_CAUSE = "The above exception was the direct cause of the following exception:"
+
+
 def classify_text(text: str) -> Diagnosis:
     """Return what the last words of a *failed* process say, such as its standard error.
 
-    Lines that show an exception no allocator raises (``ValueError: ...``) do not count.
+    The last exception that a traceback shows decides, with what it was raised from: what was said
+    before it had been dealt with. An exception that only tells of another rank's end leaves it to
+    the one before. Without a traceback every line counts. Lines that show an exception no allocator
+    raises (``ValueError: ...``) do not count.
     """
     return _search(text)
 
 
 def _search(text: str) -> Diagnosis:
-    lines = [
-        line
-        for line in text.splitlines()
-        if not _ORDINARY_LINE.search(line) and not _match(TRAPS, line)
-    ]
+    lines = _deciding([_PREFIX.sub("", line) for line in text.splitlines()])
     for signature in (*SIGNATURES, *FOLLOWERS):
         for line in lines:
             if signature.pattern.search(line):
-                return Diagnosis(signature.kind, signature.name, _requested(text), line.strip())
+                asked = _requested("\n".join(lines))
+                return Diagnosis(signature.kind, signature.name, asked, line.strip())
     return NOTHING
+
+
+def _deciding(lines: Sequence[str]) -> list[str]:
+    """Return the lines that may say why a process failed."""
+    shown = _exceptions(lines)
+    if not shown:
+        return _telling(lines)
+    first = len(shown) - 1
+    while first > 0 and _follows("\n".join(shown[first])):
+        first -= 1
+    while first > 0 and _CAUSE in shown[first - 1]:
+        first -= 1
+    return _telling(itertools.chain.from_iterable(shown[first:]))
+
+
+def _exceptions(lines: Sequence[str]) -> list[list[str]]:
+    """Return the exceptions that tracebacks show, each with the lines up to the next traceback."""
+    found: list[list[str]] = []
+    frames, before = False, ""
+    for line in lines:
+        if _HEADER.search(line) and not _IGNORED.search(before):
+            found.append([])
+            frames = True
+        elif found and not (frames and _FRAME.search(line)):
+            frames = False
+            found[-1].append(line)
+        before = line
+    return found
+
+
+def _follows(text: str) -> bool:
+    return _match(FOLLOWERS, text) and not _match(SIGNATURES, text)
+
+
+def _telling(lines: Iterable[str]) -> list[str]:
+    return [line for line in lines if not _ORDINARY_LINE.search(line) and not _match(TRAPS, line)]
 
 
 def _match(rows: Iterable[Signature], text: str) -> bool:

@@ -65,7 +65,8 @@ _CERTAIN = (
     ("CUDA allocator", r"\bCUDA out of memory"),
     ("CUDA runtime", r"\b(?:CUDA|HIP|XPU) error: out of memory"),
     ("CUDA runtime, error 2", r"cuda runtime error \(2\) ?: out of memory"),
-    ("CUDA driver", r"\bCUDA_ERROR_OUT_OF_MEMORY\b"),
+    ("CUDA driver", r"\bCUDA_ERROR_OUT_OF_MEMORY\b|\bCUDA driver error: out of memory"),
+    ("CUDA's own pool", r"\bAllocation on device \d* ?would exceed allowed memory"),
     ("CUDA runtime, by name", r"\bcudaErrorMemoryAllocation\b"),
     ("Triton", r"Triton Error \[(?:CUDA|HIP)\]: out of memory"),
     ("bitsandbytes", r"\bError out of memory at line \d+ in file"),
@@ -76,16 +77,32 @@ _CERTAIN = (
     ("HPU allocator", r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed"),
     (
         "SYCL runtime",
-        r"\bPI_ERROR_OUT_OF_RESOURCES\b|\bUR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
+        r"\bPI_ERROR_OUT_OF_RESOURCES\b"
+        r"|\b(?:UR|ZE)_RESULT_ERROR_OUT_OF_(?:(?:DEVICE|HOST)_MEMORY|RESOURCES)\b",
     ),
     ("XLA", r"\bRESOURCE_EXHAUSTED\b"),
     ("torch's CPU allocator", r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"),
     ("C++ allocator", r"\bstd::bad_alloc\b"),
     ("operating system", r"\bCannot allocate memory\b"),
-    ("cuBLAS", r"\bCUBLAS_STATUS_ALLOC_FAILED\b"),
-    ("cuDNN", r"\bCUDNN_STATUS_ALLOC_FAILED\b"),
+    ("NumPy", r"\bUnable to allocate \d+(?:\.\d+)? (?:bytes|[KMGTPE]iB)\b"),
+    ("cuBLAS", r"\b(?:CU|HIP)BLAS_STATUS_ALLOC_FAILED\b"),
+    ("cuSOLVER", r"\bCUSOLVER_STATUS_ALLOC_FAILED\b"),
+    (
+        "cuSPARSE",
+        r"\binsufficient resources when calling `cusparse"
+        r"|\bCUSPARSE_STATUS_(?:ALLOC_FAILED|INSUFFICIENT_RESOURCES)\b",
+    ),
+    ("cuFFT", r"\bCUFFT_ALLOC_FAILED\b"),
+    (
+        "cuDNN",
+        r"\bCUDNN_STATUS_ALLOC_FAILED\b"
+        r"|\bCUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED\b",
+    ),
     ("NCCL", r"Cuda failure (?:\d+ )?'out of memory'"),
     ("NCCL's own buffers", r"\bFailed to CUDA calloc\b"),
+    ("torch.OutOfMemoryError", r"^torch\.(?:cuda\.)?OutOfMemoryError\b"),
+    ("ray.exceptions.OutOfMemoryError", r"^ray\.exceptions\.OutOfMemoryError\b"),
+    ("MemoryError", r"^MemoryError$"),
 )
 
 _POISONED = (
@@ -97,10 +114,19 @@ _POISONED = (
         "nonzero on a large tensor",
         r"nonzero is not supported for tensors with more than INT_MAX elements",
     ),
+    ("misaligned address", r"\bmisaligned address\b"),
+    ("failed kernel launch", r"\bunspecified launch failure\b"),
+    ("illegal instruction", r"\ban illegal instruction was encountered"),
+    ("kernel that takes too long", r"\bthe launch timed out and was terminated"),
+    ("memory chips", r"\buncorrectable ECC error\b"),
 )
 
 _SUSPECT = (
     ("cuDNN finds no algorithm", r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    (
+        "cuDNN finds no algorithm that fits",
+        r"\bUnable to find a valid cuDNN algorithm|\b(?:GET|FIND) was unable to find an engine",
+    ),
     ("cuDNN inside", r"\bCUDNN_STATUS_INTERNAL_ERROR\b"),
     ("cuDNN does not start", r"\bCUDNN_STATUS_NOT_INITIALIZED\b"),
     ("cuBLAS does not start", r"\bCUBLAS_STATUS_NOT_INITIALIZED\b"),
@@ -118,13 +144,16 @@ _SUSPECT = (
         "loader worker killed",
         r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: Killed",
     ),
+    ("loader worker gone", r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly"),
+    ("shared memory", r"\b[Bb]us error\b.*\b(?:out of|insufficient) shared memory"),
+    ("MemoryError in other words", r"^MemoryError: "),
 )
 
 SIGNATURES = tuple(
     Signature.of(kind, name, pattern)
     for kind, rows in (
-        (Kind.OOM, _CERTAIN),
         (Kind.POISONED, _POISONED),
+        (Kind.OOM, _CERTAIN),
         (Kind.SUSPECT, _SUSPECT),
     )
     for name, pattern in rows

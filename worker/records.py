@@ -183,6 +183,9 @@ class TrialReport:
     """The strategy at fault, where the traceback shows one."""
     own: bool = False
     """A line of the script itself raised it, with no strategy's code on the way. Not stored."""
+    killed: bool = False
+    """Its process was ended by a signal that others send, and memory had not run out. Not stored.
+    """
     traceback: str = ""
     """As Python prints it, our frames left out; for a failed trial."""
     startup_seconds: float = 0.0

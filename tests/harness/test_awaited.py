@@ -290,7 +290,7 @@ def test_memory_runs_out_in_a_call_that_waited(split: Any) -> None:
 
 def _small(module: nn.Module, args: Any) -> None:
     if len(args[0]) > 2:
-        raise MemoryError("stands for the allocator's own error")
+        raise MemoryError  # stands for the allocator's own error
 
 
 def test_a_change_in_between_is_refused(split: Any) -> None:

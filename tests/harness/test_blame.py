@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch  # what follows is imported where torch is
+from torch import nn
 
 from autofit import strategies
+from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import REGISTRY, _pending, _tf32, get
+from autofit.strategies import REGISTRY, Facts, _pending, _tf32, get
 from autofit.worker.harness import elastic, probe
 from autofit.worker.harness.blame import blamed, raised_by_script
+from autofit.worker.harness.facts import describe
+from autofit.worker.harness.proof import prove
+from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
 
@@ -96,3 +101,38 @@ def test_the_scripts_own_line(through: list[tuple[str, str]], own: bool) -> None
 def test_no_code_of_strategies_is_nobodys(name: str) -> None:
     error = raised(("__main__", USER), of(import_module(f"{strategies.__name__}.{name}")))
     assert any(blamed(error, plan(each.name)) == each.name for each in REGISTRY)
+
+
+class Block(nn.Module):
+    """Takes a larger input under autocast, or when it runs again in backward, or where both are."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cast = torch.is_autocast_enabled("cpu")
+        again = torch._C._current_graph_task_id() != -1
+        wrong = {"precision": cast, "checkpointing": again, "both": cast and again}[self.where]
+        found: torch.Tensor = self.inner(x * (8.0 if wrong else 1.0))
+        return found
+
+
+@pytest.mark.parametrize("where", ["precision", "checkpointing", "both"])
+def test_a_refusal_of_several_names_the_one_that_is_refused_by_itself(
+    rooted: Rooted, where: str
+) -> None:
+    """Where all of them hold by themselves, none is named: it is how they work together."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(Block(where) for _ in range(4))), torch.randn(8, 8)
+    held = rooted(module)
+    held.facts = describe(module, (x,), {})
+    plan = Plan.of({"precision": "bf16", "checkpointing": "all"})
+    with pytest.raises(Refused, match="the gradients differ") as refused:
+        prove(held, plan, (x,), {}, Facts(roots=(held.facts,)))
+    assert refused.value.strategy == (None if where == "both" else where)
+    held.take_back()
+    for name, level in plan.changes:
+        if where != name:
+            prove(held, Plan.of({name: level}), (x,), {}, Facts(roots=(held.facts,)))

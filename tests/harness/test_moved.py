@@ -52,7 +52,7 @@ class Annealed(nn.Module):
         self.calls += 1
         self.temperature.mul_(0.9)
         if self.phase == "forward" and len(x) > self.most:
-            raise MemoryError("stands for the allocator's own error")
+            raise MemoryError  # stands for the allocator's own error
         for block in self.blocks:
             x = block(x)
         if x.requires_grad and self.phase == "backward":
@@ -61,7 +61,7 @@ class Annealed(nn.Module):
 
     def _look(self, gradient: torch.Tensor) -> None:
         if len(gradient) > self.most:
-            raise MemoryError("stands for the allocator's own error")
+            raise MemoryError  # stands for the allocator's own error
 
 
 def root_of(model: nn.Module) -> HarnessRoot:

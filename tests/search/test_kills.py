@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import random
@@ -18,8 +19,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autofit.asked import SearchOptions
+from autofit.cli import main
+from autofit.controller import search
+from autofit.plan import Plan
+from autofit.progress import Line, Notice, Remeasuring, SizeMeasured, TrialStarted
 from autofit.storage import Purpose, State, Store, TrialRecord
+from autofit.worker.launcher import HARNESS
 from autofit.worker.reaper import SESSION
+from autofit.worker.records import Script, Verdict
 from tests.search.finished import SLOW, Trials, check_nothing_lost, finished
 
 GONE_WITHIN = 10.0
@@ -211,3 +219,101 @@ def _line(process: psutil.Process) -> list[str]:
         return list(process.cmdline())
     except psutil.Error:
         return []
+
+
+class Killer:
+    """A listener that kills the process of each plan once, as soon as it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._again = False
+        self.killed: set[tuple[Plan, bool]] = set()
+        """With whether it was in the confirmation."""
+        self.lines: list[str] = []
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self, notice: Notice) -> None:
+        match notice:
+            case Line(text=text):
+                self.lines.append(text)
+            case Remeasuring():
+                self._again = True
+            case TrialStarted(plan=plan) if plan.neutral or self._again:
+                self._kill(plan, wait=True)
+            case SizeMeasured(plan=plan):
+                self._kill(plan, wait=False)
+
+    def _kill(self, plan: Plan, *, wait: bool) -> None:
+        if (plan, self._again) in self.killed:
+            return
+        self.killed.add((plan, self._again))
+        if not wait:
+            self._strike()
+            return
+        self._threads.append(threading.Thread(target=self._strike))
+        self._threads[-1].start()
+
+    def _strike(self) -> None:
+        """Kill what runs the script; wait until something does."""
+        deadline = time.monotonic() + 30
+        while not (found := [*self._running()]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in found:
+            process.kill()
+
+    def _running(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[1:] == [str(HARNESS)] and process.cwd() == str(self._folder):
+                    yield process
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_a_plan_whose_process_is_killed_from_outside_is_run_once_more(
+    script: Callable[..., Path], trials: Trials, budget: int
+) -> None:
+    """As it is, in the search and in the confirmation: nothing is blamed, the winner stays."""
+    path = script("    optimizer.step()\n", SLOW)
+    killer = Killer(path.parent)
+    options = SearchOptions(
+        script=Script(target=path.name, cwd=str(path.parent)),
+        storage=str(path.parent / "autofit.db"),
+        memory=budget,
+        only=frozenset({"micro_batch"}),
+    )
+    result = search(options, killer)
+    killer.end()
+    auto = Plan.of({"micro_batch": "auto"})
+    assert {(Plan(), False), (auto, False), (result.plan, True)} <= killer.killed
+    assert len([line for line in killer.lines if "it is run once more" in line]) == 3
+    found = [(str(trial.plan), trial.verdict) for trial in trials(path.parent)]
+    assert found == [
+        ("as it is", Verdict.OUT_OF_MEMORY),
+        (str(auto), Verdict.MEASURED),
+        (str(result.plan), Verdict.MEASURED),
+    ]
+    with Store(str(path.parent / "autofit.db")) as store:
+        assert store.studies()[0].left_out == ()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_host")
+def test_a_plan_that_is_killed_twice_is_blamed(
+    script: Callable[..., Path], trials: Trials, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(
+        "        return self.head",
+        "        if torch.is_autocast_enabled('cpu'):\n"
+        "            __import__('os').kill(__import__('os').getpid(), 9)\n"
+        "        return self.head",
+    )
+    assert main(["search", path.name, "--only", "precision"]) == 0
+    assert "bf16: killed by signal 9 (SIGKILL), by something outside" in capsys.readouterr().out
+    (failed,) = (t for t in trials(path.parent) if t.verdict is Verdict.PLAN_FAILED)
+    assert failed.report is not None
+    assert failed.report.reason == "killed by signal 9 (SIGKILL), again"

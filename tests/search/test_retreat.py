@@ -147,6 +147,43 @@ def test_nobody_is_advised_what_the_plan_has() -> None:
     assert said.endswith("what is left is a smaller model, or an optimizer without state (SGD)")
 
 
+def test_nothing_that_was_refused_is_advised_or_a_rung(
+    measured: Callable[..., TrialRecord], finished: Callable[[TrialReport], TrialRecord]
+) -> None:
+    """By itself, as the study has it; or beside others, as a trial has shown."""
+    short = OutOfMemory(phase="backward", message="no memory", started=True)
+    ground = replace(GROUND, allow=Fidelity.ROUNDING)
+    split = Plan.of({"micro_batch": "4"})
+    assert "bf16" in advice(short, Plan(), ground)
+    assert "micro 4" in advice(short, Plan(), ground)
+    left_out = frozenset({("precision", "bf16"), ("micro_batch", "auto")})
+    without = replace(
+        ground,
+        left_out=left_out,
+        trials=(
+            measured({}, 1000, 1.0),
+            measured({"precision": "bf16"}, 500, 0.5),
+            measured({"micro_batch": "4"}, 600, 0.6),
+        ),
+    )
+    said = advice(short, Plan(), without).replace("bf16 weights", "")  # which were not refused
+    assert "bf16" not in said
+    assert "micro" not in said
+    assert "checkpointing" in said
+    for rung in rungs_of(Plan(), without):
+        assert (rung["precision"], rung["micro_batch"]) == ("as_is", "as_is")
+    both = split.replace(checkpointing="all")
+    refused = TrialReport(index=0, plan=both, verdict=Verdict.REFUSED, reason="they differ")
+    together = replace(ground, trials=(finished(refused),))
+    rungs = {*rungs_of(split, together), *rungs_below(split, together)}
+    assert all(rung["checkpointing"] != "all" for rung in rungs if rung["micro_batch"] != "as_is")
+    assert Plan.of({"checkpointing": "all"}) in rungs_of(Plan(), together)
+    levels = [level.name for level in strategies.get("checkpointing").levels]
+    nearly = split.replace(checkpointing=levels[levels.index("all") - 1])
+    assert "checkpointing" in advice(short, nearly, ground)
+    assert "checkpointing" not in advice(short, nearly, together)
+
+
 def rungs_of_static(plan: Plan, ground: Ground) -> set[str]:
     """Return the strategies of the rungs that lower more than activations."""
     big = replace(ROOT, parameters=1 << 20, parameter_bytes=4 << 20, trainable=1 << 20)

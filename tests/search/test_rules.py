@@ -15,7 +15,7 @@ from autofit.ladder import leaner
 from autofit.plan import Plan
 from autofit.proposing import within_reach
 from autofit.results import overtaken, rivals, standing, winning
-from autofit.rules import closest, culprit, dominated, judged, most, tainted, within
+from autofit.rules import closest, culprit, dominated, judged, most, refused, tainted, within
 from autofit.space import Space, order_of_retreat, space
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
@@ -401,6 +401,22 @@ def test_what_made_one_plan_drift_is_not_tried_in_another(ended: Ended) -> None:
     assert tainted(BF16, drifted(both), compared)
     assert not tainted(HALF, drifted(both), compared)
     assert not tainted(BF16, drifted(Plan()), [])
+
+
+def test_what_was_refused_is_not_tried_with_more_beside_it(ended: Ended) -> None:
+    both = BF16.replace(checkpointing="half", optimizer="fused")
+
+    def reports(blamed: str | None = None) -> list[TrialReport]:
+        trial = ended(both, verdict=Verdict.REFUSED)
+        assert trial.report is not None
+        return refused([replace(trial, report=replace(trial.report, blamed=blamed))])
+
+    more = both.replace(compile="regional", micro_batch="4", optimizer="as_is")
+    assert tainted(more, reports(), [])
+    assert not tainted(BF16, reports(), [])
+    assert not tainted(HALF, reports(), [ended(BF16, 4, verdict=Verdict.MEASURED)])
+    assert tainted(BF16, reports("precision"), [])
+    assert not tainted(both.replace(precision="as_is"), reports("precision"), [])
 
 
 def test_closest_came_furthest_into_a_step(ended: Ended) -> None:

@@ -326,7 +326,7 @@ class _Fragile(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.owner.backwards += [1]
         if len(ctx.owner.backwards) == ctx.owner.fatal[0]:
-            raise MemoryError("stands for the allocator's own error")
+            raise MemoryError  # stands for the allocator's own error
         return gradient, None
 
 

@@ -136,6 +136,7 @@ def test_what_the_child_sends_is_passed_on_in_order(run: Run) -> None:
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11 (SIGSEGV)"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by signal 15 (SIGTERM)"),
         ("sys.exit(3)", "exited with code 3"),
         ("events.send(Finished(steps=0, stopped=False)); sys.exit(3)", "exited with code 3"),
         ("raise NameError('lost')", "exited with code 1"),
@@ -146,6 +147,7 @@ def test_dying_without_a_word(
 ) -> None:
     report = only_report(run(f"print('last words', flush=True)\n{body}", plan))
     assert (report.verdict, report.reason, report.index) == (verdict, reason, 0)
+    assert report.killed == ("SIGKILL" in body or "SIGTERM" in body)
     assert "last words" in report.traceback
     assert ("NameError: lost" in report.traceback) == ("NameError" in body)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib
+import itertools
+import linecache
 import os
 import subprocess
 import sys
@@ -28,12 +31,16 @@ from autofit.worker.oom_table import FOLLOWERS, SIGNATURES, TRAPS
 
 pytestmark = pytest.mark.quick
 
+_NUMBERS = itertools.count()
+
 CERTAIN = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
     "which 1.02 GiB is free.",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCCachingHostAllocator.cpp",
     "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA driver error: out of memory",
+    "Allocation on device 0 would exceed allowed memory. (out of memory)",
     "cudaErrorMemoryAllocation: out of memory",
     "Triton Error [CUDA]: out of memory",
     "Error out of memory at line 380 in file /src/csrc/ops.cu",
@@ -45,6 +52,8 @@ CERTAIN = [
     "Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)",
     "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
     "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+    "level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)",
+    "level_zero error: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 400000000 bytes. Error code 12 (Cannot allocate memory)",
@@ -53,7 +62,13 @@ CERTAIN = [
     "std::bad_alloc",
     "unable to mmap 1024 bytes from file </torch_71>: Cannot allocate memory (12)",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUDA error: insufficient resources when calling `cusparseSpMM( handle, opA, opB, alpha)`",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64",
     "NCCL error in: ProcessGroupNCCL.cpp:1269, ncclUnhandledCudaError: Call to CUDA function "
     "failed.\nLast error:\nCuda failure 'out of memory'",
     "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'",
@@ -76,6 +91,12 @@ SUSPECT = [
     "could not create a primitive descriptor for the matmul primitive",
     "DataLoader worker (pid 4711) is killed by signal: Killed. ",
     "DataLoader worker (pid(s) 4711, 4712) is killed by signal: Killed. ",
+    "DataLoader worker (pid(s) 4711) exited unexpectedly",
+    "DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that dataloader's "
+    "workers are out of shared memory. Please try to raise your shared memory limit.",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation",
 ]
 
 SUSPECT_PROCESS = [
@@ -83,6 +104,7 @@ SUSPECT_PROCESS = [
     "slurmstepd: error: Detected 1 oom_kill event in StepId=12345.batch.",
     "Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
     "(1) the process is killed by SIGKILL by OOM killer due to high memory usage.",
+    "MemoryError: my own cache",
     *SUSPECT,
 ]
 
@@ -92,7 +114,21 @@ POISONED = [
     "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa)`",
     "Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true",
     "nonzero is not supported for tensors with more than INT_MAX elements, file a support request",
+    "CUDA error: misaligned address",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: an illegal instruction was encountered",
+    "CUDA error: the launch timed out and was terminated",
+    "CUDA error: uncorrectable ECC error encountered",
 ]
+
+SHOWN = [
+    "torch.OutOfMemoryError: no words of an allocator",
+    "[rank1]: torch.cuda.OutOfMemoryError: Allocation on device 0 would exceed allowed memory",
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array",
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
+    "MemoryError",
+]
+"""What Python prints of exceptions whose type says it."""
 
 TRAP = [
     "bloom",
@@ -139,6 +175,17 @@ def test_poisoned(text: str) -> None:
     assert classify_exit(1, text, oom_kills=1).kind is Kind.POISONED
 
 
+@pytest.mark.parametrize("text", SHOWN)
+def test_the_type_in_another_processs_words(text: str) -> None:
+    assert classify_text(f"Traceback (most recent call last):\n  File\n{text}\n").kind is Kind.OOM
+
+
+def test_a_type_that_is_only_named() -> None:
+    for text in ("see torch.OutOfMemoryError for more", "a MemoryError is no reason to panic"):
+        assert classify(RuntimeError(text)).kind is Kind.NOT_OOM
+        assert classify_text(text).kind is Kind.NOT_OOM
+
+
 @pytest.mark.parametrize("text", TRAP)
 def test_a_trap(text: str) -> None:
     assert classify(RuntimeError(text), corroborated=True) == Diagnosis(Kind.NOT_OOM)
@@ -146,8 +193,9 @@ def test_a_trap(text: str) -> None:
 
 
 def test_every_row_of_the_table_has_a_case() -> None:
-    cases = "\n".join([*CERTAIN, *SUSPECT_PROCESS, *POISONED, *TRAP, WATCHDOG])
-    assert [r.name for r in (*SIGNATURES, *TRAPS, *FOLLOWERS) if not r.pattern.search(cases)] == []
+    cases = [*CERTAIN, *SUSPECT_PROCESS, *POISONED, *TRAP, *SHOWN, WATCHDOG]
+    rows = (*SIGNATURES, *TRAPS, *FOLLOWERS)
+    assert [row.name for row in rows if not any(map(row.pattern.search, cases))] == []
 
 
 # --- types ------------------------------------------------------------------------------------
@@ -163,10 +211,28 @@ def _ray_oom(text: str) -> BaseException:
     return error
 
 
-@pytest.mark.parametrize("make", [_torch_oom, _ray_oom, MemoryError])
+@pytest.mark.parametrize("make", [_torch_oom, _ray_oom])
 def test_the_type_is_enough(make: Callable[[str], BaseException]) -> None:
     assert classify(make("whatever it says")).kind is Kind.OOM
     assert classify(make("")).kind is Kind.OOM
+
+
+def test_a_memory_error_in_the_scripts_own_words_is_a_suspect() -> None:
+    class Full(MemoryError):
+        pass
+
+    for error in (MemoryError("my own cache"), Full("my own cache"), Full()):
+        raised = _caught("raise error", error=error)
+        assert classify(raised).kind is Kind.SUSPECT
+        assert classify(raised, corroborated=True).kind is Kind.OOM
+    for wordless in (MemoryError(), _caught("raise MemoryError")):
+        assert classify(wordless).kind is Kind.OOM
+    said = _caught("raise MemoryError('Unable to allocate 7.45 GiB for an array')")
+    assert classify(said).kind is Kind.OOM
+    future = asyncio.Future[None](loop=asyncio.new_event_loop())  # C code that raises what it has
+    future.set_exception(MemoryError("malloc of size 64 failed"))
+    assert classify(_caught("future.result()", future=future)).kind is Kind.OOM
+    future.get_loop().close()
 
 
 def test_torch_has_one_type_of_two_names() -> None:
@@ -202,40 +268,111 @@ def test_a_message_that_cannot_be_read_is_no_oom() -> None:
 # --- chains -----------------------------------------------------------------------------------
 
 
-def _raised(statement: str, **names: object) -> BaseException:
+def _caught(program: str, **names: object) -> BaseException:
+    """What leaves a program, whose source can be read as that of a script can."""
+    text = textwrap.dedent(program)
+    name = f"<program {next(_NUMBERS)}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     # Compiled first: exec of a string leaves CPython's mark of an unhandled KeyboardInterrupt set
     # although it is caught here, and the interpreter would end itself by SIGINT after all tests.
-    code = compile(textwrap.dedent(statement), "<statement>", "exec")
-    with pytest.raises((ValueError, SystemExit, KeyboardInterrupt)) as caught:
+    code = compile(text, name, "exec")
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - whatever it is
         exec(code, names)
     return caught.value
 
 
 def test_a_cause() -> None:
-    error = _raised("raise ValueError('training failed') from MemoryError()")
+    error = _caught("raise ValueError('training failed') from MemoryError()")
     assert classify(error).kind is Kind.OOM
 
 
-def test_a_context_counts_unless_it_is_suppressed() -> None:
-    body = """
+HANDLED = """
+def step(size):
+    if size > 8:
+        raise MemoryError("the allocator's words")
+    raise ValueError("no such size")
+
+class Writer:
+    def __enter__(self): pass
+    def __exit__(self, *failure): failed_clean_up
+
+def report(error):
+    raise ValueError(f"training failed: {error}")
+
+def train():
     try:
-        raise MemoryError
-    except MemoryError:
-        raise ValueError("bad batch"){}
-    """
-    assert classify(_raised(body.format(""))).kind is Kind.OOM
-    assert classify(_raised(body.format(" from None"))).kind is Kind.NOT_OOM
-    assert classify(_raised(body.format(" from KeyError()"))).kind is Kind.NOT_OOM
+        step(16)
+    except MemoryError as error:
+        {}
+
+{}
+"""
 
 
-def test_a_script_that_exits_because_of_an_oom() -> None:
-    error = _raised("try:\n    raise MemoryError\nexcept MemoryError:\n    raise SystemExit(1)")
-    assert classify(error).kind is Kind.OOM
+@pytest.mark.parametrize(
+    ("handler", "kind"),
+    [
+        # Raised because of it: a wrapper that does without ``from``.
+        ('raise ValueError("bad batch")', Kind.SUSPECT),
+        ('raise RuntimeError("step 3 failed")', Kind.SUSPECT),
+        ('raise ValueError("lost").with_traceback(error.__traceback__)', Kind.SUSPECT),
+        ("report(error)", Kind.SUSPECT),
+        ("raise KeyError(str(error))", Kind.SUSPECT),
+        ("raise SystemExit(1)", Kind.SUSPECT),
+        ("import sys; sys.exit('no memory')", Kind.SUSPECT),
+        # Another failure, after the script had dealt with it.
+        ("undefined", Kind.NOT_OOM),
+        ("{}['batch']", Kind.NOT_OOM),
+        ("raise TypeError('a bug')", Kind.NOT_OOM),
+        ("step(4)", Kind.NOT_OOM),
+        ("int('eight')", Kind.NOT_OOM),
+        ("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", Kind.NOT_OOM),
+        ("raise ValueError('bad batch') from None", Kind.NOT_OOM),
+        ("raise ValueError('bad batch') from KeyError()", Kind.NOT_OOM),
+        ("raise SystemExit(0)", Kind.NOT_OOM),
+        ("raise KeyboardInterrupt", Kind.NOT_OOM),
+    ],
+)
+def test_an_error_while_an_oom_is_handled(handler: str, kind: Kind) -> None:
+    program = HANDLED.replace("{}\n\n{}", handler + "\n\ntrain()")
+    assert classify(_caught(program)).kind is kind
+    certain = program.replace('MemoryError("the allocator\'s words")', "MemoryError")
+    if "error" not in handler:  # what quotes it needs something to quote
+        expected = Kind.OOM if kind is Kind.SUSPECT else kind
+        assert classify(_caught(certain)).kind is expected
 
 
-def test_the_user_who_interrupts_a_rescue_is_no_oom() -> None:
-    error = _raised("try:\n    raise MemoryError\nexcept MemoryError:\n    raise KeyboardInterrupt")
-    assert classify(error).kind is Kind.NOT_OOM
+@pytest.mark.parametrize(
+    "program",
+    [
+        "try:\n    step(16)\nfinally:\n    failed_clean_up",
+        "with Writer():\n    step(16)",
+        "try:\n    step(16)\nexcept KeyError:\n    pass\nfinally:\n    {}[0]",
+    ],
+)
+def test_a_clean_up_that_fails_hides_no_oom(program: str) -> None:
+    """Nobody had handled it: it would have ended the script."""
+    defined = HANDLED.replace("{}\n\n{}", "pass\n\n").replace("{failure}", "") + program
+    assert classify(_caught(defined)).kind is Kind.SUSPECT
+
+
+def test_an_error_whose_source_cannot_be_read() -> None:
+    """It is taken for one that was raised in an ``except`` block."""
+    code = "try:\n    raise MemoryError\nfinally:\n    {}"
+    for end, kind in (("raise ValueError", Kind.OOM), ("undefined", Kind.NOT_OOM)):
+        with pytest.raises((ValueError, NameError)) as caught:
+            exec(compile(code.format(end), "<nowhere>", "exec"), {})
+        assert classify(caught.value).kind is kind
+
+
+def test_a_poisoned_context_counts_though_the_error_is_another() -> None:
+    error = _caught("""
+    try:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    except RuntimeError:
+        undefined
+    """)
+    assert classify(error).kind is Kind.POISONED
 
 
 def test_a_group() -> None:
@@ -292,6 +429,38 @@ def test_a_process_that_quotes_anothers_traceback() -> None:
     ]:
         message = f"\n\n-- Process 0 terminated with the following error:\nTraceback ...\n{line}"
         assert classify(spawn.ProcessRaisedException(message, 0, 1)).kind is kind
+
+
+OOM_LINE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in f\n    f()\n'
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA out of memory. retrying\n" + TRACEBACK + "KeyError: 'x'", Kind.NOT_OOM),
+        ("CUDA out of memory. retrying\n" + TRACEBACK + "my.Error: sorry", Kind.NOT_OOM),
+        (TRACEBACK + OOM_LINE + DURING + TRACEBACK + "RuntimeError: shapes", Kind.NOT_OOM),
+        (TRACEBACK + OOM_LINE + "\nretrying\n" + TRACEBACK + "OSError: full", Kind.NOT_OOM),
+        (TRACEBACK + 'RuntimeError: shapes\n    raise E("CUDA out of memory")', Kind.OOM),
+        (TRACEBACK.replace("f()", "raise E('std::bad_alloc')") + "E: x", Kind.NOT_OOM),
+        (TRACEBACK + OOM_LINE + CAUSE + TRACEBACK + "ValueError: training failed", Kind.OOM),
+        (TRACEBACK + "KeyError: 'x'" + DURING + TRACEBACK + OOM_LINE, Kind.OOM),
+        (
+            TRACEBACK + OOM_LINE + "\nException ignored in: <f>\n" + TRACEBACK + "KeyError: 1",
+            Kind.OOM,
+        ),
+        (TRACEBACK + OOM_LINE + "\n" + TRACEBACK + "RuntimeError: NCCL error: x", Kind.OOM),
+        (TRACEBACK + "KeyError: 1\nterminate called after std::bad_alloc", Kind.OOM),
+    ],
+)
+def test_the_last_exception_of_a_text_decides(text: str, kind: Kind) -> None:
+    assert classify_text(text).kind is kind
+    ranked = "".join(f"[rank0]: {line}\n" for line in text.splitlines())
+    assert classify_text(ranked).kind is kind
+    assert classify_exit(1, text).kind is kind
 
 
 # --- sizes and messages -----------------------------------------------------------------------

@@ -105,7 +105,9 @@ def prove(
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
     told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
-    attempt = partial(_prove, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told))
+    attempt = partial(
+        _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told)
+    )
     with silenced(root.module) if redraws else nullcontext():
         if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
             _without_code(root, attempt, alone=facts.world_size == 1)
@@ -172,6 +174,40 @@ def _prove(
             raise
         root.take_back()
         raise Refused(REENTRANT) from None
+
+
+def _prove_and_blame(
+    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+) -> None:
+    """Do as ``_prove``; name the strategy that a refusal of several is due to, if it is one.
+
+    It is the one that is refused by itself too, or that memory has no room to ask while the others
+    hold; what rounds is asked first. Else it is how they work together, and none is named. Where
+    ranks meet in a forward nothing is asked, as others may not refuse: it is the one that rounds.
+    """
+    try:
+        _prove(root, plan, batch, facts, call=call)
+        return
+    except Refused as failure:
+        shown = sorted(_shown(plan.unsized), key=lambda each: -each[0].fidelity(each[1], facts))
+        if failure.strategy is not None or len(shown) < 2:
+            raise
+        refusal = Refused(str(failure))  # without frames that hold tensors
+    rounding = [s.name for s, level in shown if s.fidelity(level, facts) is Fidelity.ROUNDING]
+    if _communicates(root.module):
+        raise Refused(str(refusal), rounding[0] if len(rounding) == 1 else None)
+    unasked: list[str] = []
+    for strategy, level in shown:
+        try:
+            _prove(root, Plan.of({strategy.name: level}), batch, facts, call=call)
+        except Refused as alone:
+            raise Refused(str(alone), strategy.name) from None
+        except Exception as error:
+            if classify(error).kind is not Kind.OOM:
+                raise
+            clear_frames(error.__traceback__)
+            unasked.append(strategy.name)
+    raise Refused(str(refusal), unasked[0] if len(unasked) == 1 else None)
 
 
 def _communicates(module: nn.Module) -> bool:
