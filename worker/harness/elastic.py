@@ -240,7 +240,7 @@ class Elastic:
     def _kind(self, batch: Batch) -> object:
         """Return what calls have in common whose outputs have one shape."""
         leaves = tuple(
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _told(leaf)
             for leaf in batch.leaves
         )
         module = self._module()
@@ -348,6 +348,14 @@ def _is_of_rows(layout: Layout, output: Any) -> bool:
     """Return whether a call's output is one plain tensor whose rows are its samples."""
     rows = layout.dim == 0 and layout.joins == (Join(Rule.CONCATENATE),)
     return rows and type(output) is torch.Tensor and output.requires_grad
+
+
+def _told(argument: Any) -> object:
+    """Return what tells an argument from others; of one that says nothing: no other is like it."""
+    try:
+        return repr(argument)
+    except Exception:  # noqa: BLE001 - it is the script's own
+        return object()
 
 
 def _need_gradients(batch: Batch) -> bool:

@@ -26,6 +26,7 @@ from autofit.worker import oom
 from autofit.worker.harness import by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.awaited import Awaited, PutOff, refuse_late, there
+from autofit.worker.harness.beside import beside
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
@@ -425,7 +426,11 @@ class Session:
         and then any way to put its parts together looks right. Where nothing is split, an earlier
         launch may have found which dimension the batch is.
         """
-        batch = Batch.of(args, without_cache(root.module, kwargs))
+        kwargs = without_cache(root.module, kwargs)
+        lost = "how many samples a call of the model has cannot be told"
+        batch = beside(lambda: Batch.of(args, kwargs), None, lost)
+        if batch is None:
+            return facts
         dim: int | None = root.known.get(BATCH)
         if self.splits():
             try:
