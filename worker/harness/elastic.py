@@ -143,6 +143,8 @@ class Elastic:
         self._look_again()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
+        if not (self.parameters or _need_gradients(batch)):  # the script has frozen all of it
+            return self._around(lambda: self._evaluation(forward, args, kwargs))
         try:
             return self._split(forward, batch)
         except Refused as refusal:
@@ -207,6 +209,8 @@ class Elastic:
             return None
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         self._look_again()
+        if not self.parameters:
+            return None
         known = self._outlines.get(self._kind(batch))
         if known is None or self._listened() or _need_gradients(batch):
             return None
