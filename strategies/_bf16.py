@@ -103,6 +103,7 @@ def _of_its_shape(parameter: torch.Tensor, state: State) -> list[str]:
         name
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
         and value.is_floating_point()
         and value.shape == parameter.shape
         and name != "step"

@@ -7,7 +7,7 @@ parameter's ``step`` counter on the device; whatever leaves the optimizer shows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,8 +91,11 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def without(optimizer: Any, left_out: frozenset[int]) -> Iterator[None]:
+def without(optimizer: Any, left_out: Set[int]) -> Iterator[None]:
     """Let a step see no parameter of these identities."""
+    if not left_out:
+        yield
+        return
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
     for group in groups:
@@ -105,10 +108,43 @@ def without(optimizer: Any, left_out: frozenset[int]) -> Iterator[None]:
 
 
 def fused_step(optimizer: Any, step: Callable[[], None]) -> None:
-    """Take one step with the fused kernels."""
+    """Take one step with the fused kernels; plainly of parameters that they do not take.
+
+    Those come in mid-run: a gradient that is sparse, a group that is added. Parameters that have
+    their first gradient later than others step by themselves: the kernel of SGD wants the momentum
+    of all parameters, or of none.
+    """
     place_steps(optimizer, on_device=True)
-    with _flags(optimizer, fused=True, foreach=False):
-        step()
+    plain, new, rest = _three_ways(optimizer)
+    if rest or not (plain or new):
+        with without(optimizer, plain | new), _flags(optimizer, fused=True, foreach=False):
+            step()
+    if new:
+        with without(optimizer, plain | rest), _flags(optimizer, fused=True, foreach=False):
+            step()
+    if plain:
+        with without(optimizer, new | rest):
+            step()
+
+
+def _three_ways(optimizer: Optimizer) -> tuple[set[int], set[int], set[int]]:
+    """Return the parameters (by ``id``) that step plainly, those whose momentum an SGD makes in
+    this step, and the rest."""
+    plain, new, rest = set[int](), set[int](), set[int]()
+    makes_momentum = type(optimizer) is torch.optim.SGD
+    for group in optimizer.param_groups:
+        makes = makes_momentum and bool(group["momentum"])
+        for each in group["params"]:
+            if (gradient := each.grad) is None:
+                continue
+            usual = gradient.layout is torch.strided and each.is_floating_point()
+            if not (usual and (each.is_cuda or each.is_cpu)):
+                plain.add(id(each))
+            elif makes and optimizer.state.get(each, {}).get("momentum_buffer") is None:
+                new.add(id(each))
+            else:
+                rest.add(id(each))
+    return plain, new, rest
 
 
 def single_step(optimizer: Any, step: Callable[[], None]) -> None:

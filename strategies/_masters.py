@@ -151,13 +151,14 @@ def split(root: Root) -> None:
 
 
 def convertible(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of float32, but those of BatchNorm and its like.
+    """Return the parameters of float32, but those of BatchNorm, LayerNorm and their like.
 
-    Their statistics are buffers of float32, and kernels want both of one type.
+    Their kernels want them of the type of the statistics (BatchNorm), or of the input, which may be
+    float32 after a buffer was added to it (LayerNorm on the CPU). They are few and small.
     """
     found: dict[int, nn.Parameter] = {}
     for each in module.modules():
-        if not isinstance(each, _NormBase):
+        if not isinstance(each, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
             held = each._parameters.values()
             found |= {id(p): p for p in held if p is not None and p.dtype is torch.float32}
     return list(found.values())

@@ -19,6 +19,8 @@ def mask_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     mask = kwargs.get(MASKS[0])
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.is_floating_point():
         return None
+    if mask.layout is not torch.strided or mask.is_nested:
+        return None
     return mask if mask.numel() else None
 
 

@@ -19,6 +19,9 @@ from autofit.strategies.base import (
 from autofit.strategies.facts import Facts, Hardware
 from autofit.strategies.precision import AMPERE
 
+OF_TYPES = ("dtype", "scalar type", "BFloat16")
+"""What torch's errors name where numbers are of another type than an operation wants."""
+
 
 class Weights(Strategy):
     """The model's float32 parameters hold bfloat16; they stay the script's own objects.
@@ -106,6 +109,13 @@ class Weights(Strategy):
         precision = levels.get("precision", AS_IS)
         if precision not in (AS_IS, "bf16"):
             return f"the weights are bf16, so {precision} has nothing to do"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell an operation that wants all its numbers of one type."""
+        line = (str(error).splitlines() or [""])[0]
+        if isinstance(error, RuntimeError) and any(words in line for words in OF_TYPES):
+            return f"an operation of the model does not take weights in bf16: {line}"
         return None
 
     def by_hand(self, level: str) -> ByHand | None:

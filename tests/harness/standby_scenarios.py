@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -77,6 +78,25 @@ class Losing(Body):
     def forward(self, x: Tensor) -> Any:
         features = super().forward(x)
         return {"loss": features.square().mean(), "features": features}
+
+
+class Caching(Losing):
+    """Returns a cache beside it, as Hugging Face's models do unless they are asked for none."""
+
+    config = SimpleNamespace(use_cache=True)
+    before = False
+    """The cache comes before the loss."""
+
+    def forward(self, x: Tensor, use_cache: bool = True) -> Any:
+        found = super().forward(x)
+        cache = {"cache": (found["features"] * 2, found["features"] * 3)} if use_cache else {}
+        return cache | found if self.before else found | cache
+
+
+class CachingFirst(Caching):
+    """Returns the cache first."""
+
+    before = True
 
 
 class Dropping(Body):
@@ -151,6 +171,14 @@ def loss_outside() -> Left:
 
 def loss_inside() -> Left:
     return train(build(Losing), lambda model, x: model(x)["loss"])
+
+
+def cache_beside() -> Left:
+    return train(build(Caching), lambda model, x: model(x)["loss"])
+
+
+def cache_before() -> Left:
+    return train(build(CachingFirst), lambda model, x: model(x)["loss"])
 
 
 def accumulation() -> Left:

@@ -18,7 +18,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import REGISTRY, Facts, _pending, _tf32, get
 from autofit.worker.harness import elastic, probe
-from autofit.worker.harness.blame import blamed, raised_by_script
+from autofit.worker.harness.blame import blamed, fault_of, raised_by_script
 from autofit.worker.harness.facts import describe
 from autofit.worker.harness.proof import prove
 from tests.roots import Rooted
@@ -75,6 +75,17 @@ def test_a_part_of_the_batch_that_a_model_does_not_take() -> None:
     error = raised(("__main__", USER), of(elastic), ("model", "/home/user/model.py"))
     assert blamed(error, Plan.of({"micro_batch": "4", "precision": "bf16"})) == "micro_batch"
     assert not raised_by_script(error)
+
+
+def test_an_operation_that_takes_one_type_alone_is_not_the_checkpointings() -> None:
+    """It comes last through checkpointing, which runs the block."""
+    error = RuntimeError("mixed dtype (CPU): expect parameter to have scalar type of Float")
+    both = Plan.of({"weights": "bf16_master", "checkpointing": "all"})
+    fault = fault_of(error, both)
+    assert fault is not None
+    assert fault.strategy == "weights"
+    assert fault_of(error, plan("checkpointing")) is None
+    assert fault_of(ValueError("dtype"), both) is None
 
 
 @pytest.mark.parametrize(

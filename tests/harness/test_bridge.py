@@ -220,6 +220,36 @@ def thawed_later(losing: bool) -> Any:
     return kept
 
 
+def all_frozen(losing: bool) -> Any:
+    """Something else trains on, behind the model that is frozen as a whole."""
+    model = Losing().double() if losing else Scorer().double()
+    scale = nn.Parameter(torch.ones(3).double())
+    losses = []
+    for frozen in (False, True, True, False):
+        model.requires_grad_(not frozen)
+        x, y = batch()
+        found = model(x, y) * scale.sum() if losing else F.cross_entropy(model(x) * scale, y)
+        losses.append((found.detach(), scale.grad))
+        found.backward()
+    return left(model), losses
+
+
+def one_part_frozen(losing: bool) -> Any:
+    """What comes of one of two branches needs no gradient for a while."""
+
+    class Branches(Losing):
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x, y), self.first(x).square().mean()
+
+    model = Branches().double()
+    model.add_module("more", nn.Linear(2, 2).double())
+    for frozen in (False, True, False):
+        model.first.requires_grad_(not frozen)
+        loss, penalty = model(*batch())
+        (loss + penalty if losing else loss).backward()
+    return left(model)
+
+
 def frozen_between_forward_and_backward() -> Any:
     model = Scorer().double()
     loss = model(batch()[0]).square().mean()
@@ -457,6 +487,10 @@ SCENARIOS = {
     "attributes set between calls, loss inside": lambda: attributes_set_between_calls(True),
     "frozen between steps, loss outside": lambda: frozen_between_steps(False),
     "frozen between steps, loss inside": lambda: frozen_between_steps(True),
+    "all frozen, loss outside": lambda: all_frozen(False),
+    "all frozen, loss inside": lambda: all_frozen(True),
+    "one part frozen": lambda: one_part_frozen(False),
+    "one part frozen, both used": lambda: one_part_frozen(True),
     "thawed later, loss outside": lambda: thawed_later(False),
     "thawed later, loss inside": lambda: thawed_later(True),
     "frozen between forward and backward": frozen_between_forward_and_backward,
@@ -723,7 +757,7 @@ def test_what_outlives_the_forward_is_refused() -> None:
     hooked, features = Scorer().double(), []
     hooked.first.register_forward_hook(lambda module, args, output: features.append(output))
     for model in (Balanced().double(), hooked):
-        with running(5), pytest.raises(Refused, match="for later|not tried out"):
+        with running(5), pytest.raises(Refused, match=r"for later|not tried out"):
             model(batch()[0])
 
 

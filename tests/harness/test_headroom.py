@@ -134,7 +134,6 @@ def test_a_later_proof_is_set_aside() -> None:
 TRAIN = """\
 import torch
 from autofit.worker import meter
-from tests.roots import a_run
 from torch import nn
 
 CHUNKS = []

@@ -25,6 +25,7 @@ RESCUED = [
     "loss_outside:forward",
     "loss_outside:backward",
     "loss_inside:backward",
+    "cache_beside:backward",
     "accumulation:backward",
     "checkpointed:backward",
     "dropout:forward",
@@ -42,6 +43,7 @@ REFUSED = {
     "graph_kept:backward": "keeps a graph for another backward",
     "arguments_need_gradients:backward": "arguments need gradients",
     "batch_norm:backward": "buffer",
+    "cache_before:backward": "comes after a cache",
     "gradients_by_hand:forward": "torch.autograd.grad",
 }
 PLAIN = ["gradient_penalty:backward", "gradients_by_hand:backward", "draws_everywhere:forward"]

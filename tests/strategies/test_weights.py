@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -338,6 +340,66 @@ def test_beside_another_implementation_of_the_optimizer(
         for state in optimizer.state_dict()["state"].values()
         for value in state.values()
     )
+
+
+class Positioned(nn.Module):
+    """Normalises words with a buffer of float32 added to them."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(32, 16), body, nn.Linear(16, 32)
+        self.register_buffer("positions", torch.randn(8, 1, 16))
+
+    def forward(self, words: torch.Tensor) -> Any:
+        return self.head(self.body(self.embed(words) + self.positions))
+
+
+class Normalising(nn.Module):
+    """Normalises without a module for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (16,), self.weight)
+
+
+def encoder(first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, norm_first=first)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.GroupNorm(4, 4), layers)
+
+
+def losses_of(body: Callable[[], nn.Module]) -> list[float]:
+    torch.manual_seed(0)
+    model = Positioned(body())
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(3):
+        words = torch.randint(32, (8, 4))
+        loss = functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("level", ["bf16_master", "bf16"])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_normalises_numbers_of_float32(first: bool, level: str) -> None:
+    """The CPU's kernels take no weights in bf16 there."""
+    body = partial(encoder, first)
+    expected = losses_of(body)
+    with sessions.under(Plan.of({"weights": level, "checkpointing": "all"})):
+        assert losses_of(body) == pytest.approx(expected, rel=5e-3)
+
+
+def test_what_normalises_without_a_module_is_refused_by_its_name() -> None:
+    with sessions.under(MASTERS), pytest.raises(Refused, match="mixed dtype") as refused:
+        losses_of(Normalising)
+    assert refused.value.strategy == "weights"
 
 
 def test_weights_that_the_script_steps_by_hand_have_no_masters() -> None:

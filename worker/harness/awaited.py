@@ -283,7 +283,7 @@ class Awaited(torch.Tensor):
                 twice = func(self._outline(2), *others, **kwargs).shape
                 if twice != (2 * len(like), *rest):
                     return None
-        except (RuntimeError, IndexError, TypeError):  # as the tensor itself will say
+        except Exception:  # noqa: BLE001 - as the tensor itself will say
             return None
 
         def step(part: torch.Tensor) -> torch.Tensor:
@@ -355,9 +355,15 @@ def refuse_late(value: Any) -> None:
 def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return the loss, run with the call it is made of; ``None`` where that cannot be."""
     try:
-        given = means.arguments(func, args, kwargs)
-    except TypeError:  # as the function itself will say
+        found = _understood(func, args, kwargs)
+    except Exception:  # noqa: BLE001 - as the function itself will say
         return None
+    return None if found is None else found[0].loss(found[1])
+
+
+def _understood(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[PutOff, Loss] | None:
+    """Return what is to run for a loss: the call that was put off, and the loss as a part of it."""
+    given = means.arguments(func, args, kwargs)
     output, target = given.pop("input"), given.pop("target")
     if func in means.OF_DISTANCES and isinstance(target, Awaited):
         output, target = target, output
@@ -373,7 +379,7 @@ def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | No
     call = output._call
     flat = len(output) != call.samples
     target = target.unflatten(0, (call.samples, -1)) if flat else target
-    return call.loss(Loss(func, given, output._steps, target, flat, mean))
+    return call, Loss(func, given, output._steps, target, flat, mean)
 
 
 def _after(steps: Sequence[Step], output: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from autofit import strategies
+from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import harness
 
@@ -16,6 +17,14 @@ ROOM = strategies.__name__
 """The package of the strategies."""
 SPLIT = f"{harness.__name__}.elastic"
 """Where the batch is split: the code of ``micro_batch``, outside that package."""
+
+
+def fault_of(error: BaseException, plan: Plan) -> Refused | None:
+    """Return the refusal that an error is, where a strategy of ``plan`` knows it as its own."""
+    for strategy, _ in plan:
+        if reason := strategy.fault(error):
+            return Refused(reason, strategy.name)
+    return None
 
 
 def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:

@@ -260,6 +260,8 @@ class Call:
     def _differentiate(self, outputs: list[Any], cut: Cut) -> None:
         """Run an eager chunk's backward; raise ``_InHalf`` where that needs a scale not known."""
         (loss,) = self._means()
+        if not outputs[loss].requires_grad:  # of frozen parameters alone
+            return
         scale, ambient = self.owner.loss_scale, self._ambient
         half = scale.matters(ambient)
         if half is None and (half := scale.learn(ambient, outputs[loss])):
@@ -467,7 +469,7 @@ class Call:
             with saved_on_host(self.owner.own) if on_host else nullcontext():
                 leaves, outputs = self._graph(cut, state)
             shares = self._parts.shares(self.batch, incoming, cut)
-            wanted = list(shares)
+            wanted = [index for index in shares if _needs_gradient(outputs[index])]
             self.owner.seams.parts_follow = cut[0] > 0  # the first samples come last
             arguments = [leaves[index] for index in self.inputs]
             leaf = None if parameters is None else [*parameters, *arguments]

@@ -9,8 +9,8 @@ from torch import nn
 
 from autofit.worker.harness.facts import unwrapped
 
-GIVEN = ("use_cache", "past_key_values")
-"""Arguments by which a script asks for a cache, or says that it wants none."""
+GIVEN = ("use_cache", "past_key_values", "cache", "cache_params", "state")
+"""Arguments, of any release, by which a script gives a cache, asks for one or wants none."""
 
 
 def without_cache(module: nn.Module | None, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -19,13 +19,18 @@ def without_cache(module: nn.Module | None, kwargs: dict[str, Any]) -> dict[str,
     A cache of parts of a batch cannot be joined, and training has no use for one; checkpointing in
     Hugging Face's own models leaves it out for the same reason. Its place in the output is empty.
     """
-    if module is None:
+    if module is None or any(kwargs.get(name) is not None for name in GIVEN):
         return kwargs
-    module = unwrapped(module)
+    try:
+        unasked = _returns_cache(unwrapped(module))
+    except Exception:  # noqa: BLE001 - another library's model, of which nothing is known
+        return kwargs
+    return kwargs | {"use_cache": False} if unasked else kwargs
+
+
+def _returns_cache(module: nn.Module) -> bool:
+    """Return whether a model returns a cache unasked, and can be told not to."""
     if not getattr(getattr(module, "config", None), "use_cache", False):
-        return kwargs
-    if any(kwargs.get(name) is not None for name in GIVEN):
-        return kwargs
+        return False
     parameters = inspect.signature(module.forward).parameters.values()
-    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return kwargs | {"use_cache": False} if takes else kwargs
+    return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -54,7 +54,7 @@ def hides(root: nn.Module, modules: Iterable[nn.Module]) -> bool:
 
 
 def _compiled(module: nn.Module) -> bool:
-    wraps = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    wraps = module._modules.get("_orig_mod") is not None
     own = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return wraps or own or module._compiled_call_impl is not None
 

@@ -74,8 +74,9 @@ class Conduct:
         index = self._session.index if self._session is not None else 0
         held = self._held()
         where = program.place(error)
-        culprit = blame.blamed(error.__traceback__, self._plan(index))
-        own = blame.raised_by_script(error.__traceback__)
+        fault = blame.fault_of(error, self._plan(index))
+        culprit = fault.strategy if fault else blame.blamed(error.__traceback__, self._plan(index))
+        own = fault is None and blame.raised_by_script(error.__traceback__)
         short = self._meter.short()
         found = oom.classify(error)
         starved = found.kind is oom.Kind.OOM or (short and found.kind is oom.Kind.SUSPECT)

@@ -145,6 +145,8 @@ class Elastic:
         self._look_again()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
+        if not (self.parameters or _need_gradients(batch)):  # the script has frozen all of it
+            return self._around(lambda: self._evaluation(forward, args, kwargs))
         try:
             return self._split(forward, batch)
         except Refused as refusal:
@@ -219,6 +221,8 @@ class Elastic:
             return None
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         self._look_again()
+        if not self.parameters:
+            return None
         known = self._outlines.get(self._kind(batch))
         if known is None or self._listened() or _need_gradients(batch):
             return None
@@ -266,7 +270,7 @@ class Elastic:
     def _kind(self, batch: Batch) -> object:
         """Return what calls have in common whose outputs have one shape."""
         leaves = tuple(
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _told(leaf)
             for leaf in batch.leaves
         )
         module = self._module()
@@ -374,6 +378,14 @@ def _is_of_rows(layout: Layout, output: Any) -> bool:
     """Return whether a call's output is one plain tensor whose rows are its samples."""
     rows = layout.dim == 0 and layout.joins == (Join(Rule.CONCATENATE),)
     return rows and type(output) is torch.Tensor and output.requires_grad
+
+
+def _told(argument: Any) -> object:
+    """Return what tells an argument from others; of one that says nothing: no other is like it."""
+    try:
+        return repr(argument)
+    except Exception:  # noqa: BLE001 - it is the script's own
+        return object()
 
 
 def _need_gradients(batch: Batch) -> bool:

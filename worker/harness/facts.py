@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from autofit.strategies import _tf32
 from autofit.strategies._blocks import repeated_blocks
@@ -20,6 +21,7 @@ from autofit.strategies._pictures import convolutions
 from autofit.strategies._tokens import padded
 from autofit.strategies.checkpointing import has_own_switch
 from autofit.strategies.facts import RootFacts
+from autofit.worker.harness.beside import beside
 from autofit.worker.harness.compiling import is_compiled
 
 if TYPE_CHECKING:
@@ -41,14 +43,36 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, wrappers):
             module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        elif (inner := module._modules.get("_orig_mod")) is not None:
             module = inner
         else:
             return module
 
 
 def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
-    """Return the facts of a root, from the module and its first call."""
+    """Return the facts of a root, from the module and its first call.
+
+    Of one that cannot be looked at: what allows least.
+    """
+    lost = "the model cannot be described, and few techniques fit it"
+    return beside(lambda: _described(root, args, kwargs), _unknown(root), lost)
+
+
+def _unknown(root: nn.Module) -> RootFacts:
+    held = [each for each in root.parameters() if not is_lazy(each)]
+    return RootFacts(
+        name=type(root).__name__,
+        parameters=sum(each.numel() for each in held),
+        parameter_bytes=sum(each.nbytes for each in held),
+        trainable=sum(each.numel() for each in held if each.requires_grad),
+        dtype="unknown",
+        batch_norm=True,
+        dropout=True,
+        checkpointing=True,
+    )
+
+
+def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     from autofit.worker.harness.joining import Batch
     from autofit.worker.harness.probe import batched_leaves
 
@@ -61,7 +85,7 @@ def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     batched = batched_leaves(batch, 0)
     return RootFacts(
         name=type(module).__name__,
-        parameters=sum(parameter.numel() for parameter in parameters),
+        parameters=sum(0 if is_lazy(each) else each.numel() for each in parameters),
         parameter_bytes=sum(_numel_here(each) * type_of(each).itemsize for each in held),
         trainable=sum(_numel_here(parameter) for parameter in trainable),
         dtype=str(type_of(trainable[0])).removeprefix("torch."),
@@ -98,7 +122,12 @@ def doubted(facts: RootFacts, batch: Batch) -> bool:
 
 
 def _numel_here(tensor: torch.Tensor) -> int:
-    """Return the elements that this rank holds: of what is sharded, its own part."""
+    """Return the elements that this rank holds: of what is sharded, its own part.
+
+    None yet of what is made in the first call.
+    """
+    if is_lazy(tensor):
+        return 0
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     return local.numel()
 

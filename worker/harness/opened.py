@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.utils._pytree import (
@@ -37,7 +38,8 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of ``value`` and how ``tree_unflatten`` puts them together again."""
     leaves, spec = tree_flatten(value)
     if any(map(_opens, leaves)):
-        return tree_flatten(_opened(value))
+        with suppress(Exception):  # whatever they cannot be put into: then they stay closed
+            return tree_flatten(_opened(value))
     return leaves, spec
 
 
@@ -56,7 +58,8 @@ def _open(leaf: Any) -> Any:
     if hasattr(leaf, "__dict__"):
         names = tuple(vars(leaf))
     else:
-        names = tuple(each.name for each in dataclasses.fields(leaf))
+        fields = (each.name for each in dataclasses.fields(leaf))
+        names = tuple(name for name in fields if hasattr(leaf, name))
     return _Opened(type(leaf), names, [_opened(getattr(leaf, name)) for name in names])
 
 

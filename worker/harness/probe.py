@@ -302,17 +302,22 @@ class _Probe:
 def batched_leaves(batch: Batch, dim: int) -> tuple[int, ...]:
     """Return the arguments that have as many entries along ``dim`` as the first tensor has.
 
-    Sparse ones are none of them: the adjacency of a graph's nodes.
+    Sparse ones are none of them: the adjacency of a graph's nodes. Nor nested ones: they have no
+    shape.
     """
     tensors = [
         (index, leaf)
         for index, leaf in enumerate(batch.leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.ndim > dim
+        if isinstance(leaf, torch.Tensor) and _has_shape(leaf) and leaf.ndim > dim
     ]
     if not tensors:
         return ()
     size = tensors[0][1].shape[dim]
     return tuple(index for index, leaf in tensors if leaf.shape[dim] == size)
+
+
+def _has_shape(leaf: torch.Tensor) -> bool:
+    return leaf.layout is torch.strided and not leaf.is_nested
 
 
 def choose(batch: Batch, layout: Layout) -> list[int]:
@@ -360,7 +365,7 @@ def pointing(batch: Batch, layout: Layout) -> str | None:
     if size <= SAMPLES:
         return None
     for index, leaf in enumerate(batch.leaves):
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        if not isinstance(leaf, torch.Tensor) or not _has_shape(leaf):
             continue
         if not 1 < leaf.numel() <= LARGEST:
             continue

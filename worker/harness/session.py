@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autofit import strategies
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import Undo
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.worker import oom
-from autofit.worker.harness import by_hand, reading, release, unmet
+from autofit.worker.harness import blame, by_hand, reading, release, unmet
 from autofit.worker.harness import facts as learn
 from autofit.worker.harness.awaited import Awaited, PutOff, refuse_late, there
+from autofit.worker.harness.beside import beside
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
@@ -434,7 +434,11 @@ class Session:
         and then any way to put its parts together looks right. Where nothing is split, an earlier
         launch may have found which dimension the batch is.
         """
-        batch = Batch.of(args, without_cache(root.module, kwargs))
+        kwargs = without_cache(root.module, kwargs)
+        lost = "how many samples a call of the model has cannot be told"
+        batch = beside(lambda: Batch.of(args, kwargs), None, lost)
+        if batch is None:
+            return facts
         dim: int | None = root.known.get(BATCH)
         if self.splits():
             try:
@@ -472,10 +476,8 @@ class Session:
 
     def _fault(self, error: Exception) -> Refused | None:
         """Return the refusal that an error is, where a strategy of the plan knows it."""
-        for name in {name for root in self.roots for name, _ in root.plan.changes}:
-            if reason := strategies.get(name).fault(error):
-                return Refused(reason, name)
-        return None
+        plans = dict.fromkeys(root.plan for root in self.roots)
+        return next(filter(None, (blame.fault_of(error, plan) for plan in plans)), None)
 
     def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
         """Note a shortage inside a split root, whose step goes on smaller."""

@@ -23,6 +23,7 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,10 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
+from autofit.worker.harness.beside import beside
 from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.random_state import Ambient, RandomState
 from autofit.worker.harness.seams import Seams, inside
 
@@ -43,7 +46,7 @@ Edge = tuple[Node, int]
 """A node of the graph, and which of its outputs."""
 _OURS = "autofit"
 """Names, in a node's own dictionary, the root's outputs that it made."""
-_CACHE = "past_key_values"
+LOST = "memory that runs out in this model cannot be made up for"
 
 
 @dataclass(eq=False)
@@ -58,8 +61,11 @@ class PlainCall:
     ambient: Ambient
     versions: list[int] = field(default_factory=list)
     """After forward, of the tensors among the arguments and of the model's own."""
-    before_cache: int | None = None
-    """Outputs before a cache of keys and values, if it returned one: chunks return none."""
+    in_place: int = 0
+    """Outputs that are tensors by themselves, before any other. They stay in their places where
+    chunks are asked for no cache: that is no tensor, or a tuple of some."""
+    noted: bool = False
+    """Its outputs are followed."""
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
     """What backward has brought to each output."""
 
@@ -68,6 +74,12 @@ class PlainCall:
         assert self.batch is not None
         args, kwargs = self.batch.call(self.batch.leaves)
         return Batch.of(args, without_cache(self.root.module, kwargs))
+
+    def leaves_out_cache(self) -> bool:
+        """Return whether chunks return no cache where this call returned one."""
+        assert self.batch is not None
+        _, kwargs = self.batch.call(self.batch.leaves)
+        return without_cache(self.root.module, kwargs) is not kwargs
 
 
 class Standby:
@@ -80,6 +92,8 @@ class Standby:
         """Parameters and buffers of each root (by ``id``) that has been called."""
         self._leaves: list[torch.Tensor] = []
         """The parameters among them, each once."""
+        self._blind: set[int] = set()
+        """Roots (by ``id``) of whose calls nothing can be noted: those run as they are."""
         self._elsewhere: dict[int, bool] = {}
         """Which roots (by ``id``) draw from Python's or NumPy's generators."""
         self._running: list[PlainCall] | None = None
@@ -91,7 +105,11 @@ class Standby:
 
     def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run the root plainly; in chunks, and from now on, when memory runs out."""
-        call = self._note(root, args, kwargs)
+        blind = id(root) in self._blind
+        call = None if blind else beside(lambda: self._note(root, args, kwargs), None, LOST)
+        if call is None:
+            self._blind.add(id(root))
+            return root.run_whole(args, kwargs)
         try:
             output = root.run_whole(args, kwargs)
         except Exception as error:
@@ -99,7 +117,9 @@ class Standby:
                 raise
             failure = error
         else:
-            self._follow(call, output)
+            call.noted = beside(lambda: self._follow(call, output), False, LOST)
+            if not call.noted:
+                self._blind.add(id(root))
             return output
         with _reported(failure, self._is_shortage):
             self._split(call, failure, "forward")
@@ -125,20 +145,19 @@ class Standby:
         versions = [-1 if each.is_inference() else each._version for each in arguments]
         return versions + [tensor._version for tensor in self._tensors[id(root)]]
 
-    def _follow(self, call: PlainCall, output: Any) -> None:
-        """Note which node made each output, and what reaches it in backward."""
+    def _follow(self, call: PlainCall, output: Any) -> bool:
+        """Return that it is noted which node made each output, and what reaches it in backward."""
         assert call.batch is not None
         call.versions = self._versions(call.root, call.batch)
         if id(call.root) not in self._elsewhere:
             now = RandomState.now()
             self._elsewhere[id(call.root)] = call.start.elsewhere != now.elsewhere
-        if isinstance(output, dict) and _CACHE in output:
-            keys = list(output)[: list(output).index(_CACHE)]
-            call.before_cache = len(tree_leaves([output[key] for key in keys]))
-        for index, leaf in enumerate(tree_leaves(output)):
+        call.in_place = _tensors_first(output)
+        for index, leaf in enumerate(flatten(output)[0]):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 _made_by(leaf.grad_fn)[leaf.output_nr] = call, index
                 leaf.register_hook(self._receiver(call, index))
+        return True
 
     def _receiver(self, call: PlainCall, index: int) -> Callable[[torch.Tensor], None]:
         def receive(cotangent: torch.Tensor) -> None:
@@ -177,7 +196,7 @@ class Standby:
     def backward(self, tensors: Any, run: Callable[[], None], *, keeps_graph: bool) -> None:
         """Run the script's backward pass; end it in chunks when memory runs out."""
         self._unusual |= keeps_graph
-        before = self._gradients()
+        before = beside(self._gradients, None, LOST)
         calls: list[PlainCall] = []
         failure = None
         self._running = calls
@@ -190,6 +209,8 @@ class Standby:
         finally:
             self._running = None
         if failure is not None:
+            if before is None:
+                raise failure
             with _reported(failure, self._is_shortage):
                 self._go_on(tensors, calls, before, failure)
             failure.__traceback__ = None
@@ -234,7 +255,9 @@ class Standby:
         for call, outputs in graph.used.items():
             if call.root.elastic is not None or call.batch is None:
                 raise Refused("the model was called several times before this backward pass")
-            if call.before_cache is not None and max(outputs) >= call.before_cache:
+            if not call.noted:
+                raise Refused("the model's output cannot be followed")
+            if call.leaves_out_cache() and max(outputs) >= call.in_place:
                 raise Refused("an output that the loss uses comes after a cache")
             if not outputs <= call.cotangents.keys():
                 raise Refused("it ran out before the gradients had reached the model")
@@ -338,15 +361,22 @@ class _reported:
         """Nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Refused):
-            self._failure.add_note(f"autofit could not go on in smaller parts: {error}")
-        elif error is None or not self._is_shortage(error):
+        if error is None or not isinstance(error, Exception):
             return
+        if not self._is_shortage(error):
+            reason = error if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            self._failure.add_note(f"autofit could not go on in smaller parts: {reason}")
         raise self._failure from None
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module.parameters(), *module.buffers()) if not t.is_inference()]
+
+
+def _tensors_first(output: Any) -> int:
+    """Return how many outputs are tensors by themselves, before any that is something else."""
+    parts = tree_leaves(output, is_leaf=lambda each: each is not output)
+    return sum(1 for _ in takewhile(lambda each: isinstance(each, torch.Tensor), parts))
 
 
 def _needs_gradient(leaf: Any) -> bool:

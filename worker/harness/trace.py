@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autofit.worker.harness.beside import beside
 from autofit.worker.harness.by_hand import transformed
 from autofit.worker.harness.facts import autocast_on, rates_of_dropping, tf32_on
 from autofit.worker.harness.joining import Batch
@@ -32,6 +33,9 @@ HALF = 2.0**-8
 """Relative rounding error under autocast: bfloat16's, the coarser of the two."""
 TF32 = 2.0**-11
 """The same where float32 products may be computed in TF32."""
+
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -94,9 +98,9 @@ class Tracer:
         """
         if self.full or transformed():
             return run()
-        self._meet(root, first)
-        found = self._arguments(args, kwargs) if first else None
-        self._silence(root)
+        found = self._looked(lambda: self._seen(root, first, args, kwargs))
+        if self.full:
+            return run()
         before = RandomState.now()
         try:
             output = run()
@@ -107,6 +111,22 @@ class Tracer:
         if found is not None:
             self._step.inputs.append(found)
         return output
+
+    def _looked(self, look: Callable[[], R]) -> R | None:
+        """Return what ``look`` finds; where it cannot look, nothing is traced."""
+        found = beside(lambda: (look(),), None, "the training is not compared with that of others")
+        if found is None:
+            self._steps.clear()
+            self.stop()
+            return None
+        return found[0]
+
+    def _seen(self, root: HarnessRoot, first: bool, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Look at a root before its call; return a sketch of the arguments of the first one."""
+        self._meet(root, first)
+        found = self._arguments(args, kwargs) if first else None
+        self._silence(root)
+        return found
 
     def _meet(self, root: HarnessRoot, first: bool) -> None:
         self._epsilon = max(self._epsilon, _epsilon(root.module))
@@ -159,16 +179,20 @@ class Tracer:
 
     def steps_now(self, optimizer: Optimizer) -> None:
         """Sketch the parameters before the step."""
-        if self.full:
-            return
+        if not self.full:
+            self._looked(lambda: self._sketch_before(optimizer))
+
+    def _sketch_before(self, optimizer: Optimizer) -> None:
         for row, parameter in self._parameters(optimizer):
             if row not in self._stepped:
                 self._note(row, parameter)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Sketch one parameter, and its gradient, before it steps by itself in backward."""
-        if self.full:
-            return
+        if not self.full:
+            self._looked(lambda: self._sketch_one(optimizer, parameter))
+
+    def _sketch_one(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._rows:
             self._parameters(optimizer)
         row = self._rows.get(id(parameter))
@@ -192,8 +216,10 @@ class Tracer:
         After the step: a strategy's own hook before it may leave gradients out, and a step with a
         closure computes them inside.
         """
-        if self.full:
-            return
+        if not self.full:
+            self._looked(lambda: self._sketch_after(optimizer))
+
+    def _sketch_after(self, optimizer: Optimizer) -> None:
         step = self._step
         for row, parameter in self._parameters(optimizer):
             if row in self._before:
