@@ -32,7 +32,7 @@ from autofit.worker.harness.digest import (
 from autofit.worker.harness.facts import casts_noticed, silenced, tf32_on
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
-from autofit.worker.harness.moved import Moves, moved_otherwise
+from autofit.worker.harness.moved import Change, Held, moved_otherwise, since
 from autofit.worker.harness.noise import (
     ORDER,
     Rounded,
@@ -50,13 +50,14 @@ from autofit.worker.harness.probe import (
     preserved,
     tolerance,
 )
+from autofit.worker.harness.reachable_state import Key
 from autofit.worker.harness.roots import HarnessRoot, Sensitivity
 from autofit.worker.harness.sharded import gathered, is_sharded
 from autofit.worker.oom import Kind, classify
 from autofit.worker.traces import MOST, NOISE
 
-Effects = tuple[Digest, dict[str, Any]]
-"""A call's gradients, and what it moved in the model."""
+Effects = tuple[Digest, dict[Key, Change | Held]]
+"""A call's gradients, and what it changed of the state that it can reach."""
 
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that says where what autograd saves is kept."""
@@ -331,7 +332,7 @@ def _compare(
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
-    otherwise = moved_otherwise(moved, once)
+    otherwise = moved_otherwise(moved, once, exact=None if rounding else exact)
     alone = facts.world_size == 1
     doubtful = error > ROUNDING / 2 or bool(otherwise)
     if not alone:  # others may see no reason to look: none does where the model communicates
@@ -442,8 +443,7 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
     """
     args, kwargs = batch.call(batch.leaves)
     quiet = getattr(root.outer, "no_sync", nullcontext)
-    with preserved(root.module), torch.enable_grad(), quiet():
-        moves = Moves(root.module)
+    with preserved(root.module) as start, torch.enable_grad(), quiet():
         leaves = torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
         values = [leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves]
         outputs = [
@@ -458,4 +458,5 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
         found = digest(outputs, cotangents, parameters) if outputs else []
         if outputs and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
-        return found, moves.since()
+        del leaves, values, outputs, cotangents
+        return found, since(start)

@@ -257,10 +257,6 @@ class Snapshot:
             left += [] if done else [node.name]
         return left
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that were reached."""
-        return (node.thing for node in self.nodes if node.kind is TENSOR)
-
     def places(self, changed: Iterable[Key], after: Snapshot) -> tuple[Place, ...]:
         """Return where ``changed`` lies, and what leads there from a module's attribute on."""
         found: dict[tuple[int, str], Place] = {}
@@ -281,12 +277,16 @@ class Snapshot:
         return tuple(found.values())
 
 
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors, weights aside, that calls of ``module`` can reach."""
+    return (node.thing for node in _Walk(module).nodes if node.kind is TENSOR)
+
+
 def changes(before: Snapshot, after: Snapshot) -> list[Key]:
     """Return the places whose values differ."""
-    keys = [*before.values, *(after.values.keys() - before.values.keys())]
     return [
         key
-        for key in keys
+        for key in dict.fromkeys((*before.values, *after.values))
         if not equal(before.values.get(key, ABSENT), after.values.get(key, ABSENT))
     ]
 
@@ -463,7 +463,7 @@ class _Walk:
                 self._visit_dict(vars(module)[name], name, path, attributes)
         self._visit_class(type(module))
         for function in _methods(type(module)):
-            self._visit_code(function, 0)
+            self._later(function, function.__qualname__, None, _itself, depth + 1)
 
     def _visit_dict(self, held: dict[str, Any], name: str, path: str, up: Node) -> None:
         """Watch a dictionary that every module has, and what hooks in it hold."""
@@ -606,7 +606,7 @@ def _hook_name(path: str, hook: Any) -> str:
 def _is_lazy(module: nn.Module) -> bool:
     """Return whether a module becomes another one when it is first called."""
     held = (*module._parameters.values(), *module._buffers.values())
-    return any(map(is_lazy, held))
+    return any(is_lazy(each) for each in held if each is not None)
 
 
 def _excluded() -> set[int]:

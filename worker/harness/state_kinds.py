@@ -61,10 +61,14 @@ class Copied:
         for piece in _pieces(tensor):
             self._file.write(piece.numpy().tobytes())
 
-    @property
-    def numbers(self) -> torch.Tensor | None:
-        """Return the copy; ``None`` where it lies in a file."""
-        return self._kept
+    def numbers(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the copy, beside ``like``, whose type and shape it has."""
+        if self._kept is not None:
+            return self._kept.to(like.device)
+        assert self._file is not None, "it is one or the other"
+        self._file.seek(0)
+        kept = torch.frombuffer(bytearray(self._file.read()), dtype=torch.uint8)
+        return kept.view(like.dtype).view(like.shape)
 
     def put(self, tensor: torch.Tensor) -> bool:
         """Write the copy into ``tensor`` where it differs; return whether it did."""
@@ -169,11 +173,11 @@ def tensor_value(tensor: torch.Tensor, content: TensorContent | None = None) -> 
     """Return what a tensor is compared by."""
     if not is_readable(tensor):
         return tuple(tensor.shape), str(tensor.dtype)
-    alias = tensor.detach()
+    alias, wants = tensor.detach(), tensor.is_leaf and tensor.requires_grad
     if _bytes(alias) > SMALL:
-        return Large(tuple(alias.shape), str(alias.dtype), checksum(alias)), tensor.requires_grad
-    kept = content.copy.numbers if content is not None and content.copy is not None else None
-    return kept if kept is not None else alias.clone(), tensor.requires_grad
+        return Large(tuple(alias.shape), str(alias.dtype), checksum(alias)), wants
+    copy = content.copy if content is not None else None
+    return copy.numbers(alias) if copy is not None else alias.clone(), wants
 
 
 def _as_tensor(array: Any) -> torch.Tensor:
