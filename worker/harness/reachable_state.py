@@ -43,6 +43,10 @@ _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autofit", "bu
 """Packages into whose objects nobody looks, but for those that have a kind of their own."""
 
 
+_PACKAGES = ("site-packages", "dist-packages")
+"""In paths of libraries, wherever they are installed."""
+
+
 class Absent(Enum):
     """Stands for what is not there."""
 
@@ -344,6 +348,7 @@ class _Walk:
     def __post_init__(self) -> None:
         self._seen: set[int] = _excluded()
         self._codes: set[types.CodeType] = set()
+        self._classes: set[type] = set()
         self._globals: dict[int, set[str]] = {}
         """The globals that are watched already, by the ``id`` of their namespace."""
         self._labels: dict[str, Any] = {}
@@ -458,27 +463,27 @@ class _Walk:
                 self._later(buffer, f"buffer {path}{name}", attributes, _itself, depth)
             return
         self._names(BUFFERS, module, f"buffers of {path}", f"buffer {path}", *at)
-        for name in _DICTS:
-            if name != "_buffers" and isinstance(vars(module).get(name), dict):
-                self._visit_dict(vars(module)[name], name, path, attributes)
+        self._visit_dicts(module, path, at)
+        if type(module) in self._classes:
+            return
+        self._classes.add(type(module))
         self._visit_class(type(module))
         for function in _methods(type(module)):
             self._later(function, function.__qualname__, None, _itself, depth + 1)
 
-    def _visit_dict(self, held: dict[str, Any], name: str, path: str, up: Node) -> None:
-        """Watch a dictionary that every module has, and what hooks in it hold."""
-        self._seen.add(id(held))
-        label = f"{name.strip('_').replace('_', ' ')} of {path.rstrip('.') or 'the model'}"
-        content = tuple(held.items())
-        node = self._add(
-            Node(label, held, up, lambda m: vars(m)[name], up.depth, QUIET_DICT, content)
-        )
-        if name == "_parameters":
-            for key, parameter in content:
-                self._later(parameter, f"parameter {path}{key}", node, _item(key), 1)
-        elif name in _HOOKS:
-            for key, hook in content:
-                self._later(hook, _hook_name(path, hook), node, _item(key), 1)
+    def _visit_dicts(
+        self, module: nn.Module, path: str, at: tuple[Node | None, Callable[[Any], Any], int]
+    ) -> None:
+        """Watch the dictionaries that every module has, and what hooks in them hold."""
+        content = _read_dicts(module)
+        label = f"hooks, weights and children of {path.rstrip('.') or 'the model'}"
+        node = self._add(Node(label, module, *at, MODULE, content))
+        for key, parameter in content.get("_parameters", ()):
+            step = _entry("_parameters", key)
+            self._later(parameter, f"parameter {path}{key}", node, step, 1)
+        for name in _HOOKS:
+            for key, hook in content.get(name, ()):
+                self._later(hook, _hook_name(path, hook), node, _entry(name, key), 1)
 
     def _visit_narrowly(self, module: nn.Module, path: str) -> None:
         """Watch a sharded model's buffers and plain attributes alone."""
@@ -585,6 +590,30 @@ QUIET_DICT = Kind(DICT.read, DICT.write, lambda _, items: len(items))
 """A dictionary of which the length alone is compared: its items have places of their own."""
 
 
+def _read_dicts(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    held = vars(module)
+    return {
+        name: tuple(held[name].items())
+        for name in _DICTS
+        if name != "_buffers" and isinstance(held.get(name), dict)
+    }
+
+
+def _write_dicts(module: nn.Module, content: dict[str, tuple[Any, ...]]) -> bool:
+    held = vars(module)
+    return all([DICT.write(held[name], items) for name, items in content.items()])
+
+
+MODULE = Kind(
+    _read_dicts, _write_dicts, lambda _, content: tuple(len(each) for each in content.values())
+)
+"""The dictionaries that every module has: their items have places of their own."""
+
+
+def _entry(name: str, key: Any) -> Callable[[Any], Any]:
+    return lambda module: vars(module)[name][key]
+
+
 def _itself(thing: Any) -> Any:
     return thing
 
@@ -621,11 +650,10 @@ def _excluded() -> set[int]:
 
 def _is_users(namespace: Mapping[str, Any]) -> bool:
     """Return whether a module's code is the user's own: no library's, nor ours."""
-    name = str(namespace.get("__name__", ""))
-    if name.partition(".")[0] in _CLOSED:
+    if str(namespace.get("__name__", "")).partition(".")[0] in _CLOSED:
         return False
-    file = namespace.get("__file__")
-    return file is None or not str(file).startswith(LIBRARIES)
+    file = str(namespace.get("__file__"))
+    return not file.startswith(LIBRARIES) and not any(each in file for each in _PACKAGES)
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
