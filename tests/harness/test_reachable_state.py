@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -201,6 +202,13 @@ def test_a_block_that_would_change_it_twice_is_not_recomputed(
     ):
         prove(rooted(net), CHECKPOINTING, (torch.randn(8, 6).double(),), {}, Facts())
     assert same(now(net), before)
+
+
+def test_a_time_that_a_block_takes_is_no_plans_doing(rooted: Rooted) -> None:
+    """It is another one in every run of the plain model."""
+    net = Net(lambda b, x: setattr(b, "took", time.perf_counter())).double()
+    prove(rooted(net), CHECKPOINTING, (torch.randn(8, 6).double(),), {}, Facts())
+    assert not hasattr(net.blocks[0], "took")
 
 
 # --- hooks --------------------------------------------------------------------------------------
