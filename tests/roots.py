@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -24,6 +26,9 @@ def a_run(*plans: Plan, ranks: int = 1, proven: tuple[Proven, ...] = ()) -> Laun
         ranks=ranks,
         proven=proven,
     )
+
+
+T = TypeVar("T")
 
 
 class Bystander:
@@ -59,3 +64,30 @@ class Rooted:
         while self._made:
             self._made.pop().take_back()
         self._calls.clear()
+
+
+class Notes(Generic[T]):
+    """What a test notes of calls, out of the harness's reach: it puts the state of models back."""
+
+    def __init__(self) -> None:
+        self._noted: SimpleQueue[T] = SimpleQueue()
+
+    def append(self, note: T) -> None:
+        """Take a note."""
+        self._noted.put(note)
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the notes in their order."""
+        notes = [self._noted.get() for _ in range(len(self))]
+        for note in notes:
+            self._noted.put(note)
+        return iter(notes)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._noted.qsize()
+
+    def clear(self) -> None:
+        """Forget them."""
+        while len(self):
+            self._noted.get()

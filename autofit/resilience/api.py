@@ -74,6 +74,11 @@ class Resilient:
     Only what ``autofit.worker.oom`` calls out of memory is answered; every other exception passes
     through untouched. Before the next attempt the failed one's frames are cleared and its memory is
     given back, outside the ``except`` block. See ``docs/resilient.md``.
+
+    A plan is checked where it is used, in the user's process: a few samples run through the model
+    before its first step. Afterwards the state that the model's calls can reach is as it was
+    (buffers, attributes, what hooks keep, globals of the user's code, generators). A technique that
+    would leave another state than plain Python does is not used; ``Retry.refused`` tells.
     """
 
     @overload
@@ -195,6 +200,9 @@ class Resilient:
         ``torch.autograd.backward``, such as ``accelerator.backward``. ``join``: puts the outputs of
         the parts together, instead of the rules in ``docs/resilient.md``. ``grow``: after 100 good
         steps try twice as many samples. ``mixes_samples``: split under BatchNorm too.
+
+        Nothing is checked here, and no call is made but those of the parts. What the function
+        itself counts or keeps is therefore changed once for each part and each failed attempt.
         """
         options = Options(
             attempts=1, on_retry=on_retry, checkpoint=None, remember=remember, storage=storage

@@ -2,6 +2,9 @@
 
 The work is a generator: it yields what the function is to be given, and which errors it answers;
 it is sent what came of it. So functions and coroutine functions share it.
+
+The function is called for parts of the batch alone, never to check anything. A failed attempt is
+taken back in gradients and generators; what else the function changes (a counter, a list) stays.
 """
 
 from __future__ import annotations

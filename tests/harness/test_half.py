@@ -21,12 +21,12 @@ from autofit.worker import meter
 from autofit.worker.harness.eager import LossScale
 from autofit.worker.harness.random_state import Ambient
 from autofit.worker.harness.real import RealRun
-from tests.roots import a_run
+from tests.roots import Notes, a_run
 
 pytestmark = pytest.mark.quick
 
 BATCH, MICRO_BATCH, STEPS = 21, 7, 9
-CALLS: list[int] = []
+CALLS: Notes[int] = Notes()
 """The samples of each forward; not in the model, which must keep nothing of one."""
 
 
@@ -96,7 +96,7 @@ def train(parts: int, alter: Alter) -> Trained:
                 loss = model(xs, ys)
             scaler.scale(loss / parts).backward()
         left.gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        left.calls.append(CALLS.count(MICRO_BATCH))
+        left.calls.append(list(CALLS).count(MICRO_BATCH))
         left.scales.append(scaler.get_scale())
         scaler.step(optimizer)
         scaler.update()

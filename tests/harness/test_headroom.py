@@ -132,17 +132,20 @@ def test_a_later_proof_is_set_aside() -> None:
 
 
 TRAIN = """\
+from queue import SimpleQueue
+
 import torch
 from autofit.worker import meter
 from torch import nn
 
-CHUNKS = []
-type(meter.for_device("cpu")).retries = lambda self: sum(chunk >= 8 for chunk in CHUNKS)
+LARGE = SimpleQueue()  # no list: the harness would put that back, or refuse to split
+type(meter.for_device("cpu")).retries = lambda self: LARGE.qsize()
 
 
 class Net(nn.Linear):
     def forward(self, x):
-        CHUNKS.append(len(x))
+        if len(x) >= 8:
+            LARGE.put(x.shape)
         return super().forward(x)
 
 

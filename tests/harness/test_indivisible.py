@@ -17,7 +17,7 @@ from autofit.worker.harness.joining import Batch
 from autofit.worker.harness.probe import find_layout
 from autofit.worker.harness.proof import prove
 from autofit.worker.harness.roots import HarnessRoot
-from tests.roots import Rooted
+from tests.roots import Notes, Rooted
 from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
@@ -41,7 +41,7 @@ class Graph(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(8, 32), nn.Linear(32, 4)
-        self.sizes: list[int] = []
+        self.sizes: Notes[int] = Notes()
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))

@@ -24,11 +24,11 @@ from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Proven, Script, TrialReport, Verdict
-from tests.roots import Bystander
+from tests.roots import Bystander, Notes
 
 pytestmark = pytest.mark.quick
 
-CALLED: list[int] = []
+CALLED: Notes[int] = Notes()
 """The samples in each call of the model."""
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
 

@@ -21,7 +21,7 @@ from autofit.worker.harness.roots import HarnessRoot, Sensitivity
 from autofit.worker.launcher import launch
 from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
 from autofit.worker.traces import MOST
-from tests.roots import Rooted
+from tests.roots import Notes, Rooted
 
 pytestmark = pytest.mark.quick
 PLAN = Plan.of({"checkpointing": "all"})
@@ -77,7 +77,7 @@ class Net(nn.Module):
     def __init__(self, grows: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(grows) for _ in range(2))
-        self.sizes: list[int] = []
+        self.sizes: Notes[int] = Notes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))
@@ -136,7 +136,7 @@ def proven(module: nn.Module, rooted: Rooted) -> HarnessRoot:
 def test_then_one_is_enough(rooted: Rooted) -> None:
     module = Net()
     held = proven(module, rooted)
-    assert module.sizes == [4, 1, 1]
+    assert list(module.sizes) == [4, 1, 1]
     assert held.plan == PLAN
     held.take_back()
 
@@ -145,7 +145,7 @@ def test_and_one_shows_what_is_not_the_same(rooted: Rooted) -> None:
     module = Net(grows=True)
     with pytest.raises(Refused):
         proven(module, rooted)
-    assert module.sizes == [4, 1, 1]
+    assert list(module.sizes) == [4, 1, 1]
 
 
 def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Rooted) -> None:

@@ -17,6 +17,7 @@ import autofit
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.resilience import ActivePlan, Retry
+from tests.roots import Notes
 from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
@@ -103,6 +104,38 @@ def test_a_given_plan_is_where_it_starts() -> None:
     assert train() == ("bf16, micro 4", 4, 3, torch.bfloat16)
 
 
+@pytest.mark.parametrize("layer", ["0.0.first", "1"], ids=["runs again", "runs once"])
+def test_the_check_leaves_nothing_in_what_a_hook_keeps(layer: str) -> None:
+    """It calls the model in the user's process: a level that changes the state otherwise goes."""
+    refused = []
+
+    def losses(levels: dict[str, str]) -> list[float]:
+        torch.manual_seed(0)
+        model, mean = blocks(), torch.ones(())
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            nonlocal mean
+            mean = 0.9 * mean + 0.1 * output.detach().square().mean()
+
+        model.get_submodule(layer).register_forward_hook(keep)
+
+        @autofit.resilient(plan=levels, on_retry=lambda retry: refused.append(retry.refused))
+        def train(plan: ActivePlan) -> list[float]:
+            found, torch_state = [], torch.get_rng_state()
+            applied, _ = plan.apply(model, None)
+            for _ in range(3):
+                loss = applied(torch.ones(4, 8)).square().mean() / mean
+                loss.backward()
+                found.append(loss.item())
+            torch.set_rng_state(torch_state)
+            return found
+
+        return train()
+
+    assert losses({"checkpointing": "all"}) == losses({})
+    assert refused == ([True] if layer == "0.0.first" else [])
+
+
 def test_autocast_of_a_plan_as_it_is_does_nothing() -> None:
     found: list[AbstractContextManager[object]] = []
 
@@ -121,7 +154,7 @@ def test_the_applied_plan_gives_the_gradients_of_the_whole_batch() -> None:
     model(batch).pow(2).mean().backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    sizes = []
+    sizes: Notes[int] = Notes()
     model.get_submodule("0.0").register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
 
     @autofit.resilient(plan={"checkpointing": "all", "micro_batch": "2"})
@@ -135,7 +168,7 @@ def test_the_applied_plan_gives_the_gradients_of_the_whole_batch() -> None:
     assert 2 in sizes  # the probe sees uneven chunks besides
     sizes.clear()
     model(batch)  # the function has ended, and with it the plan
-    assert sizes == [6]
+    assert list(sizes) == [6]
     assert type(model).__call__ is nn.Module.__call__
 
 

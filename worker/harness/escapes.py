@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,19 +26,19 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.joining import Batch, same
-from autofit.worker.harness.moved import PLAIN, Place, places
+from autofit.worker.harness.joining import Batch
+from autofit.worker.harness.moved import near
+from autofit.worker.harness.reachable_state import (
+    ABSENT,
+    Absent,
+    Key,
+    Place,
+    Snapshot,
+    changes,
+    tensors_of,
+)
+from autofit.worker.harness.state_kinds import PLAIN, Large
 from autofit.worker.oom import Kind, classify
-
-DEPTH = 3
-"""How deep containers in a module's attributes are looked into."""
-ITEMS = 64
-"""How many items of a container are looked at, from its end."""
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
-"""Attributes that every module has: hooks, parameters, children."""
-
-State = dict[str, Any]
-"""What a module remembers, by name: plain values, copies of tensors."""
 
 
 def refuse_listeners(module: nn.Module) -> None:
@@ -78,82 +78,75 @@ def _fraction(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.layout is torch.strided
 
 
-def moved_by(module: nn.Module, whole: Batch, chunk: Batch, forward: Forward) -> tuple[Place, ...]:
+def moved_by(
+    start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot
+) -> tuple[Place, ...]:
     """Return what each call moves on; raise ``Refused`` when its samples matter to that.
 
-    Has run before on the same samples, so that what is kept for good (tables of positions) is
-    there already.
+    ``after``: the state once ``whole`` has run from ``start``. What only the first call makes, and
+    keeps for good (a table of positions), is none of it; a switch that it sets is.
     """
-    before = state(module)
-    known = places(module)
-    values = {name: place.read() for name, place in known.items()}
-    after = _after(module, whole, forward)
-    changed = _differing(before, after)
-    for name in changed:
-        if name in known:  # the rest has to follow from that
-            known[name].write(values[name])
+    again = _after(start.module, whole, forward)
+    first, every = changes(start, after), changes(after, again)
+    start.restore()
     try:
-        different = _differing(after, _after(module, chunk, forward))
+        other = _after(start.module, chunk, forward)
+        differing = [key for key in changes(after, other) if not _is_table(key, after, other)]
+        start.restore()
+        _after(start.module, whole, forward)
+        differing += changes(again, _after(start.module, chunk, forward))
     except Exception as error:
-        if changed and classify(error).kind is Kind.NOT_OOM:  # statistics of a single sample
-            raise Refused(_remembers(changed[0])) from error
+        if first and classify(error).kind is Kind.NOT_OOM:  # statistics of a single sample
+            raise Refused(_remembers(first[0][0])) from error
         raise
-    if different:
-        raise Refused(_remembers(different[0]))
-    return tuple(known[name] for name in changed if name in known)
+    if differing:
+        raise Refused(_remembers(differing[0][0]))
+    switches = [key for key in first if _is_plain(start, key) and _is_plain(after, key)]
+    return start.places(dict.fromkeys((*every, *switches)), again)
 
 
-def _after(module: nn.Module, part: Batch, forward: Forward) -> State:
+def refuse_changes_in_backward(
+    start: Snapshot, after: Snapshot, with_graph: Mapping[Key, Any]
+) -> None:
+    """Raise ``Refused`` where a backward, or a forward with a graph alone, changes the state.
+
+    ``after``: a forward without a graph; ``with_graph``: what one with a graph has changed.
+    """
+    without = set(changes(start, after))
+    for key, value in with_graph.items():
+        if key not in without or not near(value, after.values.get(key), None):
+            raise Refused(f"the model changes its {key[0]} in a backward")
+
+
+def _is_table(key: Key, one: Snapshot, other: Snapshot) -> bool:
+    """Return whether a tensor is of another size after another number of samples.
+
+    Whether it holds anything of the samples shows in the outputs.
+    """
+    values = (each.values.get(key) for each in (one, other))
+    shapes = [
+        value[0].shape
+        for value in values
+        if isinstance(value, tuple) and value and isinstance(value[0], (torch.Tensor, Large))
+    ]
+    return len(shapes) == 2 and shapes[0] != shapes[1]
+
+
+def _is_plain(snapshot: Snapshot, key: Key) -> bool:
+    return isinstance(snapshot.values.get(key, ABSENT), (*PLAIN, Absent))
+
+
+def _after(module: nn.Module, part: Batch, forward: Forward) -> Snapshot:
     args, kwargs = part.call(part.leaves)
     with torch.no_grad():
         forward(*args, **kwargs)
-    return state(module)
-
-
-def _differing(one: State, other: State) -> list[str]:
-    names = [*one, *(other.keys() - one.keys())]
-    return [name for name in names if not same_state(one.get(name), other.get(name))]
+    return Snapshot(module, copies=False)
 
 
 def _remembers(name: str) -> str:
     if name.startswith("buffer"):
         return f"the model changes its {name} in every forward"
     return f"the model keeps something of a forward for later: its {name}"
-
-
-def state(module: nn.Module) -> State:
-    """Return what a module and its children remember beside their parameters."""
-    found: State = {}
-    for prefix, each in module.named_modules():
-        path = f"{prefix}." if prefix else ""
-        for name, buffer in each._buffers.items():
-            found[f"buffer {path}{name}"] = _remembered(buffer, DEPTH)
-        for name, value in each.__dict__.items():
-            if name not in _OF_TORCH:
-                found[f"attribute {path}{name}"] = _remembered(value, DEPTH)
-    return found
-
-
-def _remembered(value: Any, depth: int) -> Any:
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, torch.Tensor):
-        return None if isinstance(value, nn.Parameter) else value.detach().clone()
-    if isinstance(value, nn.Module) or depth == 0:
-        return type(value)
-    if isinstance(value, dict):
-        items = list(value.items())[-ITEMS:]
-        return len(value), [(str(key), _remembered(item, depth - 1)) for key, item in items]
-    if isinstance(value, (list, tuple, set)) or hasattr(value, "popleft"):
-        return len(value), [_remembered(item, depth - 1) for item in list(value)[-ITEMS:]]
-    return type(value)
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Return whether two values of ``state`` are equal."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    return same(one, other)
 
 
 class _Saved:
@@ -232,7 +225,7 @@ def refuse_escapes(
     del output
     torch.clear_autocast_cache()
     _drop_graphs_of_weights(module)
-    known = _strided(list(_held(module)))
+    known = _strided(list(tensors_of(module)))
     if any(each() is not None for each in saved) or witness.left(known):
         gc.collect()
     if any(each() is not None for each in saved) or witness.left(known):
@@ -251,15 +244,6 @@ def _drop_graphs_of_weights(module: nn.Module) -> None:
         for hook in each._forward_pre_hooks.values():
             if isinstance(hook, (WeightNorm, SpectralNorm)):
                 vars(each)[hook.name] = vars(each)[hook.name].detach()
-
-
-def _held(module: nn.Module) -> Iterator[Any]:
-    """Yield the tensors in a module's buffers and attributes, which ``state`` compares."""
-    for each in module.modules():
-        yield from each._buffers.values()
-        for name, value in each.__dict__.items():
-            if name not in _OF_TORCH:
-                yield from tree_leaves(value)
 
 
 def _graph_leaves(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -17,8 +17,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Deferred
-from autofit.worker.harness.moved import Place
 from autofit.worker.harness.opened import flatten
+from autofit.worker.harness.reachable_state import Place
 
 Cut = tuple[int, int]
 """A range of samples: the first, and the one after the last."""

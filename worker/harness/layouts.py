@@ -21,7 +21,7 @@ from autofit.worker.harness.comparison import Undecided
 from autofit.worker.harness.graph import Shapes
 from autofit.worker.harness.joining import Batch, Join, Labels, Layout, Rule
 from autofit.worker.harness.known import Known
-from autofit.worker.harness.moved import places
+from autofit.worker.harness.reachable_state import key_of, places_at
 from autofit.worker.harness.signature import Key, Signatures
 from autofit.worker.oom import Kind, classify
 
@@ -137,7 +137,7 @@ class Layouts:
     def doubt(self) -> None:
         """Forget what is verified: a call has shown otherwise."""
         for kind in self._kinds.values():
-            if plain_layout(kind.layout, self._module()) is not None:
+            if plain_layout(kind.layout) is not None:
                 self._known.put(None, LAYOUT, *kind.key)
         self._kinds.clear()
         self._doubted = True
@@ -154,7 +154,7 @@ class Layouts:
         return CallKind(key, layout, traits, ranges)
 
     def _keep(self, kind: CallKind) -> None:
-        plain = plain_layout(kind.layout, self._module())
+        plain = plain_layout(kind.layout)
         if plain is None:
             return
         ranges = [[index, *bounds] for index, bounds in sorted(kind.ranges.items())]
@@ -239,23 +239,21 @@ class Layouts:
 # --- as JSON ----------------------------------------------------------------------------------
 
 
-def plain_layout(layout: Layout | Refused, module: nn.Module) -> dict[str, Any] | None:
+def plain_layout(layout: Layout | Refused) -> dict[str, Any] | None:
     """Return a layout as JSON that another process can read; ``None`` for a refusal.
 
-    Nor where it points to what only this process has: a module that a plan has put there.
+    Nor where it holds the weights of very many classes.
     """
     if isinstance(layout, Refused):
         return None
-    names = {place: name for name, place in places(module).items()}
-    moved = [names.get(place) for place in layout.moved]
     weights = [w for join in layout.joins if join.labels and (w := join.labels.weights) is not None]
-    if None in moved or any(each.numel() > CLASSES for each in weights):
+    if any(each.numel() > CLASSES for each in weights):
         return None
     return {
         "dim": layout.dim,
         "batched": list(layout.batched),
         "draws": layout.draws,
-        "moved": moved,
+        "moved": [key_of(place) for place in layout.moved],
         "joins": [
             [str(join.rule), join.dim, join.detached, join.labels and _plain_labels(join.labels)]
             for join in layout.joins
@@ -270,12 +268,11 @@ def _plain_labels(labels: Labels) -> list[Any]:
 
 def layout_of(plain: dict[str, Any], module: nn.Module) -> Layout:
     """Return the layout that ``plain_layout`` was given."""
-    known = places(module)
     return Layout(
         dim=plain["dim"],
         batched=tuple(plain["batched"]),
         draws=plain["draws"],
-        moved=tuple(known[name] for name in plain["moved"] if name in known),
+        moved=places_at(module, map(tuple, plain["moved"])) if plain["moved"] else (),
         joins=tuple(
             Join(Rule(rule), dim, labels and _labels_of(labels), detached)
             for rule, dim, detached, labels in plain["joins"]

@@ -6,7 +6,6 @@ part but the first starts where the first did, and leaves what it found.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,60 +15,18 @@ import torch
 from torch import nn
 
 from autofit.strategies.base import Forward
+from autofit.worker.harness.reachable_state import (
+    ABSENT,
+    Key,
+    Place,
+    Snapshot,
+    changes,
+    equal,
+)
+from autofit.worker.harness.state_kinds import PLAIN, TENSOR, Large
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Kinds of attributes that cannot be changed in place."""
 _PLAIN = frozenset(PLAIN)
-"""The same, to look up in: a model has thousands of attributes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A buffer of a module, or one of its attributes that holds a plain value."""
-
-    owner: weakref.ref[nn.Module]
-    name: str
-    buffer: bool
-
-    def read(self) -> Any:
-        """Return what is there now."""
-        if not self.buffer:
-            return vars(self._module()).get(self.name)
-        tensor = self.tensor()
-        return tensor, None if tensor is None else tensor.detach().clone()
-
-    def tensor(self) -> torch.Tensor | None:
-        """Return the buffer."""
-        return self._module()._buffers.get(self.name) if self.buffer else None
-
-    def write(self, value: Any) -> None:
-        """Put back what ``read`` returned."""
-        if not self.buffer:
-            vars(self._module())[self.name] = value
-            return
-        tensor, copy = value
-        self._module()._buffers[self.name] = tensor
-        if tensor is not None and not torch.equal(tensor, copy):  # a graph may have saved it
-            with torch.no_grad():
-                tensor.copy_(copy)
-
-    def _module(self) -> nn.Module:
-        module = self.owner()
-        assert module is not None, "a model outlives its calls"
-        return module
-
-
-def places(module: nn.Module) -> dict[str, Place]:
-    """Return the places in a module and its children, each by its name."""
-    found = {}
-    for prefix, each in module.named_modules():
-        path, owner = f"{prefix}." if prefix else "", weakref.ref(each)
-        for name in each._buffers:
-            found[f"buffer {path}{name}"] = Place(owner, name, True)
-        for name, value in vars(each).items():
-            if type(value) in _PLAIN:
-                found[f"attribute {path}{name}"] = Place(owner, name, False)
-    return found
+"""To look up in: a model has thousands of attributes."""
 
 
 class Once:
@@ -105,9 +62,9 @@ def once(forward: Forward, moved: Sequence[Place]) -> Forward:
     return Once(forward, moved) if moved else forward
 
 
-SMALL = 1 << 22
-"""Of buffers with no more elements the values are compared; of larger ones the versions, which
-batch statistics leave as they are, and compiled code does not."""
+COMPARED = 1 << 22
+"""Of tensors with no more elements the changes are compared; of larger ones how often they were
+changed in place."""
 
 FAR = 1.75
 """Times as far as it would that a buffer may move where all else is chance; twice is 1.9."""
@@ -143,68 +100,115 @@ class Change:
             return long <= FAR * short + float(other.size) / 100
         return not bool(apart > other.by.norm() * max(0.1, noise) + other.size / 100)
 
+    def is_near(self, other: Change, tolerance: float) -> bool:
+        """Return whether both are one but for the order of sums."""
+        if self.versions > other.versions > 0:
+            return False
+        apart = (self.by - other.by).norm()
+        return not bool(apart > tolerance * (other.by.norm() + other.size))
 
-class Moves:
-    """What a forward and its backward move in a module."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._places = places(module)
-        self._buffers = self._versions()
-        self._small = {
-            name: tensor.detach().clone()
-            for name, (tensor, _) in self._buffers.items()
-            if tensor.numel() <= SMALL and not tensor.is_complex()
-        }
-        self._attributes = self._values()
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a place other than a buffer has come to hold."""
 
-    def since(self) -> dict[str, Any]:
-        """Return what each buffer has changed by or how often, and attributes as they are now."""
-        found: dict[str, Any] = {}
-        for name, (tensor, version) in self._versions().items():
-            before, first = self._buffers.get(name, (None, 0))
-            if tensor is before and name in self._small:
-                if not torch.equal(tensor, self._small[name]):
-                    found[name] = Change.of(tensor, self._small[name], version - first)
-            elif tensor is before:
-                found |= {name: version - first} if version != first else {}
-            elif not tensor.is_floating_point():
-                found[name] = tensor.tolist()
-        values = self._values()
-        return found | {n: v for n, v in values.items() if v != self._attributes.get(n)}
+    value: Any
+    versions: int = 0
+    """How often a tensor was changed in place."""
 
-    def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
-        tensors = {name: place.tensor() for name, place in self._places.items()}
-        return {
-            name: (tensor, tensor._version)
-            for name, tensor in tensors.items()
-            if tensor is not None and not tensor.is_inference()
-        }
 
-    def _values(self) -> dict[str, Any]:
-        """Return the plain attributes that are no fractions, which rounding may change."""
-        values = {n: place.read() for n, place in self._places.items() if not place.buffer}
-        told = _PLAIN - {float, complex}  # a table that was made meanwhile is not one of them
-        return {n: v for n, v in values.items() if type(v) in told}
+def since(start: Snapshot) -> dict[Key, Change | Held]:
+    """Return what has changed since ``start`` of what a model's calls can reach."""
+    now = Snapshot(start.module, copies=False)
+    return {key: _change(start, now, key) for key in changes(start, now)}
+
+
+def _change(start: Snapshot, now: Snapshot, key: Key) -> Change | Held:
+    before, after = start.node_of.get(key), now.node_of.get(key)
+    if before is None or after is None:
+        return Held(now.values.get(key, ABSENT))
+    thing, versions = after.thing, 0
+    if after.kind is not TENSOR or before.thing is not thing:
+        return Held(now.values[key])
+    if not thing.is_inference():
+        versions = thing._version - before.content.version.prev_versions[0]
+    content = before.content
+    alike = thing.shape == content.alias.shape and thing.dtype == content.alias.dtype
+    if content.copy is None or not alike or thing.is_complex() or thing.numel() > COMPARED:
+        return Held(now.values[key], versions)
+    return Change.of(thing, content.copy.numbers(thing), versions)
 
 
 def moved_otherwise(
-    found: dict[str, Any], expected: dict[str, Any], noise: float | None = 0.0
+    found: dict[Key, Change | Held],
+    expected: dict[Key, Change | Held],
+    noise: float | None = 0.0,
+    *,
+    exact: float | None = None,
 ) -> list[str]:
-    """Return what moved in another way: buffers more often, attributes to something else.
+    """Return what moved in another way: tensors by more or more often, the rest to another value.
 
-    ``noise``: the relative difference that rounding may make. Not what moved in one of them alone:
-    a table is made once, a switch may be the plan's own.
+    ``noise``: the relative difference that rounding may make to buffers. ``exact``: the one that
+    may be made to the rest, where nothing rounds but the order of sums. Else what moved in one of
+    them alone is none of it, buffers aside: a switch may be the plan's own.
     """
-    names = []
-    for name, value in found.items():
-        if isinstance(value, Change):
-            other = not (name in expected and value.is_like(expected[name], noise))
-        elif name.startswith("buffer") and isinstance(value, int):
-            other = value > expected.get(name, 0)
-        else:
-            other = value != expected.get(name, value)
-        names += [name] if other else []
-    return names
+    keys = found if exact is None else dict.fromkeys((*found, *expected))
+    return list(
+        dict.fromkeys(
+            name
+            for name, part in keys
+            if not _alike(name, found.get((name, part)), expected.get((name, part)), noise, exact)
+        )
+    )
+
+
+def _alike(
+    name: str,
+    found: Change | Held | None,
+    expected: Change | Held | None,
+    noise: float | None,
+    exact: float | None,
+) -> bool:
+    buffer = name.startswith("buffer")
+    if isinstance(found, Change) and isinstance(expected, Change):
+        if buffer or exact is None:
+            return found.is_like(expected, noise if buffer else None)
+        return found.is_near(expected, exact)
+    if found is None or expected is None:
+        return exact is None and not (buffer and found is not None)
+    if isinstance(found, Change) or isinstance(expected, Change):
+        return exact is None and not buffer
+    if found.versions > expected.versions > 0:
+        return False
+    return near(found.value, expected.value, exact)
+
+
+def near(one: Any, other: Any, tolerance: float | None) -> bool:
+    """Return whether two values of a place are equal, their fractions within ``tolerance``.
+
+    ``None``: whatever the fractions are, which a lower precision makes other ones of.
+    """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape:
+            return False
+        if not one.is_floating_point():
+            return equal(one, other)
+        return tolerance is None or _close(one.double(), other.double(), tolerance)
+    if isinstance(one, Large) and isinstance(other, Large):
+        return one.shape == other.shape  # its versions have told how often it was changed
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(near(a, b, tolerance) for a, b in pairs)
+    if isinstance(one, (float, complex)) and isinstance(other, (float, complex)):
+        return tolerance is None or _close(torch.tensor(one), torch.tensor(other), tolerance)
+    return equal(one, other)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if not one.numel():
+        return True
+    apart = torch.where(one.isnan() & other.isnan(), 0.0, one - other).norm()
+    return not bool(apart > tolerance * other.nan_to_num().norm())
 
 
 class Attributes:
@@ -237,17 +241,3 @@ class Attributes:
 def _write(values: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
     for held, name, value in values:
         held[name] = value
-
-
-@contextmanager
-def unmoved(module: nn.Module) -> Iterator[None]:
-    """Leave the module's buffers and plain attributes as they are now."""
-    before = [(place, place.read()) for place in places(module).values()]
-    kinds = {id(each): type(each) for each in module.modules()}
-    try:
-        yield
-    finally:
-        for place, value in before:
-            owner = place.owner()
-            if owner is not None and type(owner) is kinds.get(id(owner)):  # lazy ones become others
-                place.write(value)

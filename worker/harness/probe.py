@@ -28,6 +28,7 @@ from autofit.worker.harness.digest import digest
 from autofit.worker.harness.escapes import (
     moved_by,
     refuse_changed_arguments,
+    refuse_changes_in_backward,
     refuse_escapes,
     refuse_listeners,
     versions,
@@ -38,9 +39,10 @@ from autofit.worker.harness.fixed_draws import fixed_draws
 from autofit.worker.harness.hints import LARGEST, Observer, is_mask
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout
-from autofit.worker.harness.moved import once, unmoved
+from autofit.worker.harness.moved import once
 from autofit.worker.harness.noise import stirred
 from autofit.worker.harness.random_state import Ambient, RandomState
+from autofit.worker.harness.reachable_state import Key, Snapshot, changes
 from autofit.worker.oom import Kind, classify
 
 SAMPLES = 4
@@ -169,6 +171,8 @@ class _Probe:
         """Keep what autograd saves in host memory; ``None`` where there is room for it."""
         self.sharp = True
         """Leave the script's autocast, where the model can."""
+        self.with_graph: dict[Key, Any] = {}
+        """What a forward with a graph and its backward have changed, where they could run."""
 
     def run_whole(self) -> None:
         """Let an error through that the model raises on the whole batch too: the script's own."""
@@ -205,19 +209,19 @@ class _Probe:
             _need_gradients(part, self.batch)
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
         # How a batch is split does not depend on TF32, and the comparison is sharper without.
-        with graph, _tf32.switched(False):
+        with graph, _tf32.switched(False), preserved(self.module) as start:
             if self.gradients:
-                self._rehearse(part)
-            with preserved(self.module):
-                with stirred(self.module) as stirring:
-                    try:
-                        return self._look(layout, part)
-                    except Undecided:
-                        if not stirring:
-                            raise
-                return self._look(layout, part)  # the weights as they are may tell samples apart
+                self._rehearse(part, start)
+            with stirred(self.module) as stirring:
+                try:
+                    return self._look(layout, part, start)
+                except Undecided:
+                    if not stirring:
+                        raise
+            return self._look(layout, part, start)  # the weights as they are may tell samples apart
 
-    def _look(self, layout: Layout, part: Batch) -> Layout:
+    def _look(self, layout: Layout, part: Batch, start: Snapshot) -> Layout:
+        start.restore()
         seen = Observer()
         before, set_out = versions(part), weights(self.module)
         with seen:
@@ -226,28 +230,37 @@ class _Probe:
         if weights(self.module) != set_out:
             raise Refused("the model sets its weights in a forward, from the batch maybe")
         chunk = Batch(layout.take(part, (0, 1)), part.spec)
-        moved = moved_by(self.module, part, chunk, self.forward)
+        state = Snapshot(self.module, copies=False)
+        refuse_changes_in_backward(start, state, self.with_graph)
+        moved = moved_by(start, part, chunk, self.forward, state)
         dtypes = self._refuse_escapes(part)
+        start.restore()  # the first call is compared, and may do what no other does
         return self._compare(replace(layout, draws=draws, moved=moved), part, seen, dtypes)
 
-    def _rehearse(self, part: Batch) -> None:
+    def _rehearse(self, part: Batch, start: Snapshot) -> None:
         """Run what needs most memory first: where there is no room for it, nothing else is spent.
 
-        What else may go wrong in it is found, and told, where it is looked for.
+        What else may go wrong in it is found, and told, where it is looked for; but for what is
+        changed with a graph or in a backward alone: each part of a batch would change it.
         """
         leaves = [*self.module.parameters(), *part.leaves]
         wanted = [each for each in leaves if is_number(each) and each.requires_grad]
+        draws = RandomState.now()
         args, kwargs = part.call(part.leaves)
-        with preserved(self.module):
-            try:
-                made = tree_leaves(self.forward(*args, **kwargs))
-                outputs = [each for each in made if is_number(each) and each.requires_grad]
-                if outputs:
-                    digest(outputs, [torch.ones_like(each) for each in outputs], wanted)
-            except Exception as error:
-                if classify(error).kind is not Kind.NOT_OOM:
-                    raise
-                clear_frames(error.__traceback__)
+        try:
+            made = tree_leaves(self.forward(*args, **kwargs))
+            outputs = [each for each in made if is_number(each) and each.requires_grad]
+            if outputs:
+                digest(outputs, [torch.ones_like(each) for each in outputs], wanted)
+            del made, outputs
+            now = Snapshot(self.module, copies=False)
+            self.with_graph = {key: now.values.get(key) for key in changes(start, now)}
+        except Exception as error:
+            if classify(error).kind is not Kind.NOT_OOM:
+                raise
+            clear_frames(error.__traceback__)
+        finally:
+            draws.restore()
 
     def _refuse_escapes(self, part: Batch) -> set[torch.dtype]:
         if self.gradients:
@@ -398,19 +411,23 @@ def _copied(leaf: Any) -> Any:
 
 
 @contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
-    """Restore the random generators, the module's buffers and plain attributes afterwards.
+def preserved(module: nn.Module) -> Iterator[Snapshot]:
+    """Restore the random generators, and all that calls of ``module`` can reach, afterwards.
 
-    Weights that autocast has cast here are cast anew: without a graph they would be cut off.
+    Raises ``Refused`` with the name of what cannot be restored. Weights that autocast has cast here
+    are cast anew: without a graph they would be cut off.
     """
-    state = RandomState.now()
+    state, start = RandomState.now(), Snapshot(module)
     torch.clear_autocast_cache()
+    left: list[str] = []
     try:
-        with unmoved(module):
-            yield
+        yield start
     finally:
         torch.clear_autocast_cache()
+        left = start.restore()
         state.restore()
+    if left:
+        raise Refused(f"what a check changes in the model cannot be put back: its {left[0]}")
 
 
 def tolerance(dtypes: Iterable[torch.dtype], *, casts: bool = False) -> float:

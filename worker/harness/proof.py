@@ -32,7 +32,7 @@ from autofit.worker.harness.digest import (
 from autofit.worker.harness.facts import casts_noticed, silenced, tf32_on
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
-from autofit.worker.harness.moved import Moves, moved_otherwise
+from autofit.worker.harness.moved import Change, Held, moved_otherwise, since
 from autofit.worker.harness.noise import (
     ORDER,
     Rounded,
@@ -50,13 +50,14 @@ from autofit.worker.harness.probe import (
     preserved,
     tolerance,
 )
+from autofit.worker.harness.reachable_state import Key
 from autofit.worker.harness.roots import HarnessRoot, Sensitivity
 from autofit.worker.harness.sharded import gathered, is_sharded
 from autofit.worker.oom import Kind, classify
 from autofit.worker.traces import MOST, NOISE
 
-Effects = tuple[Digest, dict[str, Any]]
-"""A call's gradients, and what it moved in the model."""
+Effects = tuple[Digest, dict[Key, Change | Held]]
+"""A call's gradients, and what it changed of the state that it can reach."""
 
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that says where what autograd saves is kept."""
@@ -369,7 +370,7 @@ def _compare(
     rounding = plan.fidelity(facts) is Fidelity.ROUNDING
     allowed = max(ROUNDING, exact) if rounding else exact
     error = root.difference = mean_difference(found, gradients)
-    otherwise = moved_otherwise(moved, once)
+    otherwise = moved_otherwise(moved, once, exact=None if rounding else exact)
     alone = facts.world_size == 1
     doubtful = error > ROUNDING / 2 or bool(otherwise)
     if not alone:  # others may see no reason to look: none does where the model communicates
@@ -386,6 +387,10 @@ def _compare(
         allowed = max(allowed, min(NOISE * noise.gradients, most))
         far = moved_otherwise(moved, once, None if chaos else MOST)
         otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
+    if otherwise and not rounding and alone:  # a time that was taken is another one every time
+        again = _sensitivity(root, applied, batch, _as_it_is, exact)
+        unsteady = again.buffers if again is not None else frozenset()
+        otherwise = [name for name in otherwise if name not in unsteady]
     if otherwise:
         raise Refused(f"the model's {otherwise[0]} would not change as it does", blamed)
     if error <= allowed:
@@ -405,7 +410,7 @@ def _as_cast(root: HarnessRoot, facts: Facts) -> Facts:
 
 
 def _sensitivity(
-    root: HarnessRoot, plan: Plan, batch: Batch, rounded: Rounded
+    root: HarnessRoot, plan: Plan, batch: Batch, rounded: Rounded, exact: float | None = None
 ) -> Sensitivity | None:
     """Return what rounding does to the model, once and before all else.
 
@@ -420,7 +425,7 @@ def _sensitivity(
         for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
             try:
                 with saved():
-                    return _rounded_once(root, _samples(batch, most), rounded)
+                    return _rounded_once(root, _samples(batch, most), rounded, exact)
             except Exception as error:  # too few for the model, as they may be, or too many
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
@@ -430,13 +435,22 @@ def _sensitivity(
         root.apply(plan)
 
 
-def _rounded_once(root: HarnessRoot, samples: Batch, rounded: Rounded) -> Sensitivity:
-    """Return what the plain root makes of the samples once all is ``rounded``."""
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def _rounded_once(
+    root: HarnessRoot, samples: Batch, rounded: Rounded, exact: float | None
+) -> Sensitivity:
+    """Return what the plain root makes of the samples once all is ``rounded``.
+
+    ``exact``: the relative difference in its state that is none.
+    """
     plain, once = _gradients(root, root.plain, samples)
     with weights_rounded(root.module.parameters(), rounded):
         leaves = [if_wide(leaf, rounded) for leaf in samples.leaves]
         found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
-    buffers = frozenset(moved_otherwise(moved, once))
+    buffers = frozenset(moved_otherwise(moved, once, exact=exact))
     return Sensitivity(mean_difference(found, plain), buffers)
 
 
@@ -477,8 +491,7 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
     """
     args, kwargs = batch.call(batch.leaves)
     quiet = getattr(root.outer, "no_sync", nullcontext)
-    with preserved(root.module), torch.enable_grad(), quiet():
-        moves = Moves(root.module)
+    with preserved(root.module) as start, torch.enable_grad(), quiet():
         leaves = torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
         values = [leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves]
         outputs = [
@@ -493,4 +506,5 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
         found = digest(outputs, cotangents, parameters) if outputs else []
         if outputs and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
-        return found, moves.since()
+        del leaves, values, outputs, cotangents
+        return found, since(start)

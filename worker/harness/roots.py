@@ -39,9 +39,9 @@ from autofit.worker.harness.graph import Shapes
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.layouts import Layouts
-from autofit.worker.harness.moved import places
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.probe import few, find_layout, preserved
+from autofit.worker.harness.reachable_state import key_of, places_at
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.standby import Standby
 from autofit.worker.harness.undoing import take_back
@@ -404,8 +404,7 @@ class HarnessRoot:
             )
         if not self._untouched or not found.moved:
             return found
-        names, own = {place: name for name, place in places(module).items()}, places(self.module)
-        return replace(found, moved=tuple(own[names[place]] for place in found.moved))
+        return replace(found, moved=places_at(self.module, map(key_of, found.moved)))
 
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
         """Return the shape of the graph that two samples of a call make without a plan."""
