@@ -41,6 +41,7 @@ class Ledger:
     ) -> None:
         """``started``: when the search began, by ``time.monotonic``."""
         self.store = store
+        store.say = self.say
         self.study = study
         self.options = options
         self.tell = listener

@@ -63,7 +63,7 @@ def run(
     ground = Ground(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
     diary = _Diary(storage)
     if plan is None:
-        result, which = best(storage, script, ranks=ranks)
+        result, which = best(storage, script, ranks=ranks, say=say)
         diary = _Diary(storage, result.study)
         study, trials = diary.study()
         plan, memory = result.plan, memory or study.key.memory
@@ -264,7 +264,10 @@ class _Diary:
             events = store.events(HELD, study=study)
         if not events or events[-1].created < study.opened:
             return None
-        return Plan.of(events[-1].payload["plan"])
+        try:
+            return Plan.of(events[-1].payload.get("plan"))
+        except UsageError:  # of another version, or edited: the study's best stands
+            return None
 
     def short_of_memory(self, found: OutOfMemory, *, fatal: bool) -> None:
         """Keep where memory ran out, and whether the process died of it."""

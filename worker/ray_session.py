@@ -30,7 +30,7 @@ _OF_RAY = "ray"
 """Ray's folder in ours: Ray opens its own to everybody (mode 0777), whoever made it."""
 _CONNECTION = 5.0
 """Seconds within which a cluster has to take a connection."""
-_ANSWER = 4.5
+_ANSWER = 4.0
 """Seconds within which Ray has to answer there. A live one takes milliseconds, and after five
 seconds Ray's client prints a warning."""
 _NOT_RAY = (
