@@ -9,7 +9,7 @@ from typing import Any
 
 from autofit.advice import PROCESS, where
 from autofit.exceptions import StorageError, UsageError
-from autofit.foreground import Foreground, started
+from autofit.foreground import Foreground, Unheard, started
 from autofit.plan import Plan
 from autofit.results import best
 from autofit.retreat import Ground
@@ -36,6 +36,11 @@ from autofit.worker.records import (
 
 HELD = "held"
 """Kind of the event that keeps the plan under which a run came to its end after all."""
+
+UNHEARD = (
+    "the script has closed every file descriptor (os.closerange?), autofit's too: it goes on, but"
+    " would not be started again if memory ran out"
+)
 
 Say = Callable[[str], None]
 
@@ -192,6 +197,8 @@ class _Attempts:
                 case Pressed(micro_batch=size):
                     self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
                     self.diary.keep("pressed", asdict(event) | of)
+                case Unheard():
+                    self.say(f"{who}{UNHEARD}")
                 case Ran():
                     self.diary.keep("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
