@@ -29,7 +29,12 @@ PROCESS = "the process"
 
 
 def where(found: OutOfMemory, budget: int | None = None) -> str:
-    """Return where memory ran out: line, asked, held. ``budget``: bytes, ``None`` for no limit."""
+    """Return where memory ran out: line, asked, held. ``budget``: bytes, ``None`` for no limit.
+
+    What tensors held is read once the error has left the script, and what they kept in the
+    allocator's cache, in pieces, is not in it. Where the sum is within the budget it would read as
+    if there had been room: the budget alone is named.
+    """
     if found.phase == PROCESS:
         return found.message
     phase = found.phase
@@ -40,9 +45,11 @@ def where(found: OutOfMemory, budget: int | None = None) -> str:
     parts = [f"out of memory in {phase}{size}"]
     if found.requested:
         parts.append(f"{format_size(found.requested)} asked")
-    if found.held is not None:
+    if budget and (found.requested or 0) + (found.held or 0) <= budget:
+        parts.append(f"{format_size(budget)} allowed")
+    elif found.held is not None:
         of = f" of {format_size(budget)}" if budget else ""
-        parts.append(f"{format_size(found.held)}{of} held")
+        parts.append(f"{format_size(found.held)}{of} held by tensors")
     return ", ".join(parts)
 
 

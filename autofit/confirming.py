@@ -30,6 +30,7 @@ class Confirming:
     def confirm(self) -> None:
         """Measure the winner again in a fresh process, and what may take its place."""
         ledger = self._ledger
+        fastest = [kept(trial) for trial in ledger.standing()[:1]]
         if self._slots > 1 and not ledger.late():  # side by side; else one decides on the next
             self._again(*ledger.finalists(ledger.ranked()[0], min(self._slots, FINALISTS)))
         for plan in ledger.finalists(self.holding(), FINALISTS)[1:]:
@@ -41,6 +42,8 @@ class Confirming:
             self._again(faster)
         if ledger.overtaken():
             self._again(Plan())
+        for plan in fastest:
+            self._tell_change(plan)
 
     def holding(self) -> TrialRecord:
         """Return the fastest trial whose plan fits in a fresh process too, or the rung that does.
@@ -73,6 +76,16 @@ class Confirming:
             tried += 1
             self._tell(plan)
         return found[-1]
+
+    def _tell_change(self, first: Plan) -> None:
+        """Say what is kept in place of the plan that was the fastest in the search, if it is not.
+
+        The table has shown that one as the best.
+        """
+        ledger, winner = self._ledger, self._ledger.winner()
+        if winner is not None and kept(winner) != first:
+            terms = ledger.study.budget, ledger.options.horizon
+            ledger.say(endings.replaced(first, ledger.confirmations(first), winner, *terms))
 
     def _tell(self, plan: Plan) -> None:
         if not self._ledger.held(plan):

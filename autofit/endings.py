@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
+from autofit.results import TIE, fits, kept
 from autofit.rules import PHASES, closest
 from autofit.storage import TrialRecord
 from autofit.units import format_duration, format_size
@@ -42,6 +43,42 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
         told = short.phase == PHASES[-1]  # no allocation has failed
         reason = short.message if told else f"out of memory in {short.phase}"
     return f"{plan} did not hold when measured again: {reason}"
+
+
+def replaced(
+    first: Plan, again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int
+) -> str:
+    """Say which plan is kept in place of the search's fastest, and why.
+
+    ``again``: the trials in which ``first`` was measured again; ``budget``: bytes of a device;
+    ``horizon``: optimizer steps over which the time to compile is charged.
+    """
+    return f"{kept(winner)} takes the place of {first}, {_why(again, winner, budget, horizon)}"
+
+
+def _why(again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int) -> str:
+    held = [trial.measurement for trial in again if fits(trial, budget)]
+    old, new = held[-1] if held else None, winner.measurement
+    if old is None or new is None:
+        verdict = again[-1].verdict if again else None
+        return f"which {_NOT_KEPT.get(verdict, 'did not hold')} when it was measured again"
+    slower = 1 - old.charged(horizon) / new.charged(horizon)
+    if slower > TIE:
+        return f"which is {100 * slower:.0f} % slower now that both are measured again"
+    more = format_size(max(0, old.peak_device - new.peak_device))
+    within = f"within {100 * TIE:.0f} %"
+    return f"which is as fast when it is measured again ({within}) and needs {more} more"
+
+
+_NOT_KEPT: dict[Verdict | None, str] = {
+    Verdict.MEASURED: "did not fit the budget",
+    Verdict.OUT_OF_MEMORY: "ran out of memory",
+    Verdict.DRIFTED: "drifted",
+    Verdict.REFUSED: "was refused",
+    Verdict.TIMED_OUT: "was not done in time",
+    None: "did not finish",
+}
+"""What became of a plan that was measured again and is not kept."""
 
 
 def doubted(plan: Plan, reason: str) -> str:

@@ -21,13 +21,31 @@ from types import FrameType
 from autofit.worker.child import CONTROL_FD, EVENTS_FD, python
 from autofit.worker.group import HEARING
 from autofit.worker.launcher import HARNESS
-from autofit.worker.records import ChildSpec, Event, PlanEnded, Raised, Verdict
+from autofit.worker.records import (
+    ChildSpec,
+    Event,
+    Finished,
+    PlanEnded,
+    Raised,
+    Ran,
+    Verdict,
+)
 
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks whose peer has failed."""
 LEAVE = 30.0
 """Seconds that a rank of several has from what ends it (an exception of the script's, or a signal
 from outside that has ended another rank) to its end; as ``torchrun`` gives them."""
+
+
+UNHEARD = 5.0
+"""Seconds that a process which ended its reports without a last word has until it counts as alive:
+while it ends, its descriptors may be closed before it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """A process lives and has closed the pipe through which it reports."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +57,10 @@ class _Rank:
     pidfd: int
     events: Connection | None
     """``None`` once it is closed at the other end."""
+    unheard: float = inf
+    """When it counts as ``Unheard``, in seconds of the monotonic clock."""
+    done: bool = False
+    """It has said its last word."""
 
 
 @dataclass(slots=True)
@@ -71,7 +93,7 @@ class Foreground:
             return 0
         return 1 if self.first in self._cut else codes[self.first]
 
-    def events(self) -> Iterator[tuple[int, Event]]:
+    def events(self) -> Iterator[tuple[int, Event | Unheard]]:
         """Yield what each rank's harness tells, with its number, until all have ended."""
         self._running = list(self._ranks)
         while self._running:
@@ -89,6 +111,10 @@ class Foreground:
                 self._deadlines.pop(rank.number, None)
                 if rank.process.wait() and rank not in self._mourning:
                     self._fails(rank)
+            for rank in self._running:
+                if rank.unheard <= time.monotonic():
+                    rank.unheard = inf
+                    yield rank.number, Unheard()
             if self._mourning and not (self._running and time.monotonic() < self._hearing):
                 self._fails(self._mourning[0])  # at its word: nobody has said more
             self._kill_late()
@@ -106,7 +132,9 @@ class Foreground:
             event: Event = rank.events.recv()
         except (EOFError, ConnectionResetError):
             rank.events = None
+            rank.unheard = inf if rank.done else time.monotonic() + UNHEARD
             return
+        rank.done |= isinstance(event, Finished | PlanEnded | Raised | Ran)
         yield rank.number, event
         match event:
             case Raised(follows=True) if len(self._ranks) > 1:
@@ -137,7 +165,8 @@ class Foreground:
 
     def _patience(self) -> float | None:
         """Return the seconds until the first deadline; ``None`` where there is none."""
-        soonest = min([self._hearing, *self._deadlines.values()])
+        unheard = (rank.unheard for rank in self._running)
+        soonest = min([self._hearing, *self._deadlines.values(), *unheard])
         return None if soonest == inf else max(0.0, soonest - time.monotonic())
 
     def _kill_late(self) -> None:

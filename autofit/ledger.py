@@ -21,6 +21,7 @@ from autofit.results import (
     overtaking,
     ranked,
     standing,
+    winning,
 )
 from autofit.rules import BLAMED, culprit, judged
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
@@ -42,6 +43,7 @@ class Ledger:
     ) -> None:
         """``started``: when the search began, by ``time.monotonic``."""
         self.store = store
+        store.say = self.say
         self.study = study
         self.options = options
         self.tell = listener
@@ -100,6 +102,11 @@ class Ledger:
         """Return the winner's plan and those that may take its place, ``most`` in all."""
         terms = self.study.budget, self.options.horizon, most
         return finalists(self.finished(), winner, *terms)
+
+    def winner(self) -> TrialRecord | None:
+        """Return the trial whose plan would be kept now."""
+        trials = self.store.trials(self.study, state=State.FINISHED)
+        return winning(trials, self.study.budget, self.options.horizon)
 
     def overtaken(self) -> bool:
         """Return whether the script as it is was faster than what would be kept instead."""

@@ -6,10 +6,11 @@ a kill between the two loses nothing: ``Mirror.catch_up`` tells what was not tol
 
 from __future__ import annotations
 
+import functools
 import warnings
 import zlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from autofit import strategies
 from autofit.plan import Plan
@@ -35,8 +36,25 @@ VERSION = f"{zlib.crc32(repr(CHOICES).encode()):08x}"
 """Of these choices: Optuna refuses a parameter whose choices have changed."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _explained(
+    method: Callable[Concatenate[Mirror, P], T],
+) -> Callable[Concatenate[Mirror, P], T]:
+    """Let a method turn errors of the database, as Optuna raises them, into one clear line."""
+
+    @functools.wraps(method)
+    def explained(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._store.explained():
+            return method(self, *args, **kwargs)
+
+    return explained
+
+
 class Mirror:
-    """Optuna's study of one of ours."""
+    """Optuna's study of one of ours. Its methods raise ``StorageError`` as the store's do."""
 
     def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
         import optuna
@@ -49,7 +67,7 @@ class Mirror:
         self._budget = study.budget
         self._horizon = horizon
         self._asked: dict[Plan, optuna.Trial] = {}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), store.explained():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._sampler = CostSampler(CHOICES)
             with store.alone():
@@ -62,6 +80,7 @@ class Mirror:
                 load_if_exists=True,
             )
 
+    @_explained
     def catch_up(self, trials: Iterable[TrialRecord]) -> None:
         """Tell what a killed search could not; end what it asked and never finished."""
         states = self._optuna.trial.TrialState
@@ -80,6 +99,7 @@ class Mirror:
             else:  # not told, or given up half-told by a search that was killed as well
                 self.tell(trial)
 
+    @_explained
     def ask(self, situation: Situation) -> Plan | None:
         """Return the plan to measure next; ``None`` when no candidate is worth it."""
         chosen = self._sampler.choose(situation)
@@ -91,11 +111,13 @@ class Mirror:
         assert Plan.of(levels) == chosen.plan, "Optuna holds what is measured"
         return chosen.plan
 
+    @_explained
     def drop(self, plan: Plan) -> None:
         """End what was asked and will not be told: its trial ended before its verdict."""
         if (asked := self._asked.pop(plan, None)) is not None:
             self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
 
+    @_explained
     def tell(self, trial: TrialRecord) -> None:
         """Tell a trial that has just been stored as finished."""
         state, value, constraints = self._outcome(trial)

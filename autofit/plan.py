@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from autofit import strategies
+from autofit.exceptions import UsageError
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory, Strategy
 from autofit.strategies.micro_batch import AUTO
 
@@ -25,7 +26,14 @@ class Plan:
 
     @classmethod
     def of(cls, levels: Mapping[str, str]) -> Self:
-        """Return the plan with these levels; raise ``UsageError`` on an unknown name."""
+        """Return the plan with these levels; raise ``UsageError`` on an unknown name.
+
+        It may come from a file or a store that somebody has edited: a table is asked for.
+        """
+        if not isinstance(levels, Mapping) or not all(isinstance(n, str) for n in levels.values()):
+            raise UsageError(
+                f"a plan is a table of techniques and their levels, not {levels!r:.60}"
+            )
         for name, level in levels.items():
             strategies.get(name).level(level)
         return cls(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autofit.exceptions import UsageError
@@ -29,14 +29,20 @@ LEANER = 0.05
 
 
 def best(
-    storage: str, script: Script | None = None, *, ranks: int | None = None
+    storage: str,
+    script: Script | None = None,
+    *,
+    ranks: int | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> tuple[Result, str]:
     """Return the best of the study that matches ``script``, and a line that says which.
 
     Without a script: of the study opened last. ``ranks``: of each training, where that is known.
+    ``say``: is told what cannot be read and is left out.
     Raises ``UsageError`` when nothing matches.
     """
     with Store(storage, create=False) as store:
+        store.say = say
         studies = store.studies(script_path(script) if script else None)
         found = [(study, result) for study in studies if (result := result_of(store, study))]
     if not found:

@@ -11,7 +11,7 @@ from typing import Any
 from autofit.advice import PROCESS, where
 from autofit.evidence import Evidence, key_of, stored
 from autofit.exceptions import StorageError, UsageError
-from autofit.foreground import Foreground, started
+from autofit.foreground import Foreground, Unheard, started
 from autofit.plan import Plan
 from autofit.results import best, kept, standing
 from autofit.retreat import Ground
@@ -47,6 +47,11 @@ HELD = "held"
 
 FALLBACKS = 8
 """Plans of the study that a run may fall back to."""
+UNHEARD = (
+    "the script has closed every file descriptor (os.closerange?), autofit's too: it goes on, but"
+    " would not be started again if memory ran out"
+)
+
 Say = Callable[[str], None]
 
 
@@ -77,7 +82,7 @@ def run(
     ground = Ground(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
     diary = _Diary(storage)
     if plan is None:
-        result, which = best(storage, script, ranks=ranks)
+        result, which = best(storage, script, ranks=ranks, say=say)
         diary = _Diary(storage, result.study)
         study, trials = diary.study()
         plan, memory = result.plan, memory or study.key.memory
@@ -283,6 +288,8 @@ class _Attempts:
                 case Pressed(micro_batch=size):
                     self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
                     self.diary.keep("pressed", asdict(event) | of)
+                case Unheard():
+                    self.say(f"{who}{UNHEARD}")
                 case Ran():
                     self.diary.keep("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
@@ -371,7 +378,10 @@ class _Diary:
             events = store.events(HELD, study=study)
         if not events or events[-1].created < study.opened:
             return None
-        return Plan.of(events[-1].payload["plan"])
+        try:
+            return Plan.of(events[-1].payload.get("plan"))
+        except UsageError:  # of another version, or edited: the study's best stands
+            return None
 
     def keep_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
         """Store what the run has verified by itself."""

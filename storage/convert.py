@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import cattrs
@@ -30,6 +31,18 @@ from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport
 
 T = TypeVar("T")
 
+_SET_BY_LAUNCHERS = re.compile(
+    "(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|TORCHELASTIC)_[A-Z0-9_]+"
+    "|((LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))"
+    "|OMP_NUM_THREADS|KMP_(AFFINITY|BLOCKTIME)|NCCL_(P2P|IB)_DISABLE"
+    "|TORCH_NCCL_ASYNC_ERROR_HANDLING|XLA_(USE|DOWNCAST)_BF16"
+    "|PYTHON(UNBUFFERED|DONTWRITEBYTECODE|OPTIMIZE|DEVMODE|FAULTHANDLER|UTF8)"
+)
+"""Names of what ``torchrun``, ``accelerate launch`` and the options of ``python`` set. None of
+these makes a process load a file: see ``set_by_launchers``."""
+_WARNINGS = "PYTHONWARNINGS"
+"""Of ``python -W``; Python imports the module of a category that is written with a dot."""
+
 _converter = cattrs.Converter()
 # JSON has no NaN and no infinity (a loss may be either); float() reads these words back.
 _converter.register_unstructure_hook(float, lambda x: x if math.isfinite(x) else str(x))
@@ -41,15 +54,25 @@ def to_json(record: object) -> dict[str, Any]:
     return plain
 
 
-def from_json(plain: Mapping[str, Any], kind: type[T]) -> T:
+def from_json(plain: object, kind: type[T]) -> T:
     """Return the record that ``to_json`` was given; raise ``StorageError`` if it is not one."""
     try:
         return _converter.structure(plain, kind)
-    except (cattrs.BaseValidationError, TypeError, ValueError) as error:
-        raise StorageError(
-            f"the store holds a {kind.__name__} this version of autofit cannot read;"
-            " search again with --fresh, or use the version that wrote it"
-        ) from error
+    except (
+        cattrs.BaseValidationError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise StorageError(f"it holds no {kind.__name__} of this version of autofit") from error
+
+
+def table(plain: object, what: str) -> dict[str, Any]:
+    """Return ``plain``, a JSON object; raise ``StorageError`` if it is something else."""
+    if not isinstance(plain, dict):
+        raise StorageError(f"its {what} is no JSON object")
+    return plain
 
 
 def readable(text: str) -> str:
@@ -67,10 +90,7 @@ def plan_from_json(plain: Mapping[str, str]) -> Plan:
     try:
         return Plan.of(plain)
     except UsageError as error:
-        raise StorageError(
-            f"the store holds a plan of another version of autofit ({error});"
-            " search again with --fresh, or use that version"
-        ) from error
+        raise StorageError(f"it holds no plan of this version of autofit ({error})") from error
 
 
 def plan_digest(plan: Plan) -> str:
@@ -91,16 +111,35 @@ def study_record(row: models.Study) -> StudyRecord:
     return StudyRecord(
         id=row.id,
         key=from_json(row.key, StudyKey),
-        script=from_json(row.script, Script),
+        script=_script(row),
         hardware=from_json(row.hardware, Hardware),
         budget=row.budget,
-        versions=row.versions,
+        versions=table(row.versions, "versions"),
         facts=None if row.facts is None else from_json(row.facts, Facts),
-        left_out=tuple((strategy, level, reason) for strategy, level, reason in row.left_out),
+        left_out=from_json(row.left_out, tuple[tuple[str, str, str], ...]),
         seconds=row.seconds,
         launches=row.launches,
         created=row.created,
         opened=row.opened,
+    )
+
+
+def _script(row: models.Study) -> Script:
+    """Return a study's script, with what a launcher may have set for it and nothing else."""
+    script = from_json(row.script, Script)
+    return replace(script, environment=set_by_launchers(script.environment))
+
+
+def set_by_launchers(found: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return what a launcher may have set, of an environment that a store holds.
+
+    Whoever can write to a store must not get a library or a module into a process that way
+    (``LD_PRELOAD``, ``PYTHONPATH``, ``BASH_ENV``, ...): such variables, and unknown ones, go.
+    """
+    return tuple(
+        (name, value)
+        for name, value in found
+        if _SET_BY_LAUNCHERS.fullmatch(name) or (name == _WARNINGS and "." not in value)
     )
 
 
@@ -118,7 +157,7 @@ def trial_record(row: models.Trial) -> TrialRecord:
         launch=row.launch,
         owner=owner,
         budget=row.budget,
-        versions=row.versions,
+        versions=table(row.versions, "versions"),
         created=row.created,
         ended=row.ended,
         optuna_number=row.optuna_number,
@@ -170,8 +209,8 @@ def event_record(row: models.Event) -> EventRecord:
     return EventRecord(
         id=row.id,
         kind=row.kind,
-        payload=row.payload,
-        versions=row.versions,
+        payload=table(row.payload, "payload"),
+        versions=table(row.versions, "versions"),
         study=row.study_id,
         trial=row.trial_id,
         created=row.created,
@@ -182,7 +221,7 @@ def fitted_record(row: models.Fitted) -> FittedRecord:
     """Return the record of what held in a function."""
     return FittedRecord(
         key=from_json(row.key, FittedKey),
-        kept=row.kept,
-        versions=row.versions,
+        kept=table(row.kept, "record of what fitted"),
+        versions=table(row.versions, "versions"),
         updated=row.updated,
     )

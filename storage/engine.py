@@ -76,6 +76,16 @@ def show(url: URL) -> str:
     return str(sqlite_file(url) or shown(url.render_as_string(hide_password=True)))
 
 
+def make_private(path: Path) -> None:
+    """Make an empty SQLite file that its owner alone may read, unless there is one.
+
+    It will hold command lines and environments. SQLite gives the files beside it, ``-wal`` and
+    ``-shm``, the same mode. What cannot be made here SQLite will complain about.
+    """
+    with suppress(OSError):
+        os.close(os.open(path.resolve(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
 def open_engine(url: URL) -> Engine:
     """Return an engine for ``url``, not yet connected; raise ``StorageError`` without a driver."""
     backend = url.get_backend_name()
@@ -229,6 +239,7 @@ _ADVICE = {
     "not a database": "it is some other file: move it away, or give another --storage",
     "locked": "another process kept it for {busy:.0f} s: end that one, or try again",
     "lock timeout": "another process kept it for {busy:.0f} s: end that one, or try again",
+    "disk I/O error": "look at the disk it is on and at its free space, and run it again",
     "full": "free some space and run the same command again",
     "No space left": "free some space and run the same command again",
     "does not exist": "make it there (createdb, createuser), or give another --storage",

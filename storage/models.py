@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,7 +39,37 @@ class Moment(TypeDecorator[datetime]):
         return None if value is None else value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
 
 
-Json = JSON(none_as_null=True)
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What a JSON column holds that is none, cut to its beginning: somebody has edited it."""
+
+    beginning: str
+
+
+class Json(TypeDecorator[Any]):
+    """JSON; a cell that holds none is ``Unreadable``, and spoils no other row of a query."""
+
+    impl = JSON
+    cache_ok = True
+
+    def __init__(self) -> None:
+        super().__init__(none_as_null=True)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any] | None:
+        """Read as the dialect does, and keep what it cannot read."""
+        read = super().result_processor(dialect, coltype)
+        if read is None:
+            return None
+
+        def read_or_keep(value: Any) -> Any:
+            try:
+                return read(value)
+            except (TypeError, ValueError):
+                return Unreadable(str(value)[:40])
+
+        return read_or_keep
+
+
 Bytes = BigInteger()
 
 
@@ -56,8 +88,8 @@ class Base(DeclarativeBase):
     type_annotation_map = {
         datetime: Moment,
         float: Double,
-        dict[str, Any]: Json,
-        list[Any]: Json,
+        dict[str, Any]: Json(),
+        list[Any]: Json(),
     }
 
 
@@ -87,7 +119,7 @@ class Study(Held, Base):
     hardware: Mapped[dict[str, Any]]
     budget: Mapped[int] = mapped_column(Bytes)
     versions: Mapped[dict[str, Any]]
-    facts: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    facts: Mapped[dict[str, Any] | None] = mapped_column(Json())
     left_out: Mapped[list[Any]]
     seconds: Mapped[float]
     launches: Mapped[int]
@@ -125,12 +157,12 @@ class Trial(Held, Base):
     position: Mapped[int | None]
     verdict: Mapped[str | None] = mapped_column(String(32))
     reason: Mapped[str | None] = mapped_column(Text)
-    best: Mapped[dict[str, Any] | None] = mapped_column(Json)
-    out_of_memory: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    best: Mapped[dict[str, Any] | None] = mapped_column(Json())
+    out_of_memory: Mapped[dict[str, Any] | None] = mapped_column(Json())
     blamed: Mapped[str | None] = mapped_column(String(64))
     traceback: Mapped[str | None] = mapped_column(Text)
     startup_seconds: Mapped[float | None]
-    trace: Mapped[dict[str, Any] | None] = mapped_column(Json, deferred=True)
+    trace: Mapped[dict[str, Any] | None] = mapped_column(Json(), deferred=True)
     """Of the study's reference alone; read only when asked for: hundreds of kilobytes."""
 
     measurements: Mapped[list[Measurement]] = relationship(

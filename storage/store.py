@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -35,6 +35,9 @@ from autofit.strategies.facts import Facts, Hardware
 from autofit.worker.records import Proven, Script, TrialReport, Verdict
 from autofit.worker.traces import Trace
 
+R = TypeVar("R")
+T = TypeVar("T")
+
 LEASE = timedelta(seconds=60)
 """How long a process on another host is taken for alive after its last heartbeat."""
 
@@ -44,8 +47,9 @@ class Store:
 
     One process at a time searches a study (``holder`` names the other one); any number read. What
     is given out are frozen records, as they were when read. Every method raises ``StorageError``
-    when the database cannot be used, and for a move that a trial's state does not allow. May be
-    used from several threads.
+    when the database cannot be used, and for a move that a trial's state does not allow. Where
+    several records are returned, those that cannot be read are left out (``say``). May be used from
+    several threads.
     """
 
     def __init__(self, storage: str | None = None, *, create: bool = True) -> None:
@@ -57,12 +61,17 @@ class Store:
         path = engine.sqlite_file(self._location)
         if not create and path is not None and not path.exists():
             raise StorageError(f"there is no store at {path}: search first, or give its --storage")
+        if path is not None:
+            engine.make_private(path)
         self._reader = engine.open_engine(self._location)
         self._writer = engine.writing(self._reader)
+        self.say: Callable[[str], object] | None = None
+        """Is told, once, which rows cannot be read and are left out where several are returned."""
+        self._told: set[str] = set()
         self._claimed: set[str] = set()
         self._pid = os.getpid()
         try:
-            with self._translated():
+            with self.explained():
                 engine.migrate(self._reader)
         except BaseException:
             self._reader.dispose()
@@ -142,7 +151,7 @@ class Store:
                 _give_to(study, me, now)
                 self._claimed.add(study.id)
             session.flush()
-            return convert.study_record(study)
+            return self._record(convert.study_record, study)
 
     def studies(self, script_path: str | None = None) -> tuple[StudyRecord, ...]:
         """Return the studies, newest first; those of one script (see ``records.script_path``)."""
@@ -150,19 +159,19 @@ class Store:
         if script_path is not None:
             query = query.where(Study.script_path == convert.readable(script_path))
         with self._read() as session:
-            return tuple(convert.study_record(row) for row in session.scalars(query))
+            return self._records(convert.study_record, session.scalars(query))
 
     def study(self, identifier: str) -> StudyRecord:
         """Return the study with this identifier as it is now."""
         with self._read() as session:
-            return convert.study_record(self._study(session, identifier))
+            return self._record(convert.study_record, self._study(session, identifier))
 
     def set_facts(self, study: StudyRecord, facts: Facts) -> StudyRecord:
         """Keep what was learned of the script; it replaces what was known."""
         with self._write() as session:
             row = self._study(session, study.id)
             row.facts = convert.to_json(facts)
-            return convert.study_record(row)
+            return self._record(convert.study_record, row)
 
     def leave_out(self, study: StudyRecord, strategy: str, level: str, reason: str) -> StudyRecord:
         """Never try this level in this study again; the first reason given stays."""
@@ -170,14 +179,14 @@ class Store:
             row = self._study(session, study.id)
             if not any([strategy, level] == [one, other] for one, other, _ in row.left_out):
                 row.left_out = [*row.left_out, [strategy, level, reason]]
-            return convert.study_record(row)
+            return self._record(convert.study_record, row)
 
     def add_seconds(self, study: StudyRecord, seconds: float) -> StudyRecord:
         """Add to the time this study was searched."""
         with self._write() as session:
             row = self._study(session, study.id)
             row.seconds += seconds
-            return convert.study_record(row)
+            return self._record(convert.study_record, row)
 
     def next_launch(self, study: StudyRecord) -> int:
         """Return 0, 1, 2, ...: the number of the process about to be started, given out once."""
@@ -254,7 +263,7 @@ class Store:
                 _give_to(row, owner, now)
             session.add_all(rows)
             session.flush()
-            return tuple(convert.trial_record(row) for row in rows)
+            return tuple(self._record(convert.trial_record, row) for row in rows)
 
     def finish(
         self,
@@ -289,14 +298,14 @@ class Store:
                     f"{_name(trial)} cannot be finished: another trial of this study has"
                     f" finished the same plan ({trial.plan}); release it"
                 ) from error
-            return convert.trial_record(row)
+            return self._record(convert.trial_record, row)
 
     def release(self, trial: TrialRecord) -> TrialRecord:
         """Interrupt a running trial that was not reached; its plan may get a new one."""
         with self._write() as session:
             row = self._running_trial(session, trial, State.INTERRUPTED)
             _end(row, State.INTERRUPTED, _now())
-            return convert.trial_record(row)
+            return self._record(convert.trial_record, row)
 
     def trials(
         self,
@@ -312,7 +321,7 @@ class Store:
         if purpose is not None:
             query = query.filter_by(purpose=purpose)
         with self._read() as session:
-            return tuple(convert.trial_record(row) for row in session.scalars(query))
+            return self._records(convert.trial_record, session.scalars(query))
 
     def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
         """Return the study's first trial that was finished with a trace, and the trace."""
@@ -321,21 +330,17 @@ class Store:
             .filter_by(study_id=study.id)
             .where(Trial.trace.is_not(None))
             .order_by(Trial.number)
-            .limit(1)
             .options(undefer(Trial.trace))
         )
         with self._read() as session:
-            row = session.scalar(query)
-            if row is None or row.trace is None:
-                return None
-            return convert.trial_record(row), convert.from_json(row.trace, Trace)
+            return next(iter(self._records(_with_trace, session.scalars(query))), None)
 
     def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
         """Note which trial of Optuna's mirrors this one; allowed in any state."""
         with self._write() as session:
             row = self._trial(session, trial)
             row.optuna_number = number
-            return convert.trial_record(row)
+            return self._record(convert.trial_record, row)
 
     # --- events -------------------------------------------------------------------------------
 
@@ -360,7 +365,7 @@ class Store:
             )
             session.add(row)
             session.flush()
-            return convert.event_record(row)
+            return self._record(convert.event_record, row)
 
     def events(
         self, kind: str | None = None, *, study: StudyRecord | None = None
@@ -372,7 +377,7 @@ class Store:
         if study is not None:
             query = query.filter_by(study_id=study.id)
         with self._read() as session:
-            return tuple(convert.event_record(row) for row in session.scalars(query))
+            return self._records(convert.event_record, session.scalars(query))
 
     # --- evidence -----------------------------------------------------------------------------
 
@@ -401,7 +406,7 @@ class Store:
         """Return what held last for such calls of a function."""
         with self._read() as session:
             row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
-            return None if row is None else convert.fitted_record(row)
+            return None if row is None else self._record(convert.fitted_record, row)
 
     def keep_fitted(
         self, key: FittedKey, kept: Mapping[str, int | str], *, versions: Mapping[str, str]
@@ -414,23 +419,54 @@ class Store:
                 session.add(row)
             row.kept, row.versions, row.updated = dict(kept), dict(versions), _now()
             session.flush()
-            return convert.fitted_record(row)
+            return self._record(convert.fitted_record, row)
 
     # --- sessions and rows --------------------------------------------------------------------
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn the database's errors into one clear line."""
+    def explained(self) -> Iterator[None]:
+        """Turn the database's errors, also those that Optuna wraps, into one clear line."""
         try:
             yield
-        except SQLAlchemyError as error:
-            raise StorageError(engine.explain(self._location, error)) from error
+        except Exception as error:
+            cause = error if isinstance(error, SQLAlchemyError) else error.__cause__
+            if isinstance(error, StorageError) or not isinstance(cause, SQLAlchemyError):
+                raise
+            raise StorageError(engine.explain(self._location, cause)) from error
+
+    def _record(self, read: Callable[[R], T], row: R) -> T:
+        """Return what ``read`` makes of a row; raise ``StorageError`` that names an unreadable one.
+
+        A file may have been edited, or damaged, or written by another version.
+        """
+        try:
+            return read(row)
+        except (StorageError, AttributeError, LookupError, TypeError, ValueError) as error:
+            begun_anew = "search again with --fresh, or use the version of autofit that wrote it"
+            raise StorageError(
+                f"{_called(row)} in the store {engine.show(self._location)} cannot be read: {error}"
+                + (f"; {begun_anew}" if isinstance(row, Study | Trial) else "")
+            ) from error
+
+    def _records(self, read: Callable[[R], T], rows: Iterable[R]) -> tuple[T, ...]:
+        """Return what ``read`` makes of each row, and leave out, with a line, what it cannot."""
+        found, lost = [], []
+        for row in rows:
+            try:
+                found.append(self._record(read, row))
+            except StorageError as error:
+                lost.append(str(error))
+        if lost and self.say is not None and not self._told.issuperset(lost):
+            self._told.update(lost)
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            self.say(f"left out{more}: {lost[0]}")
+        return tuple(found)
 
     @contextmanager
     def _session(self, *, write: bool) -> Iterator[Session]:
         """One transaction: committed at the end, rolled back on any exception."""
         bind = self._writer if write else self._reader
-        with self._translated(), Session(bind, expire_on_commit=False) as session, session.begin():
+        with self.explained(), Session(bind, expire_on_commit=False) as session, session.begin():
             yield session
 
     def _read(self) -> contextlib.AbstractContextManager[Session]:
@@ -458,6 +494,23 @@ class Store:
                 f"{_name(trial)} is {row.state} and stays so; only a running trial becomes {to}"
             )
         return row
+
+
+def _with_trace(row: Trial) -> tuple[TrialRecord, Trace]:
+    assert row.trace is not None, "only such rows are asked for"
+    return convert.trial_record(row), convert.from_json(row.trace, Trace)
+
+
+def _called(row: object) -> str:
+    """Return how people know a row."""
+    match row:
+        case Study():
+            return f"study {row.id}"
+        case Trial():
+            return f"trial {row.number} of study {row.study_id}"
+        case Event():
+            return f"event {row.id}"
+    return "what is known of a decorated function"
 
 
 def _now() -> datetime:

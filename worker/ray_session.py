@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import secrets
 import shutil
 import signal
@@ -24,9 +25,18 @@ from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.reaper import SESSION, Reaper
 
 _LONGEST_FOLDER = 20
-"""Characters: a Unix socket's path holds 107, of which Ray's own part takes some 85."""
-_ANSWER = 5.0
+"""Bytes: a Unix socket's path holds 107, of which our own part and Ray's take 85."""
+_OF_RAY = "ray"
+"""Ray's folder in ours: Ray opens its own to everybody (mode 0777), whoever made it."""
+_CONNECTION = 5.0
 """Seconds within which a cluster has to take a connection."""
+_ANSWER = 4.0
+"""Seconds within which Ray has to answer there. A live one takes milliseconds, and after five
+seconds Ray's client prints a warning."""
+_NOT_RAY = (
+    "what listens there is no head of Ray, or hangs: give the address that `ray start --head`"
+    " printed, such as head:6379"
+)
 _OBJECT_STORE = 80 << 20
 """Bytes; about the least Ray accepts. Our records are so small that they do not go there."""
 
@@ -55,10 +65,9 @@ class RaySession:
         self._address = address
         self.session = uuid.uuid4().hex
         self.folder: Path | None = None
-        """Goes with the session; ``None`` in a Ray that is not ours."""
+        """Its owner's alone; goes with the session. ``None`` in a Ray that is not ours."""
         self._reaper: Reaper | None = None
         self._guest = False
-        self._answered = False
         self._hushed = contextlib.ExitStack()
 
     @property
@@ -84,8 +93,6 @@ class RaySession:
             if isinstance(error, OSError | RuntimeError | ValueError | ray.exceptions.RayError):
                 where = f"at {self._address}" if self._address else "on this machine"
                 reason = str(error).strip().partition("\n")[0]
-                if self._address and isinstance(error, ConnectionError) and self._answered:
-                    reason += ": something answers there; is the token right (RAY_AUTH_TOKEN)?"
                 raise WorkerError(f"Ray {where} cannot be used: {reason}") from error
             raise
         return self
@@ -99,11 +106,12 @@ class RaySession:
                 f"--address {address}: give auto or host:port, from a machine of the cluster;"
                 " from outside, submit the search as a job"
             )
-        host, _, port = address.rpartition(":")
-        if port.isdecimal():  # else Ray tries for minutes
-            with socket.create_connection((host, int(port)), timeout=_ANSWER):
-                self._answered = True
         logging.getLogger("ray").setLevel(logging.ERROR)
+        named = os.environ.get("RAY_ADDRESS") if address == "auto" else None
+        host, _, port = (named or address).rpartition(":")
+        if port.isdecimal():  # else Ray tries for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECTION).close()
+            _ask_ray(f"{host}:{port}")
         with _own_sigterm():
             ray.init(address=address, log_to_driver=False, configure_logging=False)
 
@@ -140,6 +148,7 @@ class RaySession:
         logging.getLogger("ray").setLevel(logging.ERROR)
         self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=_short_folder()))
         self._reaper = Reaper(self.session, self.folder)
+        of_ray = str(self.folder / _OF_RAY)
         _forget_token()
         with _own_sigterm(), _environment(_variables(self.session)):
             ray.init(
@@ -151,9 +160,36 @@ class RaySession:
                 configure_logging=False,
                 object_store_memory=_OBJECT_STORE,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=str(self.folder),
-                _plasma_directory=str(self.folder),
+                _temp_dir=of_ray,
+                _plasma_directory=of_ray,
             )
+
+
+def _ask_ray(address: str) -> None:
+    """Ask who listens at ``address`` for its cluster; raise ``ConnectionError`` if that is no Ray.
+
+    Ray's client has no time limit of its own here: it is left behind in a thread.
+    """
+    from ray._raylet import GcsClient
+
+    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            GcsClient(address=address)  # it asks for the cluster's identity at once
+            answers.put(None)
+        except Exception as error:  # noqa: BLE001 - raised below, in the thread that waits
+            answers.put(error)
+
+    threading.Thread(target=ask, name="ask-ray", daemon=True).start()
+    try:
+        error = answers.get(timeout=_ANSWER)
+    except queue.Empty:
+        raise ConnectionError(_NOT_RAY) from None
+    if error is not None:
+        said = str(error).partition(". ")[0]
+        refused = f"{said}: is RAY_AUTH_TOKEN the cluster's?"
+        raise ConnectionError(refused if "token" in said.lower() else _NOT_RAY) from error
 
 
 def _forget_token() -> None:
@@ -168,7 +204,8 @@ def _forget_token() -> None:
 def _short_folder() -> str:
     """Return the system's temporary folder, or ``/tmp`` when a socket's path would get too long."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= _LONGEST_FOLDER or not os.access("/tmp", os.W_OK) else "/tmp"
+    short = len(os.fsencode(folder)) <= _LONGEST_FOLDER
+    return folder if short or not os.access("/tmp", os.W_OK) else "/tmp"
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ Exit codes: 0 found, 1 the script failed (or the store, or a worker), 2 usage, 3
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
 
 from autofit import __version__
 from autofit.cli.lazy import LazyGroup
+from autofit.cli.out import say, write
 from autofit.exceptions import AutofitError, ScriptError
 
 INTERRUPTED = 130
@@ -36,21 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(arguments, prog_name="autofit", standalone_mode=False)
     except click.Abort:
-        _say("interrupted; finished trials are stored, the same command carries on from there")
+        say("interrupted; finished trials are stored, the same command carries on from there")
         return INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        _say(error.format_message())
+        say(error.format_message())
         return error.exit_code
     except AutofitError as error:
         if isinstance(error, ScriptError) and error.traceback:
-            sys.stderr.write(error.traceback.rstrip("\n") + "\n")
-        _say(str(error))
+            write(error.traceback.rstrip("\n") + "\n", err=True)
+        say(str(error))
         return error.exit_code
     return code if isinstance(code, int) else 0
-
-
-def _say(line: str) -> None:
-    click.echo(f"autofit: {line}", err=True)

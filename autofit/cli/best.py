@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from autofit.cli import types
+from autofit.cli.out import say, show, write
 from autofit.cli.script import ScriptCommand, script_argument, some_launch
 from autofit.exceptions import UsageError
 from autofit.export import FORMATS, SUFFIXES
@@ -39,13 +40,14 @@ def command(
     from autofit.results import best
 
     asked, ranks = (launch.script, launch.ranks) if launch else (None, None)
-    result, said = best(types.url_of(storage), asked, ranks=ranks)
-    click.echo(said, err=True)
-    text = FORMATS[form](result) if form else "\n".join([*lines(result, storage=storage), ""])
-    if output is None:
-        click.echo(text, nl=False)
+    result, said = best(types.url_of(storage), asked, ranks=ranks, say=say)
+    show([said], err=True)
+    if form is None:
+        show(lines(result, storage=storage))
+    elif output is None:
+        write(FORMATS[form](result))
     else:
-        _write(output, text)
+        _write(output, FORMATS[form](result))
 
 
 def _form_of(output: str | None) -> str | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autofit.cli.out import show, write
+
 if TYPE_CHECKING:
     from autofit.doctor import Examination
 
@@ -19,9 +21,9 @@ def command(as_json: bool) -> None:
 
     found = examine()
     if as_json:
-        click.echo(json.dumps(as_document(found), indent=2))
+        write(json.dumps(as_document(found), indent=2) + "\n")
     else:
-        click.echo("\n".join(lines(found)))
+        show(lines(found))
 
 
 def lines(found: Examination) -> list[str]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from autofit.cli import words
 from autofit.cli.transcript import Said, Transcript
 from autofit.plan import Plan
+from autofit.printable import printable
 from autofit.progress import (
     Notice,
     SizeMeasured,
@@ -97,7 +98,7 @@ class LiveTable:
 
 def running_line(running: Running, now: float, budget: int) -> str:
     """Return the line for a launch that has been running until ``now``."""
-    on = f"{running.on}: " if running.on else ""
+    on = f"{printable(running.on)}: " if running.on else ""
     line = f"  .. {on}{running.plan}, {format_duration(now - running.since)}"
     if running.latest is None:
         return line

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from autofit.cli import types
+from autofit.cli.out import say
 from autofit.cli.script import ScriptCommand, script_argument, the_launch
 from autofit.export.load import load_plan
 
@@ -63,7 +64,7 @@ def command(
     from autofit.running import run
 
     for line in (*launch.lines, *(differing(launch, ranks) if ranks else ())):
-        _say(line)
+        say(line)
     return run(
         launch.script,
         plan=given,
@@ -72,9 +73,5 @@ def command(
         resume=resume,
         ranks=ranks or launch.ranks,
         verify_only=verify_only,
-        say=_say,
+        say=say,
     )
-
-
-def _say(line: str) -> None:
-    click.echo(f"autofit: {line}", err=True)

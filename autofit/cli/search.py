@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autofit.cli import types
+from autofit.cli.out import say, show, write
 from autofit.cli.script import ScriptCommand, line_without, script_argument, the_launch
 from autofit.exceptions import UsageError
 
@@ -149,14 +150,10 @@ def _submit(url: str, options: SearchOptions, as_json: bool, storage: str | None
     store = submission.on_the_head(storage)
     line = ["search", "--address", "auto", "--storage", store]
     line += line_without("--submit", "--storage")
-    code = submission.submit(url, line, options.script, write=_write_at_once)
+    code = submission.submit(url, line, options.script, write=write)
     if code == 0 and storage is None and store == submission.STORE:
-        click.echo(f"autofit: {submission.where(store)}", err=True)
+        say(submission.where(store))
     return code
-
-
-def _write_at_once(text: str) -> None:
-    click.echo(text, nl=False)  # it flushes
 
 
 def _end_as_by_ctrl_c() -> None:
@@ -170,9 +167,9 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
 
     preview = dry_run(options)
     if as_json:
-        click.echo(json.dumps(as_document(preview), indent=2))
+        write(json.dumps(as_document(preview), indent=2) + "\n")
     else:
-        click.echo("\n".join([*options.lines, *lines(preview)]))
+        show([*options.lines, *lines(preview)])
 
 
 def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
@@ -185,6 +182,6 @@ def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
     with renderer(stderr=as_json) as listener:
         result = search(options, listener)
     if as_json:
-        click.echo(FORMATS["json"](result), nl=False)
+        write(FORMATS["json"](result))
     else:
-        click.echo("\n".join(["", *lines(result, storage=storage)]))
+        show(["", *lines(result, storage=storage)])

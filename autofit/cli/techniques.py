@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autofit.cli.out import show, write
+
 if TYPE_CHECKING:
     from autofit.pairs import Pair
     from autofit.strategies import Strategy
@@ -27,12 +29,14 @@ def command(as_pairs: bool, as_json: bool) -> None:
 
     if as_pairs:
         found = pairs()
-        text = [json.dumps([pair_document(p) for p in found], indent=2)]
-        click.echo("\n".join(text if as_json else (*matrix(NAMES, found), *clashing(found))))
+        if as_json:
+            write(json.dumps([pair_document(each) for each in found], indent=2) + "\n")
+        else:
+            show([*matrix(NAMES, found), *clashing(found)])
     elif as_json:
-        click.echo(json.dumps([as_document(strategy) for strategy in REGISTRY], indent=2))
+        write(json.dumps([as_document(strategy) for strategy in REGISTRY], indent=2) + "\n")
     else:
-        click.echo("\n".join(lines(REGISTRY)))
+        show(lines(REGISTRY))
 
 
 def as_document(strategy: Strategy) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autofit.cli import table, words
+from autofit.printable import printable
 from autofit.progress import (
     FactsKnown,
     LevelsLeftOut,
@@ -40,7 +41,14 @@ class Transcript:
         self._now: float | None = None
 
     def lines(self, notice: Notice, width: int | None = None) -> list[Said]:
-        """Return the lines to show for ``notice``; most of what runs is worth none."""
+        """Return the lines to show for ``notice``; most of what runs is worth none.
+
+        Nothing in them acts on a terminal, whatever a script is called or has raised.
+        """
+        said = self._lines(notice, width)
+        return [each._replace(text=printable(each.text)) for each in said]
+
+    def _lines(self, notice: Notice, width: int | None) -> list[Said]:
         match notice:
             case StudyOpened():
                 self._opened = notice

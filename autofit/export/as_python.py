@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from textwrap import dedent, indent
 
 from autofit.plan import Plan
+from autofit.printable import printable
 from autofit.progress import Result
 from autofit.strategies.base import ByHand
 from autofit.units import format_size
@@ -53,11 +54,12 @@ def render(result: Result) -> str:
 def _head(result: Result) -> str:
     measured = result.measurement
     environment = "".join(f"\n    {k}={v}" for k, v in result.plan.environment.items())
+    device = printable(result.hardware.name).replace("\\", "/").replace('"', "'")
     speed, peak = f"{measured.samples_per_second:.4g}", format_size(measured.peak_device)
     lines = [
         f'"""By hand, in plain PyTorch: {result.plan}.',
         "",
-        f"Measured by autofit on {result.hardware.name}: {speed} samples/s, peak {peak}.",
+        f"Measured by autofit on {device}: {speed} samples/s, peak {peak}.",
         "Where the model returns its loss, take that for `loss_of(output, y)`.",
         *([f"Set before Python starts:{environment}"] if environment else []),
         '"""',

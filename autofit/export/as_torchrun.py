@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from autofit.export.head import launched_with, origin
 from autofit.export.load import PLAN
+from autofit.printable import printable
 from autofit.progress import Result
 
 FILE = "autofit-plan.json"
@@ -23,7 +24,7 @@ def _lines(result: Result) -> Iterator[str]:
     script = result.script
     yield "#!/bin/sh"
     yield origin(result)
-    yield f"# To be run in the folder it was searched in, {script.cwd}, or one like it."
+    yield f"# To be run in the folder it was searched in, {printable(script.cwd)}, or one like it."
     for name, value in launched_with(result).items():
         yield f"export {name}={shlex.quote(value)}"
     start = ["exec", "torchrun", "--standalone", "--nproc-per-node", str(result.ranks)]

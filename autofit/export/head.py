@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
+from autofit.printable import printable
 from autofit.progress import Result
 from autofit.units import format_size
 from autofit.worker import ranks
@@ -15,7 +16,8 @@ def origin(result: Result) -> str:
     measured = result.measurement
     devices = f"{result.ranks} x {result.hardware.name}"
     speed, peak = f"{measured.samples_per_second:.4g}", format_size(measured.peak_device)
-    return f"# {result.plan}: {speed} samples/s on {devices}, peak {peak}, as autofit measured it."
+    told = f"{result.plan}: {speed} samples/s on {devices}, peak {peak}, as autofit measured it."
+    return f"# {printable(told)}"
 
 
 def comments(result: Result, program: str, said: Collection[str]) -> Iterator[str]:

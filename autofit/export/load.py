@@ -25,7 +25,7 @@ def load_plan(path: Path) -> Plan:
         raise UsageError(f"{str(path)!r} holds no plan: it needs a table {PLAN!r}, as exported")
     try:
         return Plan.of({name: str(level) for name, level in levels.items()})
-    except UsageError as error:
+    except (UsageError, ValueError) as error:
         raise UsageError(f"{str(path)!r}: {error}") from error
 
 
@@ -36,7 +36,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise UsageError(f"the plan {str(path)!r} cannot be read: {_why(error)}") from error
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise UsageError(
             f"{str(path)!r} is neither JSON nor TOML ({error}); "
             "write one with: autofit best --format json -o plan.json"

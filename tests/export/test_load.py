@@ -37,6 +37,8 @@ def test_a_plan_by_hand(text: str, tmp_path: Path) -> None:
         ('{"plan": ["bf16"]}', "holds no plan"),
         ('{"plan": {"precision": null}}', "holds no plan"),
         ('{"plan": {"precision": true}}', "holds no plan"),
+        ('{"plan": ' + '{"a": ' * 100_000, "neither JSON nor TOML"),
+        ('{"plan": {"micro_batch": "' + "9" * 5_000 + '"}}', "plan.txt"),
         ('{"plan": {"precison": "bf16"}}', "there is no strategy 'precison'"),
         ('{"plan": {"precision": "bf17"}}', "precision has no level 'bf17'"),
     ],

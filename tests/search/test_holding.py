@@ -296,6 +296,34 @@ def test_plans_that_were_far_faster_than_the_winner_turned_out_are_measured_agai
     assert result.plan == PLANS[1 if measured == 2 else 0]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "which ran out of memory when it was measured again"),
+        (1.3, "which is 15 % slower now that both are measured again"),
+        (1.1, "which is as fast when it is measured again (within 3 %) and needs 1.0 GiB more"),
+        (1.0, None),
+    ],
+    ids=["out of memory", "slower", "more memory", "kept"],
+)
+def test_it_is_told_which_plan_takes_the_place_of_the_fastest(
+    ledger: Ledger,
+    measurement: Callable[..., Measurement],
+    seconds: float | None,
+    said: str | None,
+) -> None:
+    told: list[str] = []
+    ledger.tell = lambda notice: told.extend([notice.text] if isinstance(notice, Line) else [])
+    first, second = PLANS[:2]
+    lean = measurement(32, 1.01 if said and "more" in said else 1.1, 4 * GIB)
+    ends(ledger, first, measurement(32, 1.0, 5 * GIB), Purpose.SEARCH)
+    ends(ledger, second, lean, Purpose.SEARCH)
+    again = None if seconds is None else measurement(32, seconds, 5 * GIB)
+    Played(ledger, {first: again, second: measurement(32, 1.1, 4 * GIB)}).confirm()
+    changes = [line for line in told if "takes the place" in line]
+    assert changes == ([f"{second} takes the place of {first}, {said}"] if said else [])
+
+
 def test_a_loss_that_is_no_number_makes_nothing_slower(
     ledger: Ledger, figures: list[Measurement]
 ) -> None:

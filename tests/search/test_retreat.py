@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from autofit import strategies
-from autofit.advice import advice
+from autofit.advice import advice, where
 from autofit.plan import Plan
 from autofit.retreat import Ground, next_rung, rungs_below
 from autofit.space import clash
@@ -182,6 +182,26 @@ def test_nothing_that_was_refused_is_advised_or_a_rung(
     nearly = split.replace(checkpointing=levels[levels.index("all") - 1])
     assert "checkpointing" in advice(short, nearly, ground)
     assert "checkpointing" not in advice(short, nearly, together)
+
+
+@pytest.mark.parametrize(
+    ("held", "budget", "said"),
+    [
+        (9.2, 14, "2.4 MiB asked, 14.0 MiB allowed"),
+        (12.9, 14, "2.4 MiB asked, 12.9 MiB of 14.0 MiB held by tensors"),
+        (9.2, None, "2.4 MiB asked, 9.2 MiB held by tensors"),
+    ],
+)
+def test_figures_never_read_as_if_there_had_been_room(
+    held: float, budget: int | None, said: str
+) -> None:
+    """What tensors hold is read after the error, when some of it is free again."""
+    mib = 1 << 20
+    short = OutOfMemory(
+        phase="backward", message="", requested=int(2.4 * mib), held=int(held * mib)
+    )
+    told = where(short, None if budget is None else budget * mib)
+    assert told == f"out of memory in backward, {said}"
 
 
 def rungs_of_static(plan: Plan, ground: Ground) -> set[str]:

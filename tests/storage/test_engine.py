@@ -1,8 +1,10 @@
 """Opening the store: migrations, Optuna in the same file, many processes, clear errors."""
 
 import logging
+import os
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -17,9 +19,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Column, Connection, inspect, text
+from sqlalchemy import Column, Connection, Engine, event, inspect, text
 
 from autofit.exceptions import StorageError
+from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyRecord, default_url, engine, models
 from autofit.storage.url import shown
@@ -118,6 +121,21 @@ def test_sqlite_is_set_up(path: Path) -> None:
     assert pragma == {"journal_mode": "wal", "foreign_keys": 1, "busy_timeout": 30_000}
 
 
+def test_a_new_file_is_its_owners_alone(path: Path) -> None:
+    """It holds command lines and environments; a file that is there keeps its mode."""
+    old_mask = os.umask(0o022)
+    try:
+        with Store(str(path)) as store:
+            store.record_event("tick", {})
+            files = [path, path.with_name("autofit.db-wal"), path.with_name("autofit.db-shm")]
+            assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 3
+        path.chmod(0o640)
+        with Store(str(path)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    finally:
+        os.umask(old_mask)
+
+
 # --- Optuna in the same database --------------------------------------------------------------
 
 
@@ -174,6 +192,29 @@ def test_searches_that_begin_at_once_make_optunas_tables_once(location: str) -> 
         process.stdin.write("\n")
         process.stdin.close()
     assert [process.wait(timeout=60) for process in ran] == [0] * 3
+
+
+@pytest.mark.parametrize("room", [0, 10, 20])
+def test_a_store_that_fills_up_while_optunas_tables_are_made(
+    path: Path, opening: Open, room: int
+) -> None:
+    """``room``: 4 KiB pages that are left; SQLite's own limit acts as a full disk does."""
+
+    def limit(connection: sqlite3.Connection, _record: object) -> None:
+        connection.execute(f"PRAGMA max_page_count={pages + room}")
+
+    with Store(str(path)) as store:
+        study = opening(store)
+        with connected(store.url) as connection:
+            pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        event.listen(Engine, "connect", limit)
+        try:
+            with pytest.raises(StorageError, match=r"is full; free some space and run") as caught:
+                Mirror(store, study)
+        finally:
+            event.remove(Engine, "connect", limit)
+        assert "\n" not in str(caught.value)
+        Mirror(store, study).catch_up(store.trials(study))
 
 
 # --- many at once -----------------------------------------------------------------------------

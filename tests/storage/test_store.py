@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import sqlite3
 from collections.abc import Callable
 from datetime import UTC
 from pathlib import Path
@@ -328,6 +329,88 @@ def test_a_plan_of_another_version_is_a_clear_error(store: Store, study: StudyRe
     with pytest.raises(StorageError, match=r"no strategy 'telepathy'.*--fresh"):
         store.add_trials(study, [unknown], launch=0, owner=Owner.current())
     assert store.trials(study) == ()
+
+
+SPOILT = ["[1]", "no JSON", "7", '{"precision": 8}', '{"telepathy": "on"}']
+
+
+@pytest.mark.parametrize("written", SPOILT)
+def test_a_spoilt_plan_costs_its_trial_alone(
+    path: Path, opening: Open, plan: Plan, report: Report, written: str
+) -> None:
+    with Store(str(path)) as store:
+        study, me, said = opening(store), Owner.current(), []
+        spoilt, sound = store.add_trials(study, [Plan(), plan], launch=0, owner=me)
+        for trial in (spoilt, sound):
+            store.finish(trial, report(trial.plan))
+        with sqlite3.connect(path) as other:
+            other.execute("UPDATE trial SET plan = ? WHERE id = ?", (written, spoilt.id))
+        store.say = said.append
+        assert [trial.id for trial in store.trials(study)] == [sound.id]
+        assert store.trials(study, state=State.FINISHED) == store.trials(study)
+        (line,) = said  # once
+        named = f"left out: trial 0 of study {study.id} in the store {path} cannot be read: "
+        assert line.startswith(f"{named}it holds no plan")
+        assert "\n" not in line
+        with pytest.raises(StorageError, match=r"trial 0 of study .* cannot be read") as caught:
+            store.set_optuna_number(spoilt, 1)
+        assert "--fresh" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "written"),
+    [
+        ("study", "script", '["train.py"]'),
+        ("study", "left_out", '[["precision"]]'),
+        ("study", "versions", "[]"),
+        ("study", "facts", "{"),
+        ("measurement", "losses", "{"),
+        ("measurement", "step_seconds", '"fast"'),
+        ("trial", "out_of_memory", "[]"),
+        ("event", "payload", "[]"),
+    ],
+)
+def test_whatever_is_spoilt_is_named_and_left_out(
+    path: Path, opening: Open, plan: Plan, report: Report, table: str, column: str, written: str
+) -> None:
+    with Store(str(path)) as store:
+        opening(store)
+        study, said = opening(store, fresh=True), []
+        (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+        store.finish(trial, report(plan))
+        store.record_event("tick", {})
+        with sqlite3.connect(path) as other:
+            last = f"rowid = (SELECT max(rowid) FROM {table})"
+            other.execute(f"UPDATE {table} SET {column} = ? WHERE {last}", (written,))
+        store.say = said.append
+        found = len(store.studies()), len(store.trials(study)), len(store.events())
+        assert sum(found) == 2 + 1 + 1 - 1
+        (line,) = said
+        assert line.startswith("left out: ")
+        assert str(path) in line
+
+
+def test_only_what_a_launcher_sets_is_taken_from_a_store(
+    store: Store, key: StudyKey, script: Script, hardware: Hardware
+) -> None:
+    """Whoever can write to it must not get code into the process that `run` starts."""
+    ours = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_VERSION": "2",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "error",
+        "TORCHELASTIC_RUN_ID": "autofit",
+    }
+    theirs = dict.fromkeys(("LD_PRELOAD", "LD_AUDIT", "PYTHONPATH", "PYTHONSTARTUP", "PATH"), "x")
+    theirs |= dict.fromkeys(("BASH_ENV", "NCCL_NET_PLUGIN", "TORCHINDUCTOR_CACHE_DIR", "A;B"), "x")
+    environment = tuple(sorted({**ours, **theirs}.items()))
+    given = dataclasses.replace(script, environment=environment)
+    terms = {"script": given, "hardware": hardware, "budget": 1, "versions": {}}
+    study = store.open_study(key, **terms)
+    assert dict(store.study(study.id).script.environment) == ours
+    terms["script"] = dataclasses.replace(script, environment=(("PYTHONWARNINGS", "all:0:a.b"),))
+    assert store.open_study(key, **terms).script.environment == ()
 
 
 # --- events -----------------------------------------------------------------------------------

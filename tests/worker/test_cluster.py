@@ -288,6 +288,17 @@ def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.quick
+def test_what_is_not_ray_is_said_soon() -> None:
+    started = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        where = f"Ray at {address} cannot be used: what listens there is no head of Ray"
+        with pytest.raises(WorkerError, match=where), RaySession(address=address):
+            pass
+    assert time.monotonic() - started < 10
+
+
 def options(cluster: Any, folder: Path, **more: Any) -> SearchOptions:
     script = Script(target="train.py", cwd=str(folder))
     return SearchOptions(script=script, storage="", address=cluster.address, **more)

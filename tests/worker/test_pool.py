@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ import pytest
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
 from autofit.worker.pool import Happening, Pool
-from autofit.worker.ray_session import _variables
+from autofit.worker.ray_session import _LONGEST_FOLDER, _variables
 from autofit.worker.reaper import SESSION, marked, processes
 from autofit.worker.records import (
     Answer,
@@ -178,6 +179,20 @@ def test_nothing_listens_beyond_loopback(pool: Pool) -> None:
         address = ipaddress.ip_address(ip)
         plain = getattr(address, "ipv4_mapped", None) or address
         assert plain.is_loopback, f"{name} listens on {ip}"
+
+
+def test_its_folder_is_the_users_alone(pool: Pool) -> None:
+    """Ray opens its own folders to everybody: nobody else gets as far as those."""
+    import ray
+
+    folder = pool._ray.folder
+    assert folder is not None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    sockets = [Path(ray.nodes()[0][name]) for name in ("ObjectStoreSocketName", "RayletSocketName")]
+    assert all(path.is_relative_to(folder) and path.is_socket() for path in sockets)
+    longest = max(len(bytes(path)) - len(bytes(folder.parent)) for path in sockets)
+    # Seven digits of a process id, at most, as Linux has them; here there may be fewer.
+    assert longest + 7 - len(str(os.getpid())) + _LONGEST_FOLDER <= 107
 
 
 def test_every_process_of_ray_carries_the_mark(pool: Pool) -> None:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 from multiprocessing.connection import Connection
 
+from autofit.worker import lifeline
 from autofit.worker.child import CONTROL_FD, EVENTS_FD
 from autofit.worker.reaper import SESSION
 from autofit.worker.records import Agreed, Agreeing, Answer, Asking, ChildSpec, Event
 
+CLOSED = (
+    "autofit: the script has closed every file descriptor, and so the one that it is measured"
+    " through: let it close less, as with os.closerange(3, 256)\n"
+)
+
 
 class Reporter:
-    """Sends events; a broken pipe means the parent is gone, which the lifeline answers.
+    """Sends events; nothing that is wrong with the pipe reaches the script.
+
+    A broken one means that the parent is gone, which the lifeline answers. Where the script has
+    closed it, a real run goes on unheard. A trial ends: nobody would learn what it measures.
 
     ``rank``: which of several processes this is; the first one asks for all.
     """
 
-    def __init__(self, connection: Connection, rank: int = 0) -> None:
+    def __init__(self, connection: Connection, rank: int = 0, *, trial: bool = True) -> None:
         self.rank = rank
+        self._trial = trial
+        self._pipe = lifeline.file_of(connection.fileno())
         self._connection = connection
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -31,7 +43,14 @@ class Reporter:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            self._connection.send(event)
+            # Its number may be another file's by now: nothing may be written into that.
+            ours = lifeline.file_of(self._connection.fileno()) == self._pipe
+            with contextlib.suppress(OSError):
+                if ours:
+                    self._connection.send(event)
+        if self._trial and not ours:
+            os.write(2, CLOSED.encode())
+            os._exit(1)
 
     def ask(self, *, fresh: bool) -> Answer:
         """Ask for another plan, and wait for the answer."""
@@ -67,12 +86,10 @@ def connect() -> tuple[ChildSpec, Reporter, int]:
     os.environ.pop(SESSION, None)
     control_fd = int(os.environ.pop(CONTROL_FD))
     events_fd = int(os.environ.pop(EVENTS_FD))
-    for fd in (control_fd, events_fd):
-        os.set_inheritable(fd, False)
-    control = Connection(control_fd, writable=False)
-    spec = control.recv()
+    lifeline_fd, reporting_fd = map(lifeline.out_of_the_way, (control_fd, events_fd))
+    os.close(events_fd)
+    with Connection(control_fd, writable=False) as control:
+        spec = control.recv()
     assert isinstance(spec, ChildSpec)
-    lifeline_fd = os.dup(control.fileno())
-    control.close()
-    reporter = Reporter(Connection(events_fd, readable=False), spec.rank)
-    return spec, reporter, lifeline_fd
+    events = Connection(reporting_fd, readable=False)
+    return spec, Reporter(events, spec.rank, trial=spec.mode == "trial"), lifeline_fd
