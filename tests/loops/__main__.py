@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autofit.plan import Plan
-from tests.loops.drawing import Loop, drawn
+from tests.loops.drawing import SIZES, Loop, drawn
 from tests.loops.judging import Kind, Outcome, under_plan
 from tests.loops.nursery import ROOT, Ended, Job, Nursery
 from tests.loops.writing import write
@@ -63,6 +63,15 @@ class Tally:
     refusals: Counter[str] = field(default_factory=Counter)
     classes: dict[str, list[str]] = field(default_factory=dict)
     """The loops of each class of failures."""
+    least: dict[str, tuple[Loop, str]] = field(default_factory=dict)
+    """The plainest loop of each class, and its group."""
+
+    def known(self, loop: Loop, outcome: Outcome) -> str | None:
+        """Return a class whose plainest loop is contained in ``loop``, which fails as it does."""
+        for name, (small, group) in self.least.items():
+            if group == outcome.group and small.within(loop):
+                return name
+        return None
 
     def add(self, loop: Loop, outcome: Outcome) -> None:
         """Count a loop."""
@@ -87,8 +96,7 @@ class Tally:
 
 def _class_of(loop: Loop, outcome: Outcome) -> str:
     levels = ", ".join(name for name, _ in loop.plan.changes) or "as it is"
-    plain = ("seed", "steps", "batch", "width", "tail", "at")
-    features = [f"{n}={choice}" for n, choice in loop.recipe.changes if n not in plain]
+    features = [f"{n}={choice}" for n, choice in loop.recipe.changes if n not in SIZES]
     return f"{outcome.group} | {levels} | {', '.join(features)}"
 
 
@@ -103,6 +111,20 @@ def _keep(folder: Path, name: str, loop: Loop, outcome: Outcome) -> Path:
     return path
 
 
+def _found(
+    loop: Loop, outcome: Outcome, bench: Bench, tally: Tally, options: argparse.Namespace
+) -> str:
+    """Shrink and keep a loop that fails in a way not seen so far; return its class."""
+    if options.shrink:
+        loop, outcome = bench.shrunk(loop, outcome)
+    name = _class_of(loop, outcome)
+    if name not in tally.least:
+        tally.least[name] = loop, outcome.group
+        print(f"{name}\n    {outcome.detail}; its trial: {outcome.trial}", flush=True)
+        _keep(options.folder, name, loop, outcome)
+    return name
+
+
 def _again(path: Path) -> int:
     source = path.read_text()
     (line,) = (each for each in source.splitlines() if each.startswith(UNDER))
@@ -114,7 +136,7 @@ def _again(path: Path) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    marker, folder = CACHE / "next", options.folder
+    marker = CACHE / "next"
     number = options.block
     if number is None:
         number = int(marker.read_text()) if marker.exists() else 0
@@ -127,11 +149,9 @@ def _run(options: argparse.Namespace) -> int:
                 outcome = bench.outcome(loop)
                 tally.add(loop, outcome)
                 if outcome.kind.bad:
-                    small, least = bench.shrunk(loop, outcome) if options.shrink else (loop, outcome)
-                    name = _class_of(small, least)
-                    if name not in tally.classes:
-                        print(f"{name}\n    {least.detail}; its trial: {least.trial}", flush=True)
-                        _keep(folder, name, small, least)
+                    name = tally.known(loop, outcome) or _found(
+                        loop, outcome, bench, tally, options
+                    )
                     tally.classes.setdefault(name, []).append(str(loop))
             number += 1
             if options.block is None:

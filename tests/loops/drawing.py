@@ -28,6 +28,8 @@ LEVELS = (
 Not ``padding``, which needs a mask, nor ``loss``, which needs a head of thousands of outputs."""
 SLOW = (("compile", "regional"), ("compile", "full"), ("data_loading", "workers"))
 """Levels that take a second: drawn seldom."""
+SIZES = ("steps", "batch", "width", "tail", "at")
+"""Features that say how much of something there is."""
 BLOCK = 50
 """Loops that are drawn from one seed."""
 
@@ -38,6 +40,12 @@ class Loop:
 
     recipe: Recipe
     plan: Plan
+
+    def within(self, other: Loop) -> bool:
+        """Return whether ``other`` has each level and each feature of this one."""
+        names = {name for name, _ in self.plan.changes}
+        features = {each for each in self.recipe.changes if each[0] not in SIZES}
+        return names <= {n for n, _ in other.plan.changes} and features <= {*other.recipe.changes}
 
     def smaller(self) -> Iterator[Loop]:
         """Yield this loop with one level, or one feature, less."""

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
@@ -61,7 +60,7 @@ class Job:
     source: str
     mode: str = "plain"
     """``"plain"``, ``"trial"`` or ``"run"``."""
-    plan: Plan = Plan()
+    plan: Plan = field(default_factory=Plan)
     proven: tuple[Proven, ...] = ()
     """What earlier processes have proven."""
 

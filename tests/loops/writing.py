@@ -7,7 +7,7 @@ from textwrap import indent
 
 from tests.loops.recipe import Recipe
 
-HEAD = '''\
+HEAD = """\
 import copy
 import random
 
@@ -28,8 +28,8 @@ KEPT = {{"mean": torch.zeros(()), "count": 0, "list": [], "array": numpy.zeros(2
 GENERATOR = torch.Generator().manual_seed(1)
 STATE = numpy.random.RandomState(1)
 LOSSES, SEEN = [], []
-'''
-TAIL = '''\
+"""
+TAIL = """\
 def told(value):
     if isinstance(value, torch.Tensor):
         return value.detach().double().flatten().tolist()
@@ -57,7 +57,7 @@ RESULT = {
 }
 if __name__ == "__main__":
     print({name: RESULT[name] for name in ("losses", "parameters", "attributes", "hooks")})
-'''
+"""
 ACTIVATIONS = {"tanh": "torch.tanh", "relu": "torch.relu", "gelu": "F.gelu"}
 SHAPES = {
     "linear": "torch.randn(COUNT, 6)",
@@ -135,15 +135,17 @@ HOOKS = {
         "    return hook\n\n\n"
         "hook = counting()"
     ),
-    "before": ("def hook(module, args):\n" + '    KEPT["count"] += 1'),
+    "before": 'def hook(module, args):\n    KEPT["count"] += 1',
     "output": (
         "def hook(module, args, output):\n"
         '    KEPT["count"] += 1\n'
         "    return output * 1.5 if isinstance(output, torch.Tensor) else output"
     ),
-    "backward": ("def hook(module, ingoing, outgoing):\n" + '    KEPT["count"] += 1'),
-    "gradient": ("def hook(gradient):\n" + '    KEPT["count"] += 1\n' + "    return gradient * 0.5"),
-    "accumulated": ("def hook(parameter):\n" + '    KEPT["count"] += 1'),
+    "backward": 'def hook(module, ingoing, outgoing):\n    KEPT["count"] += 1',
+    "gradient": (
+        "def hook(gradient):\n" + '    KEPT["count"] += 1\n' + "    return gradient * 0.5"
+    ),
+    "accumulated": 'def hook(parameter):\n    KEPT["count"] += 1',
 }
 REGISTERED = {
     "before": "{}.register_forward_pre_hook(hook)",
@@ -194,7 +196,11 @@ def _block(r: Recipe) -> str:
         "attention": f"nn.MultiheadAttention({width}, 2, batch_first=True)",
     }.get(r["body"], f"nn.Linear({width}, {width})")
     made = [f"self.layer = {layer}"]
-    run = "self.layer(x, x, x, need_weights=False)[0]" if r["body"] == "attention" else "self.layer(x)"
+    run = (
+        "self.layer(x, x, x, need_weights=False)[0]"
+        if r["body"] == "attention"
+        else "self.layer(x)"
+    )
     if r["dropout"] != "none":
         made.append(f"self.drop = nn.Dropout({0.2 if r['dropout'] == 'drop' else 0.0})")
         run = f"self.drop({run})"
@@ -277,7 +283,7 @@ def _forward(r: Recipe) -> list[str]:
         return [*lines, "return h"]
     lines.append("out = self.head(h)")
     if r["place"] == "outside":
-        if r["term"] != "none" and r["term_in"] == "model":  # the script adds it to its loss
+        if _returns_extra(r):
             return [*lines, "extra = torch.zeros(())", *_extra(r), "return out, extra"]
         return [*lines, "return out"]
     lines += ["if y is None:\n    return out", "loss = criterion(out, y)"]
@@ -292,6 +298,11 @@ def _forward(r: Recipe) -> list[str]:
             "keywords": "return loss, out",
         }[r["place"]],
     ]
+
+
+def _returns_extra(r: Recipe) -> bool:
+    """Return whether the model returns the term beside its output, to be added by the script."""
+    return bool(r["place"] == "outside" and r["term"] != "none" and r["term_in"] == "model")
 
 
 def _extra(r: Recipe) -> list[str]:
@@ -370,8 +381,11 @@ def _made(r: Recipe) -> str:
         lines.append("other_optimizer = torch.optim.Adam(other.parameters(), lr=0.01)")
     if r["freeze"] in ("start", "thaw"):
         lines.append("net.embed.requires_grad_(False)")
-    lines.append("average = copy.deepcopy(net).requires_grad_(False)\nEVERYTHING.append(average)" if
-                 r["ema"] or r["roots"] == "teacher" else "")
+    lines.append(
+        "average = copy.deepcopy(net).requires_grad_(False)\nEVERYTHING.append(average)"
+        if r["ema"] or r["roots"] == "teacher"
+        else ""
+    )
     lines.append("TENSORS = []")
     if r["tensor"] != "none":
         lines.append("TENSORS.append(net.scale)")
@@ -426,7 +440,9 @@ def _events(r: Recipe) -> list[str]:
     """Return what changes in mid-run."""
     lines = []
     if r["switch"] in ("flag", "global"):
-        lines.append("if step == AT:\n    " + ("net.on = True" if r["switch"] == "flag" else "SWITCH = True"))
+        lines.append(
+            "if step == AT:\n    " + ("net.on = True" if r["switch"] == "flag" else "SWITCH = True")
+        )
     lines.append(
         {
             "freeze": "if step == AT:\n    net.embed.requires_grad_(False)",
@@ -462,7 +478,7 @@ def _call(r: Recipe, x: str = "x") -> list[str]:
     if r["roots"] == "head":
         return [f"out = head({call})", "loss = criterion(out, y)"]
     if r["place"] == "outside":
-        if r["term"] != "none" and r["term_in"] == "model":
+        if _returns_extra(r):
             return [f"out, extra = {call}", "loss = criterion(out, y) + extra"]
         return [f"out = {call}", "loss = criterion(out, y)"]
     if r["place"] == "inside":
@@ -490,14 +506,22 @@ def _loss(r: Recipe) -> list[str]:
     if r["term"] != "none" and r["term_in"] == "loop" and r["place"] != "inside":
         lines += [each.replace("extra", "loss") for each in _extra(r)]
     if r["roots"] == "twice":
-        again = [each.replace("out", "again").replace("loss", "more") for each in _call(r, "x.flip(0)")]
-        again = [each.replace("criterion(again, y)", "criterion(again, y.flip(0))") for each in again]
+        again = [
+            each.replace("out", "again").replace("loss", "more") for each in _call(r, "x.flip(0)")
+        ]
+        again = [
+            each.replace("criterion(again, y)", "criterion(again, y.flip(0))") for each in again
+        ]
         lines += [*again, "loss = loss + more + 0.1 * (out - again.flip(0)).square().mean()"]
     if r["roots"] == "chained":
         more = [each.replace("loss", "more") for each in _call(r, "F.pad(out.detach(), (0, 3))")]
         lines += [*more, "loss = loss + 0.5 * more"]
     if r["roots"] == "teacher":
-        first = "[0]" if r["place"] == "outside" and r["term"] != "none" and r["term_in"] == "model" else ""
+        first = (
+            "[0]"
+            if r["place"] == "outside" and r["term"] != "none" and r["term_in"] == "model"
+            else ""
+        )
         lines += [
             f"with torch.no_grad():\n    target = average(x){first}",
             "loss = loss + 0.1 * (out - target).square().mean()",
@@ -562,7 +586,9 @@ def _after(r: Recipe) -> list[str]:
         else:
             lines.append("optimizer.step()")
         lines.append("second.step()" if r["optimizer"] == "two" else "")
-    if r["tensor"] in ("late", "own_step") and (r["tensor"] == "own_step" or r["optimizer"] == "own"):
+    if r["tensor"] in ("late", "own_step") and (
+        r["tensor"] == "own_step" or r["optimizer"] == "own"
+    ):
         lines.append(
             "if net.scale.grad is not None:\n    with torch.no_grad():\n"
             "        net.scale -= 0.05 * net.scale.grad\n    net.scale.grad = None"
@@ -591,7 +617,8 @@ def _after(r: Recipe) -> list[str]:
         lines.append(
             f"if step % 3 == 1:\n    {evaluate}with {mode}:\n"
             "        result = net(X[:4])\n"
-            "        SEEN.append(float((result[0] if isinstance(result, tuple) else result).sum()))\n"
+            "        result = result[0] if isinstance(result, tuple) else result\n"
+            "        SEEN.append(float(result.sum()))\n"
             "    net.train()"
         )
     return lines
