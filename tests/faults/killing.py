@@ -63,7 +63,7 @@ for step in range(40):
     optimizer.step()
 """
 COMMAND = (
-    *("-m", "autofit", "search", "train.py", "--memory", "3MiB", "--trials", "3"),
+    *("-m", "autofit", "search", "train.py", "--memory", "1.25MiB", "--trials", "3"),
     *("--only", "checkpointing", "--only", "micro_batch", "--allow", "exact"),
 )
 """It does not fit as it is: each of its few trials is a launch."""
@@ -83,7 +83,7 @@ def _started_as(word: str) -> Callable[[psutil.Process, list[str]], bool]:
 
 TARGETS: dict[str, Callable[[psutil.Process, list[str]], bool]] = {
     "controller": lambda process, line: line[2:4] == ["autofit", "search"],
-    "trial": lambda process, line: any(each.endswith("worker/harness") for each in line[:4]),
+    "trial": _started_as("harness/__main__.py"),
     "raylet": _named("raylet"),
     "gcs": _named("gcs_server"),
     "slot": _started_as("ray::Slot"),
@@ -151,14 +151,18 @@ class Place:
         return (self.root / "printed").read_text()
 
     def study(self) -> tuple[StudyRecord | None, tuple[TrialRecord, ...]]:
-        """Return the only study and its finished trials; nothing while there is none."""
+        """Return the newest study and its finished trials; nothing while there is none."""
         if not (self.work / "autofit.db").exists():
             return None, ()
         with Store(str(self.work / "autofit.db")) as store:
             if not (studies := store.studies()):
                 return None, ()
-            assert len(studies) == 1, "the same command takes the study up again"
             return studies[0], store.trials(studies[0], state=State.FINISHED)
+
+    def studies(self) -> int:
+        """Return how many studies there are: one, if each search has taken up the one before."""
+        with Store(str(self.work / "autofit.db")) as store:
+            return len(store.studies())
 
     def unfinished(self) -> int:
         """Return how many trials are said to run."""
@@ -290,6 +294,8 @@ def _of_the_study(
     if study is None:
         yield "no study"
         return
+    if (number := place.studies()) != 1:
+        yield f"{number} studies: the one before was not taken up again"
     after = {trial.id: (trial.report, trial.launch) for trial in trials}
     if any(after.get(each.id) != (each.report, each.launch) for each in before):
         yield "a finished trial is lost, or another"
@@ -303,8 +309,9 @@ def _of_the_study(
         if trial.verdict is not Verdict.MEASURED and told not in plain.verdicts:
             reason = trial.report.reason if trial.report else ""
             yield f"blamed: {told[0]}: {told[1]}: {reason}"
-    if not any(trial.verdict is Verdict.MEASURED for trial in trials):
-        yield "no plan was found"
+    confirmed = {t.verdict for t in trials if t.purpose is Purpose.CONFIRM}
+    if Verdict.MEASURED not in confirmed:
+        yield "no winner was confirmed"
     if running := place.unfinished():
         yield f"{running} trials are said to run"
 

@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from autofit.plan import Plan
@@ -43,14 +44,11 @@ class Bench:
 
     def shrunk(self, loop: Loop, outcome: Outcome) -> tuple[Loop, Outcome]:
         """Return the plainest loop found that fails in the same way."""
-        again = True
-        while again:
-            again = False
-            for each in loop.smaller():
-                found = self.outcome(each)
-                if found.kind is outcome.kind and found.group == outcome.group:
-                    loop, outcome, again = each, found, True
-                    break
+        smaller = chain(loop.guesses(), loop.smaller())
+        while (each := next(smaller, None)) is not None:
+            found = self.outcome(each)
+            if found.group == outcome.group:
+                loop, outcome, smaller = each, found, chain(each.smaller())
         return loop, outcome
 
 

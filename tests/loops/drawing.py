@@ -30,6 +30,10 @@ SLOW = (("compile", "regional"), ("compile", "full"), ("data_loading", "workers"
 """Levels that take a second: drawn seldom."""
 SIZES = ("steps", "batch", "width", "tail", "at")
 """Features that say how much of something there is."""
+CAUSES = ("hook", "state", "tensor", "freeze", "term", "place", "accumulate", "roots", "loss")
+"""Features that are likely to make a loop fail by themselves."""
+WITH = ("body", "hook_on", "switch", "term", "term_in", *SIZES)
+"""Features that others need."""
 BLOCK = 50
 """Loops that are drawn from one seed."""
 
@@ -46,6 +50,13 @@ class Loop:
         names = {name for name, _ in self.plan.changes}
         features = {each for each in self.recipe.changes if each[0] not in SIZES}
         return names <= {n for n, _ in other.plan.changes} and features <= {*other.recipe.changes}
+
+    def guesses(self) -> Iterator[Loop]:
+        """Yield loops with next to nothing but one feature of this one, likely causes first."""
+        changes = dict(self.recipe.changes)
+        for name in (each for each in CAUSES if each in changes):
+            kept = {each: changes[each] for each in (name, *WITH) if each in changes}
+            yield Loop(Recipe.of(self.recipe.seed, kept), self.plan)
 
     def smaller(self) -> Iterator[Loop]:
         """Yield this loop with one level, or one feature, less."""
@@ -84,6 +95,8 @@ def loops(draw: st.DrawFn) -> Loop:
     """Draw a loop of up to nine features that are not as plain as can be, and a plan."""
     plan = draw(plans())
     names = draw(st.lists(st.sampled_from(tuple(CHOICES)), max_size=9, unique=True))
+    if draw(st.integers(0, 2)) == 2:  # much that goes wrong begins in mid-run
+        names = [*dict.fromkeys([*names, "term", "switch", "at"])]
     choices = dict(draw(_of_feature(name)) for name in names)
     if plan["checkpointing"] != AS_IS and choices.get("body", "linear") == "linear":
         choices["body"] = "blocks"  # else there is nothing to checkpoint

@@ -134,13 +134,18 @@ def different(plain: Any, run: Any, at: str = "") -> str | None:
 def _apart(plain: Any, run: Any, at: str) -> str | None:
     if len(plain) != len(run):
         return f"{at} has {len(run)} entries for {len(plain)}"
-    if all(a == b or (a != a and b != b) for a, b in zip(plain, run, strict=True)):
+    pairs = [(a, b) for a, b in zip(plain, run, strict=True) if a != b and not _both_nan(a, b)]
+    size = max((abs(each) for each in plain if math.isfinite(each)), default=0.0)
+    if all(abs(a - b) <= TOLERANCE * size + NOTHING for a, b in pairs):  # never so of a NaN
         return None
-    size = max((abs(each) for each in plain), default=0.0)
-    apart = max(abs(a - b) for a, b in zip(plain, run, strict=True))
-    if apart <= TOLERANCE * size + NOTHING:
-        return None
+    if any(math.isnan(b) for _, b in pairs):
+        return f"{at} is NaN"
+    apart = max(abs(a - b) for a, b in pairs)
     return f"{at} by {apart / size if size else apart:.1e}"
+
+
+def _both_nan(one: float, other: float) -> bool:
+    return math.isnan(one) and math.isnan(other)
 
 
 def _first(found: Iterator[str | None]) -> str | None:

@@ -151,7 +151,7 @@ def serve(descriptor: int) -> None:
     for module in PRELOADED:
         import_module(module)
     import_module("torch").set_num_threads(1)
-    import_module("autofit.strategies.compile").SETTINGS = {"backend": "aot_eager"}
+    vars(import_module("autofit.strategies.compile"))["SETTINGS"] = {"backend": "aot_eager"}
     gc.collect()
     gc.freeze()  # there is less to look at in each fork
     pipe = Connection(descriptor)

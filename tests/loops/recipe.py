@@ -97,6 +97,7 @@ class Recipe:
 
 def _put_right(full: dict[str, Any]) -> None:
     """Change what a loop could not be written with, or would fail of in plain Python."""
+    full["steps"] = max(full["steps"], full["at"] + 2 if full["at"] > 1 else 0)
     if full["loss"] == "padded":
         full["body"] = "tokens"
         if full["norm"] == "batch":
@@ -127,12 +128,8 @@ def _put_right(full: dict[str, Any]) -> None:
         full["accumulate"] = 1
         if full["optimizer"] == "two":
             full["optimizer"] = "sgd"
-    if full["freeze"] == "freeze_all":  # something has to be left to train
-        full["tensor"] = "start" if full["optimizer"] != "lbfgs" else full["tensor"]
-        if full["tensor"] == "none":
-            full["freeze"] = "none"
-        if full["penalty"] == "parameters" or full["roots"] == "head":
-            full["freeze"] = "freeze"
+    if full["freeze"] == "freeze_all" and (full["clip"] == "value" or full["roots"] == "head"):
+        full["freeze"] = "freeze"  # torch clips no empty list
     if full["freeze"] != "none" and full["penalty"] == "parameters":
         full["penalty"] = "none"
     if full["hook"] == "backward" and full["place"] in ("dict", "tuple"):

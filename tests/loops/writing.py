@@ -413,6 +413,9 @@ def _optimizer(r: Recipe) -> list[str]:
         lines.append("trained += head.parameters()")
     if r["tensor"] == "start":
         lines.append("trained.append(net.scale)")
+    if r["freeze"] == "freeze_all":  # something has to be left to train
+        lines.append("anchor = nn.Parameter(torch.ones(3))")
+        lines.append("trained.append(anchor)\nTENSORS.append(anchor)")
     kind = r["optimizer"]
     given = "trained"
     if r["groups"] == 2:
@@ -526,6 +529,8 @@ def _loss(r: Recipe) -> list[str]:
             f"with torch.no_grad():\n    target = average(x){first}",
             "loss = loss + 0.1 * (out - target).square().mean()",
         ]
+    if r["freeze"] == "freeze_all":
+        lines.append("loss = loss + 0.1 * anchor.square().sum()")
     if r["penalty"] == "inputs":
         lines.append("(slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)")
         lines.append("loss = loss + 0.01 * slope.square().mean()")
