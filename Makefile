@@ -9,11 +9,14 @@ CONSTRAINT = $(shell nvidia-smi -L >/dev/null 2>&1 || echo "-c constraints-cpu.t
 # A budget in which examples/char_lm.py runs out of memory as it is.
 DEMO_MEMORY ?= 200MiB
 DEMO_STORAGE := sqlite:///.demo/autofit.db
+# How many processes `make faults` kills, and how many training loops `make loops` compares.
+KILLS ?= 100
+LOOPS ?= 2000
 # More arguments for pytest: make test ARGS=tests/storage
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-full check clean help
+.PHONY: demo test test-full faults loops check clean help
 
 demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
 	rm -rf .demo && mkdir .demo
@@ -25,6 +28,13 @@ test: $(STAMP)  ## run the quick tests (CI does)
 
 test-full: $(STAMP)  ## run the quick and the full tests
 	$(BIN)/python -m pytest -m "quick or full" $(ARGS)
+
+faults: $(STAMP)  ## what may go wrong while a search or a run is on; kill -9, KILLS times
+	$(BIN)/python -m pytest tests/faults $(ARGS)
+	$(BIN)/python -m tests.faults.killing --count $(KILLS)
+
+loops: $(STAMP)  ## LOOPS new random training loops, plainly and under random plans
+	$(BIN)/python -m tests.loops --count $(LOOPS)
 
 check: $(STAMP)  ## ruff (lint and format) and mypy
 	$(BIN)/ruff check
