@@ -21,7 +21,7 @@ from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
 from autofit.worker.harness.trace import Tracer
-from tests.roots import Rooted
+from tests.roots import Rooted, a_run
 
 pytestmark = pytest.mark.quick
 
@@ -29,13 +29,15 @@ pytestmark = pytest.mark.quick
 class Silent:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def send(self, event: Any) -> None:
         """Drop it."""
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    run = RealRun(Plan(), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
+    run = RealRun(a_run(Plan()), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
     run.start()
     try:
         yield

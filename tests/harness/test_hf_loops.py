@@ -17,6 +17,7 @@ from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
 from tests.harness import hf_loops
+from tests.roots import a_run
 
 SPLIT = {"micro_batch": "2"}
 ROUNDING = 1e-5
@@ -26,13 +27,15 @@ ROUNDING = 1e-5
 class Silent:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def send(self, event: Any) -> None:
         """Drop it."""
 
 
 @contextmanager
 def running(levels: dict[str, str]) -> Iterator[None]:
-    run = RealRun(Plan.of(levels), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
+    run = RealRun(a_run(Plan.of(levels)), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
     run.start()
     try:
         yield

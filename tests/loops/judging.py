@@ -66,15 +66,19 @@ def under_plan(
 ) -> Outcome:
     """Run ``source`` under ``plan`` as a real run does, and compare it with plain Python.
 
-    First a trial in a process that is thrown away, as a search makes it, which leaves what it has
-    proven; then the real run. ``plain``: how the script ends in plain Python, where that is known.
+    First a launch in a process that is thrown away, which leaves what it has verified; then the
+    real run, under the script as it is where the launch has refused the plan. ``plain``: how the
+    script ends in plain Python, where that is known.
     ``draws``: its model draws random numbers, so that a split batch is another draw.
     """
     plain = plain or nursery.run(Job(source=source))
     if plain.error or plain.result is None:
         return Outcome(kind=Kind.INVALID, detail=plain.error)
     trial = nursery.run(Job(source=source, mode="trial", plan=plan))
-    run = nursery.run(Job(source=source, mode="run", plan=plan, proven=trial.proven))
+    held = Plan() if trial.refused else plan
+    run = nursery.run(Job(source=source, mode="run", plan=held, proven=trial.proven))
+    if trial.refused and not run.refused:
+        run.refused = trial.refused
     kind, detail = judged(plain, run, redrawn=draws and plan["micro_batch"] != AS_IS)
     told = trial.error or trial.refused or ("measured" if trial.measured else "no verdict")
     return Outcome(kind=kind, detail=detail, trial=told, seconds=trial.seconds + run.seconds)

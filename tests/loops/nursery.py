@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.verifying import STEPS
 from autofit.worker import meter
 from autofit.worker.records import (
     Agreed,
@@ -222,10 +223,11 @@ def _harnessed(job: Job) -> Ended:
     program, script = _loaded()
     request = LaunchRequest(
         script=script,
-        plans=(job.plan,),
+        plans=(job.plan, Plan()) if job.mode == "run" else (job.plan,),
         device="cpu",
         budget=BUDGET,
         timeout=LIMIT,
+        steps=STEPS,
         proven=job.proven,
     )
     listener = Listener()

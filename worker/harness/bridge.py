@@ -18,7 +18,7 @@ from autofit.strategies.base import Forward
 from autofit.worker.harness.eager import LossScale, alike
 from autofit.worker.harness.hosted import saved_on_host
 from autofit.worker.harness.joining import Batch, Cut, Layout, cuts
-from autofit.worker.harness.moved import Attributes
+from autofit.worker.harness.moved import Attributes, Once
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.parts import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.random_state import Ambient, RandomState
@@ -200,6 +200,8 @@ class Call:
             if isinstance(error, Unrecognized):
                 start.restore()
                 self._attributes.restore()
+                if isinstance(self.forward, Once):
+                    self.forward.restore()
             if not again:
                 raise error
             start.restore()

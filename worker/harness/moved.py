@@ -52,6 +52,11 @@ class Once:
             self._put(found)
         return output
 
+    def restore(self) -> None:
+        """Put the model back to where it was before the first of the calls."""
+        if self._start is not None:
+            self._put(self._start)
+
     def _put(self, values: Sequence[Any]) -> None:
         for place, value in zip(self._moved, values, strict=True):
             place.write(value)
