@@ -83,6 +83,12 @@ class Notes(Generic[T]):
             self._noted.put(note)
         return iter(notes)
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether the notes are those of a list."""
+        return list(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         """Return how many there are."""
         return self._noted.qsize()

@@ -19,6 +19,7 @@ from autofit.plan import Plan
 from autofit.worker.harness.awaited import Awaited, PutOff
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
+from tests.roots import Notes
 
 pytestmark = pytest.mark.quick
 
@@ -53,7 +54,7 @@ class Split:
 
     def __init__(self, plain: Net, shortage: Callable[..., bool], calls: Calls) -> None:
         self.plain, self.net = plain, copy.deepcopy(plain)
-        self.calls: list[int] = []
+        self.calls: Notes[int] = Notes()
         """The samples in each call of the network."""
         self.net.body.register_forward_pre_hook(lambda _, args: self.calls.append(len(args[0])))
         self.root = HarnessRoot(self.net, Seams(Handler()), calls, shortage)

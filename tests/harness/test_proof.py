@@ -136,7 +136,7 @@ def proven(module: nn.Module, rooted: Rooted) -> HarnessRoot:
 def test_then_one_is_enough(rooted: Rooted) -> None:
     module = Net()
     held = proven(module, rooted)
-    assert list(module.sizes) == [4, 1, 1]
+    assert module.sizes == [4, 1, 1]
     assert held.plan == PLAN
     held.take_back()
 
@@ -145,7 +145,7 @@ def test_and_one_shows_what_is_not_the_same(rooted: Rooted) -> None:
     module = Net(grows=True)
     with pytest.raises(Refused):
         proven(module, rooted)
-    assert list(module.sizes) == [4, 1, 1]
+    assert module.sizes == [4, 1, 1]
 
 
 def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Rooted) -> None:

@@ -154,7 +154,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     COUNTS["calls"] = 0
     globals()["calls"] = 0
     if "shared" in vars(Block):
-        del Block.shared
+        type.__delattr__(Block, "shared")
 
 
 def now(net: nn.Module) -> Snapshot:
@@ -421,7 +421,7 @@ def test_a_tensor_that_comes_to_need_gradients(rooted: Rooted) -> None:
 
 def test_large_numbers_wait_out_of_memory() -> None:
     """And a version that a graph of the script has seen comes back."""
-    net = Net(nothing)
+    net: Any = Net(nothing)
     net.large = torch.randn(1 << 19)
     net.array = np.arange(1 << 18)
     copies, version, arrays = net.large.clone(), net.large._version, net.array.copy()

@@ -168,7 +168,7 @@ def test_the_applied_plan_gives_the_gradients_of_the_whole_batch() -> None:
     assert 2 in sizes  # the probe sees uneven chunks besides
     sizes.clear()
     model(batch)  # the function has ended, and with it the plan
-    assert list(sizes) == [6]
+    assert sizes == [6]
     assert type(model).__call__ is nn.Module.__call__
 
 

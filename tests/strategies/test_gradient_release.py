@@ -29,7 +29,7 @@ from autofit.worker.harness.release import PART
 from autofit.worker.harness.roots import HarnessRoot
 from autofit.worker.harness.seams import Calls, Seams
 from autofit.worker.meter import build
-from tests.roots import Bystander
+from tests.roots import Bystander, Notes
 
 pytestmark = pytest.mark.quick
 
@@ -324,7 +324,7 @@ class _Fragile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.owner.backwards += [1]
+        ctx.owner.backwards.append(1)
         if len(ctx.owner.backwards) == ctx.owner.fatal[0]:
             raise MemoryError  # stands for the allocator's own error
         return gradient, None
@@ -336,7 +336,7 @@ class Fragile(Net):
     def __init__(self, *, late: bool) -> None:
         super().__init__()
         self.late = late
-        self.backwards: list[int] = []
+        self.backwards: Notes[int] = Notes()
         self.fatal = [0]
         """The backward pass that fails; a list, since numbers of modules tell kinds of calls."""
 
