@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from autofit import endings, evidence
 from autofit.asked import SearchOptions
@@ -205,6 +206,8 @@ class Ledger:
         if report.verdict is Verdict.INTERRUPTED or cut:
             return  # released with its flight, and planned again
         report = judged(report, self.baseline())
+        if report.best is not None and self.study.facts is not None:
+            report = replace(report, best=report.best.whole(self.study.facts))
         trace = trace if trace is self.reference.trace else None
         before = self._hardly_fit()
         if report.verdict in BLAMED:

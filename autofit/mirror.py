@@ -46,7 +46,7 @@ def _explained(
     """Let a method turn errors of the database, as Optuna raises them, into one clear line."""
 
     @functools.wraps(method)
-    def explained(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> T:
+    def explained(self: Mirror, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._store.explained():
             return method(self, *args, **kwargs)
 

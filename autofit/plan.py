@@ -110,6 +110,22 @@ class Plan:
         more = own - given
         return given <= own and all(strategies.get(name).level(each).late for name, each in more)
 
+    def whole(self, facts: Facts) -> Self:
+        """Return this plan without a micro-batch that cuts no call of the script's roots.
+
+        A search asks for the size of a part, and the whole batch may win: that splits nothing. The
+        plan stays as it is where a level of it needs a split, or a batch is not known.
+        """
+        size = self["micro_batch"]
+        sizes = [root.batch for root in facts.roots]
+        if not size.isdecimal() or not sizes:
+            return self
+        if any(each is None or self.samples(each) > int(size) for each in sizes):
+            return self
+        plain = self.replace(micro_batch=AS_IS)
+        levels = plain.levels
+        return self if any(each.clashes(level, levels) for each, level in plain) else plain
+
     @property
     def in_calls(self) -> Self:
         """The part of this plan that shows in a call of the model: no split, no optimizer's."""

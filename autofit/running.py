@@ -379,8 +379,8 @@ class _Diary:
         if not events or events[-1].created < study.opened:
             return None
         try:
-            return Plan.of(events[-1].payload.get("plan"))
-        except UsageError:  # of another version, or edited: the study's best stands
+            return Plan.of(events[-1].payload["plan"])
+        except (KeyError, UsageError):  # of another version, or edited: the study's best stands
             return None
 
     def keep_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:

@@ -41,10 +41,13 @@ class MicroBatch(Strategy):
             raise UsageError(f"{error} or a number of samples") from None
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact, but for other random draws where the model has dropout."""
+        """Exact, but for other random draws where the model has dropout and its batch is cut."""
+        found = self.level(level).fidelity
         if facts is None or not any(root.dropout for root in facts.roots):
-            return self.level(level).fidelity
-        return Fidelity.REDRAW
+            return found
+        sizes = [root.batch for root in facts.roots]
+        uncut = level.isdecimal() and all(each and each <= int(level) for each in sizes)
+        return found if uncut else Fidelity.REDRAW
 
     def describe(self, level: str) -> str:
         """Return ``"micro 8"``."""

@@ -170,13 +170,16 @@ def _ask_ray(address: str) -> None:
 
     Ray's client has no time limit of its own here: it is left behind in a thread.
     """
-    from ray._raylet import GcsClient
+    import ray._raylet
 
+    client = getattr(ray._raylet, "GcsClient", None)
+    if client is None:  # another Ray than is known here: joining says what is wrong
+        return
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            GcsClient(address=address)  # it asks for the cluster's identity at once
+            client(address=address)  # it asks for the cluster's identity at once
             answers.put(None)
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that waits
             answers.put(error)

@@ -124,7 +124,7 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
     short = report.out_of_memory
     if report.verdict is Verdict.MEASURED:
         size = short.micro_batch if short else None
-        notes = f" (micro {size} ran out)" if size else ""
+        notes = f" ({size} at a time ran out)" if size else ""
         if report.measurement and report.measurement.compile_seconds >= 0.5:
             notes += f" (compile {format_duration(report.measurement.compile_seconds)})"
         return f"fits{'  <- best' * best}{notes}"

@@ -17,7 +17,7 @@ from autofit.endings import did_not_hold
 from autofit.exceptions import NothingFits
 from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.progress import Line, Notice
+from autofit.progress import Line, Notice, TrialEnded
 from autofit.proposing import Proposer
 from autofit.results import kept, result_of
 from autofit.rules import most
@@ -173,6 +173,56 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     search = Played(ledger, {})
     search.confirm()
     assert search.measured == [], "what holds is known"
+
+
+@pytest.mark.parametrize(
+    ("size", "kept_plan", "fidelity"),
+    [
+        (32, {"checkpointing": "all"}, "exact"),
+        (16, {"checkpointing": "all", "micro_batch": "16"}, "redraw"),
+    ],
+)
+def test_a_batch_in_one_piece_is_no_split(
+    ledger: Ledger,
+    measurement: Callable[..., Measurement],
+    size: int,
+    kept_plan: dict[str, str],
+    fidelity: str,
+) -> None:
+    """A search asks for the size; where all 32 samples win, nothing is cut and nothing drawn."""
+    drops = replace(ROOT, dropout=True)
+    ledger.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
+    told: list[TrialEnded] = []
+    ledger.tell = lambda notice: told.extend([notice] if isinstance(notice, TrialEnded) else [])
+    asked = Plan.of({"checkpointing": "all", "micro_batch": "auto"})
+    (trial,) = ledger.store.add_trials(ledger.study, [asked], launch=1, owner=Owner.current())
+    report = TrialReport(
+        index=0,
+        plan=asked,
+        verdict=Verdict.MEASURED,
+        best=asked.replace(micro_batch=str(size)),
+        measurements=(measurement(size, 1.0, 5 * GIB),),
+    )
+    ledger.finish(trial, report, 0)
+    plan = Plan.of(kept_plan)
+    assert told[0].report.best == kept(ledger.finished()[0]) == plan
+    result = result_of(ledger.store, ledger.study)
+    assert result is not None
+    assert (result.plan, result.fidelity) == (plan, fidelity)
+
+
+def test_a_size_stays_where_a_level_needs_a_split_or_a_batch_is_not_known() -> None:
+    facts = Facts(roots=(replace(ROOT, dropout=True),))
+    split = Plan.of({"micro_batch": "32"})
+    assert split.whole(facts) == Plan()
+    assert split.fidelity(facts) == Fidelity.EXACT
+    hosted = Plan.of({"gradient_release": "hosted", "micro_batch": "32"})
+    assert hosted.whole(facts) == hosted
+    for root in (replace(ROOT, batch=None), replace(ROOT, batch=33)):
+        several = Facts(roots=(ROOT, root))
+        assert split.whole(several) == split
+    assert split.whole(Facts()) == split
+    assert Plan.of({"micro_batch": "auto"}).whole(facts)["micro_batch"] == "auto"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.quick
 
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
-OURS = {"study", "trial", "measurement", "event", "fitted", engine.VERSION_TABLE}
+OURS = {"study", "trial", "measurement", "event", "fitted", "evidence", engine.VERSION_TABLE}
 
 
 @contextmanager

@@ -339,7 +339,8 @@ def test_a_spoilt_plan_costs_its_trial_alone(
     path: Path, opening: Open, plan: Plan, report: Report, written: str
 ) -> None:
     with Store(str(path)) as store:
-        study, me, said = opening(store), Owner.current(), []
+        said: list[str] = []
+        study, me = opening(store), Owner.current()
         spoilt, sound = store.add_trials(study, [Plan(), plan], launch=0, owner=me)
         for trial in (spoilt, sound):
             store.finish(trial, report(trial.plan))
@@ -375,7 +376,8 @@ def test_whatever_is_spoilt_is_named_and_left_out(
 ) -> None:
     with Store(str(path)) as store:
         opening(store)
-        study, said = opening(store, fresh=True), []
+        said: list[str] = []
+        study = opening(store, fresh=True)
         (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
         store.finish(trial, report(plan))
         store.record_event("tick", {})
@@ -406,7 +408,7 @@ def test_only_what_a_launcher_sets_is_taken_from_a_store(
     theirs |= dict.fromkeys(("BASH_ENV", "NCCL_NET_PLUGIN", "TORCHINDUCTOR_CACHE_DIR", "A;B"), "x")
     environment = tuple(sorted({**ours, **theirs}.items()))
     given = dataclasses.replace(script, environment=environment)
-    terms = {"script": given, "hardware": hardware, "budget": 1, "versions": {}}
+    terms: dict[str, Any] = {"script": given, "hardware": hardware, "budget": 1, "versions": {}}
     study = store.open_study(key, **terms)
     assert dict(store.study(study.id).script.environment) == ours
     terms["script"] = dataclasses.replace(script, environment=(("PYTHONWARNINGS", "all:0:a.b"),))

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -188,7 +189,8 @@ def test_its_folder_is_the_users_alone(pool: Pool) -> None:
     folder = pool._ray.folder
     assert folder is not None
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    sockets = [Path(ray.nodes()[0][name]) for name in ("ObjectStoreSocketName", "RayletSocketName")]
+    nodes: Any = ray.nodes  # it has no types
+    sockets = [Path(nodes()[0][name]) for name in ("ObjectStoreSocketName", "RayletSocketName")]
     assert all(path.is_relative_to(folder) and path.is_socket() for path in sockets)
     longest = max(len(bytes(path)) - len(bytes(folder.parent)) for path in sockets)
     # Seven digits of a process id, at most, as Linux has them; here there may be fewer.

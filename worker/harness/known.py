@@ -52,7 +52,10 @@ class Known:
     def get(self, *key: object) -> Any:
         """Return what was put there, in this process or in one before it; else ``None``."""
         content = self._held.get(_digest((self._of, key)))
-        return None if content is None else json.loads(content)
+        try:
+            return None if content is None else json.loads(content)
+        except ValueError:  # somebody has edited the store: it is verified anew
+            return None
 
     def put(self, value: object, *key: object) -> None:
         """Hold ``value``, plain JSON, here and in launches to come; ``None``: nothing."""
