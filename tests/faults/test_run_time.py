@@ -240,7 +240,6 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.quick
-@pytest.mark.xfail(reason=WAITING.format(9), strict=False)
 @pytest.mark.parametrize("content", SPOILT.values(), ids=SPOILT.keys())
 def test_a_plan_that_is_none_in_the_store_is_one_line(
     content: str, searched: Path, tmp_path: Path
