@@ -75,11 +75,13 @@ def under_plan(
     if plain.error or plain.result is None:
         return Outcome(kind=Kind.INVALID, detail=plain.error)
     trial = nursery.run(Job(source=source, mode="trial", plan=plan))
-    held = Plan() if trial.refused else plan
+    refused = trial.refused
+    if trial.error and (trial.blamed or not trial.own):  # as autofit.verifying takes it
+        refused = f"fails: {trial.error}"
+    held = Plan() if refused else plan
     run = nursery.run(Job(source=source, mode="run", plan=held, proven=trial.proven))
-    if trial.refused and not run.refused:
-        run.refused = trial.refused
-    kind, detail = judged(plain, run, redrawn=draws and plan["micro_batch"] != AS_IS)
+    run.refused = run.refused or refused
+    kind, detail = judged(plain, run, redrawn=draws and held["micro_batch"] != AS_IS)
     told = trial.error or trial.refused or ("measured" if trial.measured else "no verdict")
     return Outcome(kind=kind, detail=detail, trial=told, seconds=trial.seconds + run.seconds)
 

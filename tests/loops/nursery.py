@@ -35,6 +35,7 @@ from autofit.worker.records import (
     PlanEnded,
     Proven,
     Raised,
+    Replaced,
     Script,
     Verdict,
 )
@@ -76,6 +77,8 @@ class Ended:
     """As far as it came."""
     error: str = ""
     """What left the script, with the innermost frames."""
+    own: bool = False
+    """A line of the script itself raised it."""
     refused: str = ""
     blamed: str = ""
     """The strategy that refused, or that the traceback shows."""
@@ -260,8 +263,10 @@ def _hear(ended: Ended, events: list[Event]) -> None:
                 ended.measured = report.verdict is Verdict.MEASURED
                 if report.verdict is Verdict.REFUSED:
                     ended.refused = report.reason
+            case Replaced():
+                ended.refused, ended.blamed = event.reason, event.blamed or ""
             case Raised():
-                ended.blamed = event.blamed or ended.blamed
+                ended.blamed, ended.own = event.blamed or ended.blamed, event.own
 
 
 def _read(ended: Ended, names: dict[str, Any]) -> Ended:

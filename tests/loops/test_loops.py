@@ -47,7 +47,6 @@ LATE = (
 
 
 @pytest.mark.quick
-@pytest.mark.xfail(reason=UNEQUAL, strict=False)
 @pytest.mark.parametrize(
     "level", ["checkpointing=all", "activation_offload=all", "zero_grad=set_to_none"]
 )
@@ -62,7 +61,6 @@ def test_what_keeps_something_of_each_call_keeps_the_same(nursery: Nursery, leve
 
 
 @pytest.mark.quick
-@pytest.mark.xfail(reason=UNEQUAL, strict=False)
 @pytest.mark.parametrize(("features", "size"), LATE, ids=lambda each: str(each)[:40])
 def test_what_begins_in_mid_run(nursery: Nursery, features: dict[str, object], size: str) -> None:
     recipe = Recipe.of(0, features)
@@ -70,7 +68,6 @@ def test_what_begins_in_mid_run(nursery: Nursery, features: dict[str, object], s
 
 
 @pytest.mark.quick
-@pytest.mark.xfail(reason=UNEQUAL, strict=False)
 def test_a_gradient_that_comes_late_under_a_fused_optimizer(nursery: Nursery) -> None:
     recipe = Recipe.of(0, {"freeze": "thaw", "at": 5, "optimizer": "momentum", "steps": 12})
     check(nursery, Loop(recipe, Plan.of({"optimizer": "fused"})))
