@@ -9,7 +9,7 @@ from autofit.plan import Plan
 from autofit.retreat import Ground
 from autofit.strategies import AS_IS, Memory
 from autofit.units import format_size
-from autofit.worker.records import OutOfMemory
+from autofit.worker.records import CHECK, CHECK_STARVED, OutOfMemory
 
 BY_HAND = {
     Memory.WEIGHTS: "a smaller model, weights in lower precision, or less data on the device",
@@ -42,7 +42,7 @@ def where(found: OutOfMemory, budget: int | None = None) -> str:
         source = f" (`{found.place.source}`)" if found.place.source else ""
         phase = f"{found.place.line}{source}, {_phase(found)}"
     size = f" with {found.micro_batch} samples at a time" if found.micro_batch else ""
-    parts = [f"out of memory in {phase}{size}"]
+    parts = [CHECK_STARVED if found.phase == CHECK else f"out of memory in {phase}{size}"]
     if found.requested:
         parts.append(f"{format_size(found.requested)} asked")
     if budget and (found.requested or 0) + (found.held or 0) <= budget:

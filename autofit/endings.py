@@ -41,7 +41,7 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
     reason = last.reason if last is not None else "it did not finish"
     if last is not None and (short := last.out_of_memory) is not None:
         told = short.phase == PHASES[-1]  # no allocation has failed
-        reason = short.message if told else f"out of memory in {short.phase}"
+        reason = short.message if told else short.where
     return f"{plan} did not hold when measured again: {reason}"
 
 
@@ -98,9 +98,8 @@ def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
     if trial is None or trial.report is None or trial.report.out_of_memory is None:
         return f"no plan could be measured within {size}"
     short = trial.report.out_of_memory
-    where = short.phase if short.phase.startswith("outside") else f"in {short.phase}"
     asked = f", {format_size(short.requested)} asked" if short.requested else ""
-    what = f"{trial.plan}, out of memory {where}{asked}"
+    what = f"{trial.plan}, {short.where}{asked}"
     if len(finished) == 1:
         return f"the only plan tried does not fit in {size}: {what}"
     return f"none of the {len(finished)} plans tried fits in {size}; closest came {what}"

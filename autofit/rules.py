@@ -14,7 +14,7 @@ from autofit.space import order_of_retreat
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
 from autofit.units import parse_size
-from autofit.worker.records import TrialReport, Verdict
+from autofit.worker.records import CHECK, TrialReport, Verdict
 
 BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
 """Verdicts that rule a level out, where it is known which."""
@@ -22,7 +22,7 @@ FRAGMENTED = 0.05
 """Share of the memory lost to fragmentation from which another allocator setting is worth a try."""
 WAITING = 0.05
 """Share of a step spent waiting for data from which another way to load it is worth a try."""
-PHASES = ("outside the model", "forward", "backward", "optimizer step", "the whole step")
+PHASES = ("outside the model", CHECK, "forward", "backward", "optimizer step", "the whole step")
 """Of a step, in their order."""
 UNALLOCATED = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
 """In the error of torch's CUDA allocator."""

@@ -66,13 +66,19 @@ class Place:
     """What is written there."""
 
 
+CHECK = "the check"
+"""Phase of autofit's own calls of the model, by which it checks a plan."""
+CHECK_STARVED = "the check needs more memory than the budget leaves"
+"""What is said of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
     """Where memory ran out."""
 
     phase: str
     """``"forward"``, ``"backward"``, ``"evaluation"`` (a call of the model without gradients),
-    ``"optimizer step"`` or ``"outside the model"``."""
+    ``"optimizer step"``, ``"outside the model"`` or ``CHECK``."""
     message: str
     """First line of the allocator's own error."""
     requested: int | None = None
@@ -91,6 +97,14 @@ class OutOfMemory:
     room: int | None = None
     """Bytes the process held on the device and those nobody did, then; less than its budget where
     others had taken the card. ``None`` where nobody knows."""
+
+    @property
+    def where(self) -> str:
+        """What happened, in words: ``"out of memory in backward"``."""
+        if self.phase == CHECK:
+            return CHECK_STARVED
+        place = self.phase if self.phase.startswith("outside") else f"in {self.phase}"
+        return f"out of memory {place}"
 
     def of_activations(self, budget: int | None = None) -> bool:
         """Return whether fewer activations may help a process that may hold ``budget`` bytes.

@@ -137,6 +137,5 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
 
 def shortage(short: OutOfMemory) -> str:
     """Return where memory ran out: ``"out of memory in backward (2.0 GiB asked)"``."""
-    place = short.phase if short.phase.startswith("outside") else f"in {short.phase}"
     asked = f" ({format_size(short.requested)} asked)" if short.requested else ""
-    return f"out of memory {place}{asked}"
+    return f"{short.where}{asked}"

@@ -8,7 +8,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.records import CHECK, LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -64,6 +64,44 @@ def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int
     assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
     assert report.measurement is not None
     assert report.measurement.peak_device > 48 << 20
+
+
+TABLED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(3 << 14, 64))  # 12 MiB
+        self.register_buffer("calls", torch.zeros(()))
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        self.calls += 1
+        x = x + self.table[: x.shape[1]]
+        return self.two(torch.tanh(self.one(x)))
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    x = torch.randn(6, 1024, 64)
+    loss = (model(x) - x.mean(-1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("levels", [{"micro_batch": "1"}, {"precision": "bf16"}])
+def test_a_large_buffer_needs_no_second_copy(tmp_path: Path, levels: dict[str, str]) -> None:
+    report = reported(tmp_path, TABLED, levels, 23)
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
 
 
 BLOCKS = """
@@ -180,3 +218,5 @@ def test_in_the_precision_of_the_plan(tmp_path: Path, precision: str, verdict: V
     """Two samples do not fit in the script's own, however little is kept of them."""
     report = reported(tmp_path, WIDE, {"micro_batch": "1", "precision": precision}, 66)
     assert report.verdict is verdict, report
+    if report.out_of_memory is not None:
+        assert report.out_of_memory.phase == CHECK

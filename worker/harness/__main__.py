@@ -19,6 +19,7 @@ def main() -> None:
     from autofit.exceptions import Refused
     from autofit.worker import lifeline, meter
     from autofit.worker.harness import peers, program
+    from autofit.worker.harness.checking import NOTE, in_check
     from autofit.worker.harness.conduct import Conduct
     from autofit.worker.harness.reporter import connect
     from autofit.worker.records import Uncontained
@@ -51,6 +52,8 @@ def main() -> None:
         conduct.raised(error)
         if isinstance(error, Refused):
             sys.exit(f"autofit: refused: {error}")
+        if in_check(error):  # no line of the script's has done it
+            sys.exit(f"{NOTE}: {error}")
         _die_of(program.strip_our_frames(error))
     conduct.ended()
 

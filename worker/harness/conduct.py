@@ -16,11 +16,13 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import oom
 from autofit.worker.harness import blame, imports, program
+from autofit.worker.harness.checking import in_check
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.saves import Saves
 from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
 from autofit.worker.records import (
+    CHECK,
     ChildSpec,
     Finished,
     PlanEnded,
@@ -73,7 +75,8 @@ class Conduct:
             error = error.error
         index = self._session.index if self._session is not None else 0
         held = self._held()
-        where = program.place(error)
+        checked = in_check(error)
+        where = None if checked else program.place(error)
         fault = blame.fault_of(error, self._plan(index))
         culprit = fault.strategy if fault else blame.blamed(error.__traceback__, self._plan(index))
         own = fault is None and blame.raised_by_script(error.__traceback__)
@@ -101,7 +104,7 @@ class Conduct:
                 kind=found.kind.value,
                 message=summary if found.follows else found.message or summary,
                 traceback=text,
-                phase=self._session.phase if self._session is not None else "outside the model",
+                phase=CHECK if checked else self._phase(),
                 requested=found.requested,
                 blamed=culprit,
                 own=own,
@@ -115,6 +118,9 @@ class Conduct:
                 follows=found.follows,
             )
         )
+
+    def _phase(self) -> str:
+        return self._session.phase if self._session is not None else "outside the model"
 
     def _held(self) -> int | None:
         return self._meter.current() if "torch" in sys.modules else None

@@ -18,6 +18,9 @@ BUCKETS = 4093
 """A prime: in as many sums as a layer has inputs each would be over all of its outputs, and those
 of a gradient that a normalisation sent back add up to zero; what is left is rounding."""
 
+ROWS, PIECES = 16, 16
+"""A gradient is folded in so many pieces, of no fewer rows of ``BUCKETS``."""
+
 NOTABLE = 0.01
 """Share of the norm of all gradients that a parameter's own has to have for its size to count."""
 ENTRIES = 64
@@ -91,7 +94,12 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
     if flat.numel() <= BUCKETS:
         return flat.to(torch.float64)
     whole = flat.numel() // BUCKETS * BUCKETS
-    folded = flat[:whole].view(-1, BUCKETS).sum(0, dtype=torch.float64)
+    rows = flat[:whole].view(-1, BUCKETS)
+    # In pieces: a sum in another type begins with a copy in that type, twice as large here.
+    pieces = rows.split(max(ROWS, -(-len(rows) // PIECES)))
+    folded: torch.Tensor = pieces[0].sum(0, dtype=torch.float64)
+    for piece in pieces[1:]:
+        folded += piece.sum(0, dtype=torch.float64)
     folded[: flat.numel() - whole] += flat[whole:]
     return folded
 

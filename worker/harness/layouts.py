@@ -37,7 +37,8 @@ CLASSES = 1 << 16
 Find = Callable[[Batch, bool], Layout]
 """Verifies how a call is split, with its gradients or by values alone."""
 Rehearse = Callable[[Batch, Layout], str]
-"""Returns the shape of the graph of a few samples of a call, without a plan."""
+"""Returns the shape of the graph of a few samples of a call, without a plan; nothing where they do
+not fit."""
 Traits = frozenset[tuple[int, str]]
 Range = tuple[int, int]
 
@@ -193,9 +194,9 @@ class Layouts:
             return
         plain = self.rehearse(batch, layout)
         known = kind.shapes.setdefault(PLAIN, self._recall_shapes(kind.key, PLAIN))
-        if known and plain not in known:
+        if plain and known and plain not in known:
             kind.layout = self._find_again(batch, True)
-        if plain not in known:
+        if plain and plain not in known:
             self._add_shape(kind, PLAIN, plain)
         kind.fresh = True
 

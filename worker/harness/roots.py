@@ -30,6 +30,7 @@ from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.facts import Facts, RootFacts
 from autofit.strategies.precision import Precision
 from autofit.worker.harness import ddp, shown
+from autofit.worker.harness.checking import checking
 from autofit.worker.harness.compiling import hides, uncompiled
 from autofit.worker.harness.copies import copied
 from autofit.worker.harness.elastic import Elastic, OnShortage
@@ -45,6 +46,7 @@ from autofit.worker.harness.reachable_state import key_of, places_at
 from autofit.worker.harness.seams import Calls, Seams, inside
 from autofit.worker.harness.standby import Standby
 from autofit.worker.harness.undoing import take_back
+from autofit.worker.oom import Kind, classify
 
 CHECKPOINTING = Checkpointing()
 
@@ -389,9 +391,9 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
-        module = copied(self.module, weights=False) if self.untouched else self.module
-        plain = module.__call__ if self.untouched else self.plain
-        with uncompiled(), self.proving():
+        with uncompiled(), self.proving(), checking():
+            module = copied(self.module, weights=False) if self.untouched else self.module
+            plain = module.__call__ if self.untouched else self.plain
             forward = ddp.quiet(self._lasts(plain))
             found = find_layout(
                 module,
@@ -407,7 +409,19 @@ class HarnessRoot:
         return replace(found, moved=places_at(self.module, map(key_of, found.moved)))
 
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
-        """Return the shape of the graph that two samples of a call make without a plan."""
+        """Return the shape of the graph that two samples of a call make without a plan.
+
+        Nothing where they do not fit.
+        """
+        try:
+            return self._shape(batch, layout)
+        except Exception as error:
+            if classify(error).kind is not Kind.OOM:
+                raise
+            clear_frames(error.__traceback__)  # they hold what did not fit
+        return ""
+
+    def _shape(self, batch: Batch, layout: Layout) -> str:
         some = few(batch, layout, range(min(2, layout.size(batch))))
         args, kwargs = some.call(some.leaves)
         with uncompiled(), self.proving(), preserved(self.module), torch.enable_grad():

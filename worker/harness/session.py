@@ -27,6 +27,7 @@ from autofit.worker.harness import facts as learn
 from autofit.worker.harness.awaited import Awaited, PutOff, refuse_late, there
 from autofit.worker.harness.beside import beside
 from autofit.worker.harness.caches import without_cache
+from autofit.worker.harness.checking import checking, in_check
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.leader import Leader
@@ -39,7 +40,7 @@ from autofit.worker.harness.shown import Process
 from autofit.worker.harness.step_calls import StepCalls
 from autofit.worker.harness.undoing import NotTakenBack
 from autofit.worker.meter import Meter
-from autofit.worker.records import OutOfMemory
+from autofit.worker.records import CHECK, OutOfMemory
 
 OUTSIDE = "outside the model"
 BATCH = "which dimension the batch is"
@@ -412,7 +413,8 @@ class Session:
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply ``plan`` to ``root``; raise ``Refused`` unless it keeps its promise here."""
-        return prove(root, plan, args, kwargs, self.facts, known=known)
+        with checking():
+            return prove(root, plan, args, kwargs, self.facts, known=known)
 
     def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         root.facts = learn.describe(root.outer, args, kwargs)
@@ -468,7 +470,8 @@ class Session:
         except Exception as error:
             found = oom.classify(error, corroborated=self.meter.short())
             if found.kind is oom.Kind.OOM:
-                self.shortage(self._described(found, None))
+                told = self._described(found, None)
+                self.shortage(replace(told, phase=CHECK) if in_check(error) else told)
             elif found.kind is oom.Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
                 clear_frames(error.__traceback__)
                 raise refusal from None
