@@ -33,7 +33,8 @@ class Log:
 
     def say(self, line: str) -> None:
         """Print a line and keep it."""
-        print(line, flush=True)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
         self.lines.append(line)
 
     def run(self, command: list[str], seconds: float) -> str:
