@@ -26,8 +26,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.records import Event, Shortage
-from tests.roots import a_run
+from autofit.worker.records import Event, LaunchRequest, Script, Shortage
 
 STEPS = 10
 SAMPLES = 12
@@ -357,12 +356,18 @@ MEMORY = 8 << 20
 """Bytes that a hungry model finds free on rank 1: less than one for each sample."""
 
 
+def asked(plan: Plan) -> LaunchRequest:
+    """Return what a real run under ``plan`` is asked."""
+    script = Script(target="train.py", cwd="/")
+    return LaunchRequest(script=script, plans=(plan,), device="cpu", budget=0, timeout=60.0)
+
+
 @contextmanager
 def running(name: str, reports: Reports) -> Iterator[None]:
     """Train inside a real run, on rank 1 with little memory where the scenario is about that."""
     gauge = meter.for_device("cpu")
     plan = Plan.of(PLANS.get(name, {"micro_batch": "5"}))
-    run = RealRun(a_run(plan), reports, gauge)  # type: ignore[arg-type]
+    run = RealRun(asked(plan), reports, gauge)  # type: ignore[arg-type]
     run.start()
     hungry = name.startswith("hungry") and RANK == 1
     if hungry:

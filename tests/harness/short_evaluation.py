@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.records import OutOfMemory
+from autofit.worker.records import LaunchRequest, OutOfMemory, Script
 
 BATCH, WIDTH, WIDER = 256, 64, 1024
 ROOM = 1024 * 1024
@@ -30,6 +30,8 @@ gauge = meter.for_device("cpu")
 class Silent:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def send(self, event: Any) -> None:
         """Drop it."""
 
@@ -38,7 +40,9 @@ class Run(RealRun):
     """Notes each shortage: where, and with how many samples."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, Silent(), gauge)  # type: ignore[arg-type]
+        script = Script(target="train.py", cwd="/")
+        asked = LaunchRequest(script=script, plans=(plan,), device="cpu", budget=0, timeout=60.0)
+        super().__init__(asked, Silent(), gauge)  # type: ignore[arg-type]
         self.met: list[tuple[str, int | None]] = []
 
     def shortage(self, found: OutOfMemory) -> None:

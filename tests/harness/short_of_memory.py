@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.records import OutOfMemory
+from autofit.worker.records import LaunchRequest, OutOfMemory, Script
 
 BATCH, WIDTH, WIDER, LAYERS = 256, 64, 512, 3
 KIB = 1024
@@ -33,6 +33,8 @@ gauge = meter.for_device("cpu")
 class Silent:
     """Takes the reports of a run."""
 
+    rank = 0
+
     def send(self, event: Any) -> None:
         """Drop it."""
 
@@ -42,7 +44,9 @@ class Run(RealRun):
 
     def __init__(self, micro_batch: int) -> None:
         plan = Plan.of({"micro_batch": str(micro_batch)})
-        super().__init__(plan, Silent(), gauge)  # type: ignore[arg-type]
+        script = Script(target="train.py", cwd="/")
+        asked = LaunchRequest(script=script, plans=(plan,), device="cpu", budget=0, timeout=60.0)
+        super().__init__(asked, Silent(), gauge)  # type: ignore[arg-type]
         self.met: list[tuple[str, int | None, int]] = []
 
     def shortage(self, found: OutOfMemory) -> None:

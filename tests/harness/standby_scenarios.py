@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from autofit.worker.records import Event, Shortage
-from tests.roots import a_run
+from autofit.worker.records import Event, LaunchRequest, Script, Shortage
 
 STEPS = 5
 SHORT_FROM = 2
@@ -295,9 +294,15 @@ class Reports:
             self.shortages.append((found.phase, found.micro_batch))
 
 
+def asked(plan: Plan) -> LaunchRequest:
+    """Return what a real run under ``plan`` is asked."""
+    script = Script(target="train.py", cwd="/")
+    return LaunchRequest(script=script, plans=(plan,), device="cpu", budget=0, timeout=60.0)
+
+
 @contextmanager
 def running(plan: Plan, reports: Reports) -> Iterator[None]:
-    run = RealRun(a_run(plan), reports, meter.for_device("cpu"))  # type: ignore[arg-type]
+    run = RealRun(asked(plan), reports, meter.for_device("cpu"))  # type: ignore[arg-type]
     run.start()
     try:
         yield

@@ -23,7 +23,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.real import RealRun
-from tests.roots import a_run
+from tests.roots import Notes, a_run
 
 pytestmark = pytest.mark.quick
 
@@ -527,7 +527,7 @@ class Spy(torch.autograd.Function):
     """Identity that notes the precision of a product in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, x: Tensor, seen: list[torch.dtype]) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, x: Tensor, seen: Notes[torch.dtype]) -> Tensor:
         ctx.x, ctx.seen = x, seen
         return hidden.clone()
 
@@ -542,7 +542,7 @@ class Spy(torch.autograd.Function):
 def test_the_scripts_own_autocast(losing: bool, micro_batch: int) -> None:
     """The parts run in its precision; backward runs outside autocast, as in the plain run."""
 
-    seen: list[torch.dtype] = []
+    seen = Notes[torch.dtype]()
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
