@@ -180,8 +180,9 @@ def wait_for(process: subprocess.Popen[str], line: str, times: int = 2) -> None:
 
 
 def ours(stderr: str) -> list[str]:
-    """The lines autofit wrote."""
-    return [line for line in stderr.splitlines() if line.startswith("autofit: ")]
+    """The lines autofit wrote, but for that a plan without evidence is verified first."""
+    lines = (line for line in stderr.splitlines() if line.startswith("autofit: "))
+    return [line for line in lines if "is verified first" not in line]
 
 
 @pytest.mark.full
@@ -294,16 +295,16 @@ def test_who_only_lost_another_is_not_the_one_that_failed(runner: Runner) -> Non
 
 
 @pytest.mark.full
-def test_a_plan_that_one_rank_refuses_ends_all(runner: Runner) -> None:
+def test_a_plan_that_one_rank_refuses_is_given_up_by_all(runner: Runner) -> None:
     """The hook would see the gradient of each part: the batch is not split."""
     hook = "if rank == 1 and step == 0: net[-1].weight.register_hook(lambda gradient: None)"
     runner.write(hook)
     start = time.monotonic()
     done = runner.tuned({"micro_batch": "16"})
-    assert done.returncode == 1
+    assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 60
-    assert "autofit: refused: " in done.stderr
-    assert "done" not in done.stdout
+    assert "does not hold here: " in done.stderr
+    assert "done" in done.stdout
 
 
 @pytest.mark.full

@@ -67,8 +67,7 @@ def test_a_fused_step_is_the_script_s_own(runs: Runs, comparison: Comparison) ->
 @pytest.mark.parametrize(("script", "reason"), REFUSED.items())
 def test_an_optimizer_without_such_kernels_is_refused(runs: Runs, script: str, reason: str) -> None:
     done = runs.of(Asked(script=script).under(PLAN))
-    assert done.code == 1
-    assert not done.saved
+    assert done.code == 0, done.errors  # it goes on as the script has it
     (said,) = done.said
-    assert said.startswith("autofit: refused: ")
+    assert " does not hold here: " in said
     assert reason in said
