@@ -392,8 +392,8 @@ def _state_moved(under: Effects, expected: Effects, exact: float) -> list[str]:
 
 def _unsteady(root: HarnessRoot, samples: Batch) -> frozenset[str]:
     """Return what the plain root changes otherwise each time: a time that was taken, say."""
-    effects = [_gradients(root, root.plain, samples) for _ in range(2)]
-    return frozenset(_state_moved(*effects, TOLERANCES.single_gradients))
+    one, other = (_gradients(root, root.plain, samples) for _ in range(2))
+    return frozenset(_state_moved(one, other, TOLERANCES.single_gradients))
 
 
 def _in_float64(root: HarnessRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
