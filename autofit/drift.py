@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from autofit.sketches import Pair, pairs, total
 from autofit.strategies import Fidelity
-from autofit.worker.traces import MOST, NOISE, Trace, TracedStep
+from autofit.worker.tolerances import TOLERANCES
+from autofit.worker.traces import Trace, TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
     reference splits the batch, so that a model that draws draws otherwise.
     """
     rounding = fidelity >= Fidelity.ROUNDING or expected.epsilon > COARSE
-    chaotic = fidelity >= Fidelity.ROUNDING and NOISE * found.sensitivity > MOST
+    noise = TOLERANCES.noise * found.sensitivity
+    chaotic = fidelity >= Fidelity.ROUNDING and noise > TOLERANCES.most
     compared = 0
     try:
         if total(pairs(found.start, expected.start, expected.buckets)).relative > SAME_START:
@@ -176,7 +178,8 @@ def _tolerance(
     usual = ROUNDED_LATER if number else ROUNDED
     if chaotic:
         return CHAOTIC_LATER if number else CHAOTIC
-    more = min(max(1.0, NOISE * sensitivity / ROUNDED.gradients), MOST / ROUNDED.gradients)
+    noise = TOLERANCES.noise * sensitivity / ROUNDED.gradients
+    more = min(max(1.0, noise), TOLERANCES.most / ROUNDED.gradients)
     return replace(
         usual,
         gradients=min(1.0, more * usual.gradients),

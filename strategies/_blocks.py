@@ -20,9 +20,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Those of its lists; where no list has any, the children of one class that a module holds one by
     one, as a U-Net does its stages: then a ``Sequential`` is of the class of those with the same
     parts, and a child that is nearly all such blocks gives these. Blocks inside a block are not
-    looked for.
+    looked for. Where nothing is repeated, the only block of a list may run several times: ALBERT's
+    layers share their parameters.
     """
-    return listed_blocks(model) or list(dict.fromkeys(_one_by_one(model)))
+    found = listed_blocks(model) or list(dict.fromkeys(_one_by_one(model)))
+    return found or list(dict.fromkeys(_alone(model)))
 
 
 def listed_blocks(model: nn.Module) -> list[nn.Module]:
@@ -76,6 +78,18 @@ def _most_alike(members: list[nn.Module]) -> list[nn.Module]:
     blocks = [member for member in members if type(member) is kind]
     most = count >= 2 and 2 * count > len(members)
     return blocks if most and all(_composite(block) for block in blocks) else []
+
+
+def _alone(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks that are the only member of a list."""
+    from torch import nn
+
+    members = list(module.children())
+    if isinstance(module, nn.ModuleList) and len(members) == 1 and _composite(members[0]):
+        yield members[0]
+        return
+    for child in members:
+        yield from _alone(child)
 
 
 def _composite(module: nn.Module) -> bool:

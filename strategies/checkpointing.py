@@ -29,6 +29,8 @@ NO_OPERATIONS = "compiled blocks show no single operations whose results could b
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Where a Hugging Face model keeps the handles of hooks on its embeddings."""
+LAYER = "GradientCheckpointingLayer"
+"""What transformers calls a block that its switch is for."""
 SELECTIVE = """
 from functools import partial
 
@@ -100,7 +102,7 @@ class Checkpointing(Strategy):
             return "the script checkpoints already"
         if not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
-        if any(r.batch_norm and (r.transformers or r.compiled) for r in facts.roots):
+        if any(r.norms_again and (r.transformers or r.compiled) for r in facts.roots):
             return "BatchNorm would update its statistics twice"
         if level == "third" and max(root.blocks for root in facts.roots) < EVERY[level]:
             return "the model has fewer than three blocks: half is the same"
@@ -172,6 +174,14 @@ def has_own_switch(module: Any) -> bool:
     return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
         module, "gradient_checkpointing_enable"
     )
+
+
+def run_again(module: Any, blocks: Sequence[Any]) -> Sequence[Any]:
+    """Return which of a model's modules run again in backward, all of it where that is not told."""
+    if not has_own_switch(module):
+        return blocks
+    layers = [m for m in module.modules() if any(c.__name__ == LAYER for c in type(m).__mro__)]
+    return layers or [module]
 
 
 def _switch_on(module: Any, level: str) -> Undo:

@@ -58,6 +58,8 @@ class RootFacts:
     """How a Hugging Face model computes its attention (``"eager"``, ``"sdpa"``); else ``None``."""
     batch_norm: bool = False
     """Holds a BatchNorm in training mode, whose statistics depend on the batch."""
+    norms_again: bool = False
+    """Some of these are in what runs again under checkpointing."""
     dropout: bool = False
     """Draws random numbers in training mode (a dropout layer or rate above zero)."""
     checkpointing: bool = False

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NOISE = 2.0
-"""Times what rounding to bf16 once does to a model's gradients, that lower precision may do."""
-MOST = 0.7
-"""However noisy they are: gradients that are lost, or twice as large, differ by 1."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:

@@ -38,7 +38,9 @@ def blocks_of(module, in_lists):  # in lists; else those that a module holds one
             block = block and within < 0.9 * len(list(each.parameters()))
         yield from [each] if block else inside
 
-blocks = list(blocks_of(model, True)) or list(blocks_of(model, False))
+lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
+alone = [each[0] for each in lists if len(each) == 1 and kind(each[0])]  # it may run several times
+blocks = list(blocks_of(model, True)) or list(blocks_of(model, False)) or alone[:1]
 """
 """What repeats in a model, found as a search finds it, in short."""
 

@@ -131,6 +131,7 @@ MODELS: list[tuple[Callable[[], nn.Module], int]] = [
     (lambda: Parts(nn.Sequential(alike(), alike()), nn.Sequential(STEM, nn.ReLU(), HEAD)), 2),
     (lambda: Parts(alike(), alike(), nn.Sequential(STEM, HEAD), nn.Sequential(Toy())), 5),
     (lambda: Parts(Parts(alike(), alike()), Parts(alike(), alike())), 4),
+    (lambda: Parts(STEM, nn.ModuleList([Parts(alike())]), HEAD), 1),
     (lambda: Parts(*[Parts(alike(), alike(), nn.Linear(8, 8)) for _ in range(2)]), 2),
 ]
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.worker.harness.digest import (
     BUCKETS,
     Digest,
+    coefficients,
     differences,
     digest,
     fold,
@@ -82,3 +83,28 @@ def sums(*parameters: tuple[float, int]) -> Digest:
 def test_how_far_sizes_are_apart(found: Digest, expected: Digest, factor: float) -> None:
     """Of a few entries only whether they are lost; of next to nothing, not that."""
     assert largest_factor(found, expected) == pytest.approx(factor, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("factors", "shares"), [((1.0, 1.0), (1.0, 1.0)), ((1.0, 0.5), (1.0, 2.0)), ((1.0, 0.0), None)]
+)
+def test_how_often_each_part_counts(
+    factors: tuple[float, float], shares: tuple[float, float] | None
+) -> None:
+    torch.manual_seed(0)
+    parts = [[torch.randn(100).double(), torch.randn(1).double()] for _ in range(2)]
+    whole = [a + b for a, b in zip(*parts, strict=True)]
+    pieces = [[f * v for v in part] for f, part in zip(factors, parts, strict=True)]
+    found, _, rest = coefficients(pieces, whole)
+    if shares is None:
+        assert rest > 0.1
+    else:
+        assert rest < 1e-12
+        assert found == pytest.approx(shares)
+
+
+def test_parts_that_are_alike_count_once_each() -> None:
+    part = [torch.randn(100).double()]
+    found, _, rest = coefficients([part, part], [2.0 * part[0]])
+    assert found == pytest.approx([1.0, 1.0])
+    assert rest < 1e-12

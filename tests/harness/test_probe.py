@@ -993,8 +993,8 @@ def test_it_looks_outside_the_scripts_autocast_where_it_can(only: torch.dtype | 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layout = find_layout(model, model, batch)
     assert layout.size(batch) == 6
-    expected = {torch.float32} if only is None else {torch.float32, torch.bfloat16}
-    assert set(COMPUTED_IN) == expected
+    refused = {torch.float32, torch.float64}
+    assert set(COMPUTED_IN) == ({torch.float32} if only is None else {*refused, torch.bfloat16})
     assert list(COMPUTED_IN)[-1] is (only or torch.float32)
 
 
@@ -1013,6 +1013,7 @@ class Sides(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = len(x)
         off = (size % 3 - 1) * 2.0**-21  # stands for kernels that add up otherwise
+        off *= x.dtype is torch.float32
         entries = self.line(x * (1.0 + off)) - nn.functional.linear(x, self.same)
         if entries.requires_grad and self.skewed:
             entries.register_hook(lambda gradient: gradient * (1.0 + self.skewed / size))
@@ -1044,6 +1045,7 @@ class Rounding(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = len(x)
         off = (size % 3 - 1) * 2.0**-9  # stands for kernels that add up otherwise
+        off *= self.weights[0].dtype is not torch.float64
         with torch.autocast("cpu", dtype=torch.bfloat16):
             for weight in self.weights:
                 x = F.normalize(F.linear(x.float() * (1.0 + off), weight).relu(), dim=-1) * 16.0
@@ -1063,6 +1065,103 @@ def test_what_a_model_makes_of_rounding_in_half_is_no_difference(
     torch.manual_seed(seed)
     module, batch = Rounding(skewed, dtype), Batch.of((torch.randn(8, 256),), {})
     with nullcontext() if not skewed else pytest.raises(Refused, match="gradients of a split"):
+        layout = find_layout(module, module, batch)
+        assert [join.rule for join in layout.joins] == [Rule.CONCATENATE]
+
+
+class Loss(nn.Module):
+    """A small net in float32, and what is made of its answers."""
+
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.use = use
+
+    def forward(self, a: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of (batch, ..., 6) samples."""
+        return self.use(self.body(a), *labels)
+
+
+def falling() -> torch.Tensor:
+    """Return sequences of which each lies below the one before, at every time."""
+    return 0.3 * torch.randn(8, 5, 6) + torch.arange(8).flip(0).view(-1, 1, 1)
+
+
+def balanced(answers: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(answers, b) + 0.001 * answers.softmax(-1).mean(0).square().sum()
+
+
+WRONG: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Call]]] = {
+    "a small term over the batch": (balanced, lambda: (torch.randn(8, 6), y(8))),
+    "a maximum that one sample wins at every time": (
+        lambda h: h.abs().mean(1).sum(-1).max(),
+        lambda: (falling(),),
+    ),
+    "an absolute value of one sign": (
+        lambda h: (h.mean(0) - 2.0).abs().sum(),
+        lambda: (torch.randn(8, 6),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_small_or_holds_at_the_present_weights_alone_is_refused(name: str) -> None:
+    torch.manual_seed(0)
+    use, batch = WRONG[name]
+    module = Loss(use)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(Refused, match="add up"):
+        find_layout(module, module, Batch.of(batch(), {}), doubted=True)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def asked(answers: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the loss of question answering as transformers has it: a label may lie outside."""
+    outside = answers.shape[1]
+    losses = [
+        F.cross_entropy(answers[..., n], label.clamp(0, outside), ignore_index=outside)
+        for n, label in enumerate((first, last))
+    ]
+    return (losses[0] + losses[1]) / 2
+
+
+def test_labels_that_go_together_are_taken_out_together(split: Any) -> None:
+    """Where one comes without the other after all, the batch runs in one piece."""
+    torch.manual_seed(0)
+    module = Loss(asked).double()
+    ours = copy.deepcopy(module)
+    call = split(ours, 3)
+    a, first, last = x(8, 5, 6), y(8, classes=5), y(8, classes=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(call(a, first, last), module(a, first, last), "")
+    alone = last.clone()
+    alone[2] = 7
+    with pytest.warns(UserWarning, match="one piece"):
+        compare(call(a, first, alone), module(a, first, alone), "")
+
+
+class Wave(nn.Module):
+    """Lets what it makes of its samples need gradients, as some of transformers' models do."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.line, self.keeps, self.kept = nn.Linear(6, 3), keeps, [torch.zeros(())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        x.requires_grad = True
+        if self.keeps:
+            self.kept[0] = x
+        found: torch.Tensor = self.line(x)
+        return found
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_leaf_that_goes_with_the_graph_is_nobodys(keeps: bool) -> None:
+    module, batch = Wave(keeps), Batch.of((torch.randn(8, 6),), {})
+    with pytest.raises(Refused, match="keeps") if keeps else nullcontext():
         layout = find_layout(module, module, batch)
         assert [join.rule for join in layout.joins] == [Rule.CONCATENATE]
 

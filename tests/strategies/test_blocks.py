@@ -43,6 +43,7 @@ class Encoder(Parts):
         (lambda: nn.ModuleList([Layer(), Layer(), Layer()]), 3),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Layer(), Layer())), 2),
         (lambda: nn.Sequential(Layer()), 0),
+        (lambda: Parts(nn.ModuleList([Layer()]), nn.Linear(4, 4)), 1),
         (lambda: nn.Sequential(Layer(), nn.Linear(4, 4)), 0),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0),
         (lambda: nn.Sequential(nn.Linear(4, 4), Layer(), Layer(), Layer(), nn.Linear(4, 4)), 3),

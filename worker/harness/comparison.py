@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from traceback import clear_frames
@@ -13,35 +14,25 @@ from torch.utils._pytree import TreeSpec
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.digest import Digest, differences, digest, pattern
+from autofit.worker.harness.digest import (
+    Digest,
+    coefficients,
+    differences,
+    digest,
+    pattern,
+)
 from autofit.worker.harness.fixed_draws import FixedDraws
 from autofit.worker.harness.hints import Observer, guesses, variants
 from autofit.worker.harness.joining import Batch, Cut, Join, Labels, Layout, Rule, joined, same
-from autofit.worker.harness.noise import (
-    ORDER,
-    ORDER_IN_HALF,
-    nudged,
-    nudged_in_half,
-    weights_rounded,
-)
 from autofit.worker.harness.opened import flatten
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.oom import Kind, classify
-from autofit.worker.traces import NOISE
+from autofit.worker.tolerances import TOLERANCES
 
-THROUGH = 2.0
-"""Times the tolerance of outputs that gradients may differ: their rounding went both ways. In bf16
-those of 24 blocks come to 8 % of those in float32."""
-NOISY = 1e4
-"""A gradient is noisy that the last bits of weights change by one in so many of the noisiest: one
-below which no entry has changed sides this time may be off by as much another time."""
 PIECE = 1 << 24
 """Numbers compared at a time."""
 CLOSER = 10
 """Times as close as another sample's that an output has to be put together to be told from it."""
-FINER = 100
-"""Of the tolerance: below it what tells samples apart is rounding (20 last bits)."""
-
 Candidates = list[list[Join]]
 """The rules that may still hold, for each output."""
 
@@ -65,6 +56,59 @@ class Output:
 
 class Undecided(Refused):
     """Nothing can be proven on these samples; others may tell."""
+
+
+class Doubt(Refused):
+    """Numbers differ by more than the order of sums surely makes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What counts as equal."""
+
+    outputs: float
+    """The largest relative difference of an output."""
+    gradients: float | None
+    """That of a parameter's gradient; ``None`` to solve for the parts' share in the whole's."""
+    rounding: float
+    """Relative difference of an output below which what tells samples apart is rounding."""
+    scale: float = 1.0
+    """What the gradients that are sent in are multiplied by, where small ones would vanish."""
+
+    def refuse(self, pieces: Sequence[Digest], expected: Digest, names: Sequence[str]) -> None:
+        """Raise ``Doubt`` unless the parts' gradients add up to those of the whole."""
+        if self.gradients is None:
+            _refuse_others(pieces, expected)
+            return
+        relative = differences(pieces, expected)
+        error, most = max(zip(relative, names, strict=True), default=(0.0, ""))
+        if error > self.gradients:
+            raise Doubt(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
+
+
+STANDARD = 4.0
+"""Standard errors that a share may be off by: rounding tells it no better."""
+LAST_BITS = 20
+"""Last bits that rounding may make of an output."""
+SINGLE = Criterion(
+    TOLERANCES.single_outputs,
+    TOLERANCES.single_gradients,
+    LAST_BITS * torch.finfo(torch.float32).eps,
+)
+"""What is surely no more than the order of float32's sums."""
+DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo(torch.float64).eps)
+"""The same of float64's."""
+
+
+def _refuse_others(pieces: Sequence[Digest], expected: Digest) -> None:
+    """Raise ``Doubt`` unless each part counts once in the whole, whatever rounding adds to it."""
+    shares, errors, rest = coefficients(pieces, expected)
+    for share, error in zip(shares, errors, strict=True):
+        off = abs(share - 1.0)
+        if off > max(TOLERANCES.coefficient, STANDARD * error):
+            raise Doubt(f"the gradients of a split batch differ: a part's share by {off:.1e}")
+    if rest > TOLERANCES.residual:
+        raise Doubt(f"the gradients of a split batch differ: {rest:.1e} is of no part")
 
 
 class Runner:
@@ -95,33 +139,34 @@ class Comparison:
         part: Batch,
         whole: Batch,
         parameters: Mapping[str, torch.Tensor],
-        tolerance: float,
+        criterion: Criterion,
         seen: Observer,
-        scale: float = 1.0,
     ) -> None:
-        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only.
-
-        ``scale``: of the gradients that are sent in, where small ones would vanish.
-        """
+        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only."""
         self.runner = runner
         self.layout = runner.layout
         self.part = part
         self.whole = Batch([_detached(leaf) for leaf in whole.leaves], whole.spec)
         self.parameters = parameters
-        self.tolerance = tolerance
-        self.scale = scale
+        self.criterion = criterion
         self.size = self.layout.size(part)
         self.cuts = uneven(self.size)
+        self.seen = seen
         self.labels = seen.labels(part, self.layout)
         self.guesses = guesses(part, self.layout, seen)
-        self.variants = list(variants(part, whole, self.layout, self.labels, seen))
 
     def find(self) -> Layout:
         """Return the layout with its joins."""
         candidates, differentiable = self._expected()
         masked = [self.part]
-        for variant in self.variants:
-            if (narrower := self._on(candidates, variant.batch)) is not None:
+        for variant in variants(self.part, self.whole, self.layout, self.labels, self.seen):
+            try:
+                narrower = self._on(candidates, variant.batch)
+            except Doubt:
+                if not variant.shows or self.criterion is SINGLE:
+                    raise
+                continue  # a batch that has it will show it, and be looked at then
+            if narrower is not None:
                 candidates = narrower
                 masked += [variant.batch] if variant.masked else []
         candidates = self._same_in_all_sizes(candidates)
@@ -132,6 +177,25 @@ class Comparison:
                 self._check_gradients(layout, part)
             self._check_power(layout)
         return layout
+
+    def confirm(self) -> None:
+        """Raise ``Doubt`` unless the layout's own joins hold here too.
+
+        What every part said alike may be another thing here. Where an output is not finite, or no
+        gradient is left, nothing is asked of the samples.
+        """
+        with torch.no_grad():
+            whole, chunks = self._outputs(self.part)
+        if not _finite(whole):
+            return
+        for index, (join, expected) in enumerate(zip(self.layout.joins, whole.leaves, strict=True)):
+            column = [chunk.leaves[index] for chunk in chunks]
+            varies = join.rule is not Rule.SAME
+            if varies and not self._holds(join, self.part, self.cuts, column, expected):
+                raise Doubt(_mismatch(expected))
+        if self.parameters:
+            with suppress(Undecided):
+                self._check_gradients(self.layout, self.part)
 
     def _expected(self) -> tuple[Candidates, list[bool]]:
         """Return the rules that hold, and which outputs have a gradient; keep no output.
@@ -168,15 +232,14 @@ class Comparison:
             if classify(error).kind is not Kind.NOT_OOM:
                 raise
             return None
-        numbers = [leaf for leaf in found[0].leaves if is_number(leaf)]
-        return found if all(bool(torch.isfinite(leaf).all()) for leaf in numbers) else None
+        return found if _finite(found[0]) else None
 
     def _refuse_without_graph(self, whole: Output) -> None:
         with torch.no_grad():
             again = self.runner.run(self.part, (0, self.size))
         for one, other in zip(again.leaves, whole.leaves, strict=True):
             if is_number(other) and not (is_number(one) and self.close(one, other)):
-                raise Refused("the model answers differently without gradients")
+                raise Doubt("the model answers differently without gradients")
 
     # --- rules -----------------------------------------------------------------------------
 
@@ -217,7 +280,7 @@ class Comparison:
             arguments = (part, cuts or self.cuts, column, expected)
             good = [join for join in possible if self._holds(join, *arguments)]
             if not good:
-                raise Refused(_mismatch(expected))
+                raise Doubt(_mismatch(expected))
             holding.append(good)
         return holding
 
@@ -256,7 +319,7 @@ class Comparison:
                     outputs = self._outputs(part, cuts)
                 return self._holding(candidates, part, *outputs, cuts)
             except Refused as refusal:
-                raise Refused("the model answers parts of another size otherwise") from refusal
+                raise Doubt("the model answers parts of another size otherwise") from refusal
             except Exception as error:
                 if classify(error).kind is not Kind.OOM:
                     raise
@@ -272,7 +335,7 @@ class Comparison:
 
     def close(self, found: Any, expected: Any) -> bool:
         """Return whether two outputs are equal but for the order of sums."""
-        return close(found, expected, self.tolerance)
+        return close(found, expected, self.criterion.outputs)
 
     # --- gradients -------------------------------------------------------------------------
 
@@ -293,7 +356,8 @@ class Comparison:
                 continue
             found = joined(join, [chunk.leaves[index] for chunk in chunks], self.cuts, [])
             apart, size = _distance(turned, view)
-            if apart <= max(CLOSER * _distance(found, leaf)[0], size * self.tolerance / FINER):
+            rounding = size * self.criterion.rounding
+            if apart <= max(CLOSER * _distance(found, leaf)[0], rounding):
                 raise Undecided("the model answers every sample alike: nothing can be proven on it")
 
     def _check_gradients(self, layout: Layout, part: Batch) -> None:
@@ -302,35 +366,10 @@ class Comparison:
         if expected is None or all(each is None for each in found):
             return
         pieces = [each for each in found if each is not None]
-        relative = differences(pieces, expected)
-        if max(relative, default=0.0) > THROUGH * self.tolerance:
-            names = [*self.parameters, *("an argument" for _ in relative)]
-            noise = self._noise(layout, part, expected)
-            off = [pair for pair in zip(relative, names, noise, strict=False) if pair[0] > pair[2]]
-            if off:
-                error, most, _ = max(off)
-                raise Refused(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
+        arguments = len(expected) - len(self.parameters)
+        self.criterion.refuse(pieces, expected, [*self.parameters, *["an argument"] * arguments])
         if part is self.part and not any(bool(each.any()) for each in expected):
             raise Undecided("no gradient reaches the weights: nothing can be proven on it")
-
-    def _noise(self, layout: Layout, part: Batch, expected: Digest) -> list[float]:
-        """Return how far each gradient may be off, more where a model makes much of last bits.
-
-        As far as the noisiest where it is noisy itself: which entries change sides is chance. No
-        further beside other ranks: they would not look, and the model may communicate.
-        """
-        half = self.tolerance > ORDER
-        off = nudged_in_half if half else nudged
-        found = None
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            with weights_rounded(self.parameters.values(), off, halves=half):
-                found = self._digest(layout, part, (0, self.size))
-        if found is None:
-            return [THROUGH * self.tolerance] * len(expected)
-        noise = differences([found], expected)
-        most = min(NOISE * max(noise), ORDER_IN_HALF if half else ORDER)
-        limits = [most if NOISY * each > max(noise) else 0.0 for each in noise]
-        return [max(limit, THROUGH * self.tolerance) for limit in limits]
 
     def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
         """Return the gradients of some samples' outputs; ``None`` where none has any."""
@@ -350,7 +389,7 @@ class Comparison:
                 cotangents.append(join.flat(pattern(view, dim, cut[0])))
         if not outputs:
             return None
-        scaled = [cotangent.mul_(self.scale) for cotangent in cotangents]
+        scaled = [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
         arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
         return digest(outputs, scaled, [*self.parameters.values(), *arguments])
 
@@ -359,6 +398,11 @@ def _marked(leaf: Any) -> Any:
     if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
         return leaf
     return leaf.detach().requires_grad_()
+
+
+def _finite(output: Output) -> bool:
+    numbers = [leaf for leaf in output.leaves if is_number(leaf)]
+    return all(bool(torch.isfinite(leaf).all()) for leaf in numbers)
 
 
 def is_number(leaf: Any) -> bool:

@@ -137,6 +137,35 @@ def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
     return relative
 
 
+def coefficients(
+    pieces: Sequence[Digest], expected: Digest
+) -> tuple[list[float], list[float], float]:
+    """Return how often each piece counts in ``expected``, by least squares.
+
+    With the standard error of each, and what is left of ``expected``, relative to it; ``inf`` where
+    a number is not finite. Each piece counts once where that explains as much as anything does.
+    """
+    columns = torch.stack([_in_one(piece, expected) for piece in pieces], dim=1)
+    whole = _in_one(expected, pieces[0])
+    rest, norm = whole - columns.sum(1), float(whole.norm())
+    if not (math.isfinite(norm) and bool(torch.isfinite(columns).all())):
+        return [], [], math.inf
+    if norm == 0.0:
+        return [], [], 0.0 if float(rest.norm()) == 0.0 else math.inf
+    more = torch.linalg.lstsq(columns, rest[:, None], driver="gelsd").solution[:, 0]
+    left = float((columns @ more - rest).norm())
+    free = max(1, int(columns.any(1).sum()) - len(more))
+    spread = torch.linalg.pinv(columns.T @ columns).diagonal().clamp(min=0.0).sqrt()
+    errors = spread * left / free**0.5
+    return (1.0 + more).tolist(), errors.tolist(), left / norm
+
+
+def _in_one(found: Digest, like: Digest) -> torch.Tensor:
+    """Return a digest as one vector on the host; zeros where it has no gradient."""
+    sizes = [max(a.numel(), b.numel()) for a, b in zip(found, like, strict=True)]
+    return torch.cat([v.expand(n).cpu() for v, n in zip(found, sizes, strict=True)])
+
+
 def mean_difference(found: Digest, expected: Digest) -> float:
     """Return the relative difference of all gradients together; ``inf`` for NaN."""
     square = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))

@@ -221,16 +221,21 @@ def refuse_escapes(
     with saved_tensors_hooks(pack, unpack), witness:
         output = forward(*args, **kwargs)
     own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
-    foreign = any(id(leaf) not in own for leaf in _graph_leaves(tree_leaves(output)))
+    # Some of transformers' models let what they have made of a waveform need gradients. Such a
+    # tensor goes with the graph: nobody can read its gradient.
+    foreign = [
+        weakref.ref(leaf) for leaf in _graph_leaves(tree_leaves(output)) if id(leaf) not in own
+    ]
     del output
     torch.clear_autocast_cache()
     _drop_graphs_of_weights(module)
     known = _strided(list(tensors_of(module)))
-    if any(each() is not None for each in saved) or witness.left(known):
+    there: list[weakref.ref[Any]] = [*saved, *foreign]
+    if any(each() is not None for each in there) or witness.left(known):
         gc.collect()
     if any(each() is not None for each in saved) or witness.left(known):
         raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
-    if foreign:
+    if any(each() is not None for each in foreign):
         raise Refused("the model uses tensors that need gradients and are not its parameters")
     return witness.dtypes
 

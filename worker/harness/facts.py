@@ -19,7 +19,7 @@ from autofit.strategies._heads import classes
 from autofit.strategies._masters import type_of
 from autofit.strategies._pictures import convolutions
 from autofit.strategies._tokens import padded
-from autofit.strategies.checkpointing import has_own_switch
+from autofit.strategies.checkpointing import has_own_switch, run_again
 from autofit.strategies.facts import RootFacts
 from autofit.worker.harness.beside import beside
 from autofit.worker.harness.compiling import is_compiled
@@ -97,6 +97,9 @@ def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         transformers=has_own_switch(module),
         attention=getattr(getattr(module, "config", None), "_attn_implementation", None),
         batch_norm=any(_is_batch_norm(each) for each in module.modules()),
+        norms_again=any(
+            _is_batch_norm(each) for part in run_again(module, blocks) for each in part.modules()
+        ),
         dropout=any(_drops(each) for each in module.modules()),
         checkpointing=any(
             bool(getattr(each, "gradient_checkpointing", False)) for each in module.modules()

@@ -116,6 +116,9 @@ class Variant:
     batch: Batch
     masked: bool
     """Labels were taken out: the gradients are to be compared as well."""
+    shows: bool = False
+    """A batch like it differs from the one at hand in its *traits* (``layouts``): it will be proven
+    by itself when it comes, so that it need not hold here."""
 
 
 Edit = Callable[[torch.Tensor], None]
@@ -132,9 +135,43 @@ def variants(
             continue
         if index in known:
             ignore = known[index].ignore_index
-            yield Variant(_edited(part, index, layout, _tail(ignore)), masked=True)
+            shows = len(known) > 1 and _would_show(whole.leaves[index], ignore)
+            yield Variant(_edited(part, index, layout, _tail(ignore)), masked=True, shows=shows)
         for edit in _edits(leaf, whole.leaves[index], index in known, seen):
             yield Variant(_edited(part, index, layout, edit), masked=False)
+    if len(known) > 1:  # all labels of a sample are missing: where an answer begins and ends
+        masked = part
+        for index, label in known.items():
+            masked = _edited(masked, index, layout, _tail(label.ignore_index))
+        yield Variant(masked, masked=True)
+
+
+def _would_show(labels: torch.Tensor, ignore: int) -> bool:
+    """Return whether a label that is ignored would be the first one, and be noticed later."""
+    if ignore < 0:
+        return not bool((labels < 0).any())
+    return labels.ndim == 1 and int(labels.max()) < ignore
+
+
+def turned(part: Batch, layout: Layout, seen: Observer) -> Batch:
+    """Return a batch in which each sample's numbers and words are turned round by another amount.
+
+    Where one entry of the samples has been the largest for all of them, it is no longer so. Masks
+    and labels stay: what they mean depends on their places.
+    """
+    leaves = list(part.leaves)
+    for index in layout.batched:
+        leaf = leaves[index]
+        words = _whole_numbers(leaf) and seen.looked_up(leaf)
+        if not (words or leaf.is_floating_point()) or is_mask(leaf):
+            continue
+        rows = leaf.detach().movedim(layout.dim, 0)
+        axis = next((axis for axis, size in enumerate(rows.shape[1:]) if size > 1), None)
+        if axis is not None:
+            moved = torch.stack([row.roll(number, axis) for number, row in enumerate(rows)])
+            leaves[index] = moved.movedim(0, layout.dim).contiguous()
+            leaves[index].requires_grad_(leaf.requires_grad)
+    return replace(part, leaves=leaves)
 
 
 def _edits(

@@ -41,10 +41,7 @@ class _Hosted:
     def of(cls, tensor: torch.Tensor) -> _Hosted:
         """Copy ``tensor`` to the host."""
         source, stride = laid_out(tensor)
-        size = source.numel() * source.element_size()
-        memory = bytearray(size) if size < LARGE else _pages(size)
-        content = torch.frombuffer(memory, dtype=source.dtype).copy_(source)
-        return cls(content, tensor.shape, stride, tensor.device)
+        return cls(_copied(source), tensor.shape, stride, tensor.device)
 
     def back(self) -> torch.Tensor:
         """Return the tensor, on its device again."""
@@ -60,6 +57,20 @@ def _pages(size: int) -> mmap:
     with suppress(OSError):
         memory.madvise(HUGE_PAGES)
     return memory
+
+
+def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in host memory of Python's own."""
+    if not _is_plain(tensor) or not tensor.numel():
+        return tensor.to("cpu", copy=True)
+    source, stride = laid_out(tensor)
+    return _copied(source).as_strided(tensor.shape, stride)
+
+
+def _copied(source: torch.Tensor) -> torch.Tensor:
+    size = source.numel() * source.element_size()
+    memory = bytearray(size) if size < LARGE else _pages(size)
+    return torch.frombuffer(memory, dtype=source.dtype).copy_(source)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -71,6 +71,7 @@ COMPARED = 1 << 22
 """Of tensors with no more elements the changes are compared; of larger ones how often they were
 changed in place."""
 
+BUFFER, MEAN = "buffer ", "running_mean"
 FAR = 1.75
 """Times as far as it would that a buffer may move where all else is chance; twice is 1.9."""
 
@@ -81,14 +82,21 @@ class Change:
 
     by: torch.Tensor
     size: torch.Tensor
-    """The norm of what it held."""
+    """The norm of what it held, or of the deviations whose means it holds if that is larger."""
     versions: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, before: torch.Tensor, versions: int) -> Change:
-        """Return it, in double precision."""
+    def of(
+        cls,
+        tensor: torch.Tensor,
+        before: torch.Tensor,
+        versions: int,
+        deviation: torch.Tensor | None = None,
+    ) -> Change:
+        """Return it, in double precision; ``deviation``: of what the buffer holds means of."""
         old = before.double()
-        return cls(tensor.detach().double() - old, old.norm(), versions)
+        size = old.norm() if deviation is None else torch.maximum(old.norm(), deviation)
+        return cls(tensor.detach().double() - old, size, versions)
 
     def is_like(self, other: Change, noise: float | None = 0.0) -> bool:
         """Return whether both are one, as far as rounding to bf16 lets that be seen.
@@ -141,7 +149,26 @@ def _change(start: Snapshot, now: Snapshot, key: Key) -> Change | Held:
     alike = thing.shape == content.alias.shape and thing.dtype == content.alias.dtype
     if content.copy is None or not alike or thing.is_complex() or thing.numel() > COMPARED:
         return Held(now.values[key], versions)
-    return Change.of(thing, content.copy.numbers(thing), versions)
+    deviation = _deviation(start.module, key[0])
+    return Change.of(thing, content.copy.numbers(thing), versions, deviation)
+
+
+def _deviation(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the norm of the deviations of which a batch's means go into a buffer of means.
+
+    Features have means near zero: what rounding makes of those is large beside them, and small
+    beside the features.
+    """
+    path, _, own = name.removeprefix(BUFFER).rpartition(".")
+    if not name.startswith(BUFFER) or own != MEAN:
+        return None
+    norm = module.get_submodule(path)
+    variance, momentum = norm._buffers.get("running_var"), getattr(norm, "momentum", None)
+    if variance is None:
+        return None
+    share = momentum if isinstance(momentum, float) else 1.0
+    deviation: torch.Tensor = variance.detach().double().clamp(min=0.0).sqrt().norm()
+    return share * deviation
 
 
 def moved_otherwise(

@@ -1,10 +1,8 @@
-"""What the last bits of weights and samples make of a model's gradients, and weights of zero.
+"""A model at other weights than its own: rounded, where all is zero stirred, or far away.
 
-A model that makes much of so small a difference makes as much of another order of sums: a ReLU in a
-million changes sides for it, which is a thousandth of a gradient.
-
-What weights of zero switch off shows in nothing: a residual branch that begins as nothing, a last
-layer that answers every sample alike.
+Weights rounded to bf16 tell what any lower precision may make of the gradients. What weights of
+zero switch off shows in nothing: a residual branch that begins as nothing, a last layer that
+answers every sample alike. What holds at the present weights alone shows at others.
 """
 
 from __future__ import annotations
@@ -17,37 +15,30 @@ import torch
 from torch import nn
 
 from autofit.worker.harness.digest import pattern
+from autofit.worker.harness.hosted import copy_on_host
 from autofit.worker.harness.sharded import is_sharded
 
-Rounded = Callable[[torch.Tensor], torch.Tensor]
-"""Returns values as they are in less, or a little off."""
-ORDER = 0.02
-"""The most that the order of float32's sums may make, however a model enlarges it.
-
-Where products are in TF32 a last bit decides what some of them are rounded to, a thousandth away:
-then it is what any lower precision may make.
-"""
-ORDER_IN_HALF = 0.2
-"""The same of half precision's sums: 22 blocks in bf16 make 0.08 to 0.13 of an adapter's gradient,
-where the last bits of weights make 0.2; one of two samples that counts half as much again, 0.37."""
+FURTHER = 4.0
+"""Times as large that weights are at another point: answers lie further apart there."""
 SINGLE = 16
 """As many inputs a gate of zero is taken to have: it becomes a quarter at most."""
 
 
 @contextmanager
-def weights_rounded(
-    parameters: Iterable[torch.Tensor], rounded: Rounded, *, halves: bool = False
-) -> Iterator[None]:
-    """Within it float32 parameters are ``rounded``; autograd notices nothing.
+def weights_rounded(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it float32 parameters hold what bf16 holds of them; autograd notices nothing."""
+    chosen = [each.data for each in parameters if each.dtype is torch.float32]
+    with _others(chosen, _round):
+        yield
 
-    ``halves``: those in half precision too.
-    """
-    dtypes = (torch.float32, torch.bfloat16, torch.float16) if halves else (torch.float32,)
-    chosen = [each.data for each in parameters if each.dtype in dtypes]
-    kept = [each.to("cpu", copy=True) for each in chosen]
+
+@contextmanager
+def _others(chosen: list[torch.Tensor], change: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within it tensors are changed, in place: there may be no room for a copy beside them."""
+    kept = [copy_on_host(each) for each in chosen]
     try:
         for each in chosen:
-            each.copy_(rounded(each))
+            change(each)
         yield
     finally:
         for each, values in zip(chosen, kept, strict=True):
@@ -72,6 +63,45 @@ def stirred(module: nn.Module) -> Iterator[bool]:
             each.zero_()
 
 
+@contextmanager
+def elsewhere(module: nn.Module) -> Iterator[None]:
+    """Within it the weights are those of another point, far from where they are.
+
+    What holds at one point alone shows: a maximum that the same sample wins in every part, an
+    absolute value whose sign is everywhere the same. Autograd notices nothing.
+    """
+    chosen = [] if is_sharded(module) else [each.data for each in _plain(module)]
+    with _others(chosen, _move):
+        yield
+
+
+def _move(values: torch.Tensor) -> None:
+    """Change the signs of rows and columns, and make them larger by different factors.
+
+    What has no rows, a bias say, is a little off.
+    """
+    if values.ndim < 2:
+        size = values.norm() / max(1, values.numel()) ** 0.5
+        values.add_(pattern(values, 0, 0).mul_(0.5 * size + 0.1))
+        return
+    for axis, size in enumerate(values.shape):
+        places = torch.arange(size, dtype=torch.float64)
+        waves = torch.sin(2.0 + axis + 2.4 * places)  # of signs that follow no short period
+        factors = waves.sign() * (1.0 + waves.square())
+        shape = [size if each == axis else 1 for each in range(values.ndim)]
+        values.mul_(factors.to(values).view(shape))
+    values.mul_(FURTHER)
+
+
+def _plain(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of fractions that have memory of their own."""
+    return [
+        each
+        for each in module.parameters()
+        if type(each) is nn.Parameter and each.numel() and _apart(each) and each.is_floating_point()
+    ]
+
+
 def _still(module: nn.Module) -> list[torch.Tensor]:
     plain = [
         each.data
@@ -90,24 +120,16 @@ def _apart(parameter: torch.Tensor) -> bool:
     return parameter.layout is torch.strided and 0 not in parameter.stride()
 
 
-def if_wide(leaf: Any, rounded: Rounded) -> Any:
-    """Return a float32 tensor rounded; anything else as it is."""
+def rounded(leaf: Any) -> Any:
+    """Return what bf16 holds of a float32 tensor, in float32 again; anything else as it is."""
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
         return leaf
-    return rounded(leaf.detach()).requires_grad_(leaf.requires_grad)
+    return _to_bf16(leaf.detach()).requires_grad_(leaf.requires_grad)
 
 
-def to_bf16(values: torch.Tensor) -> torch.Tensor:
-    """Return what bf16 holds of float32 values, in float32 again."""
+def _round(values: torch.Tensor) -> None:
+    values.copy_(_to_bf16(values))
+
+
+def _to_bf16(values: torch.Tensor) -> torch.Tensor:
     return values.bfloat16().float()
-
-
-def nudged(values: torch.Tensor, by: float = 2.0**-22) -> torch.Tensor:
-    """Return values each off by a part of it, up or down; by default two last bits of float32."""
-    signs = pattern(values, 0, 0).sign_() if values.ndim else torch.ones_like(values)
-    return values * signs.mul_(by).add_(1.0)
-
-
-def nudged_in_half(values: torch.Tensor) -> torch.Tensor:
-    """Return values each off by half a last bit of bf16, up or down: a whole one if in bf16."""
-    return nudged(values, max(2.0**-9, torch.finfo(values.dtype).eps))

@@ -9,7 +9,7 @@ rule that holds everywhere is taken, else the split is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from traceback import clear_frames
@@ -23,7 +23,17 @@ from torch.utils._pytree import tree_leaves
 from autofit.exceptions import Refused
 from autofit.strategies import _tf32
 from autofit.strategies.base import Forward
-from autofit.worker.harness.comparison import Comparison, Runner, Undecided, is_number
+from autofit.worker.harness.comparison import (
+    DOUBLE,
+    LAST_BITS,
+    SINGLE,
+    Comparison,
+    Criterion,
+    Doubt,
+    Runner,
+    Undecided,
+    is_number,
+)
 from autofit.worker.harness.digest import digest
 from autofit.worker.harness.escapes import (
     moved_by,
@@ -36,14 +46,16 @@ from autofit.worker.harness.escapes import (
 )
 from autofit.worker.harness.facts import autocast_on
 from autofit.worker.harness.fixed_draws import fixed_draws
-from autofit.worker.harness.hints import LARGEST, Observer, is_mask
+from autofit.worker.harness.hints import LARGEST, Observer, is_mask, turned
 from autofit.worker.harness.hosted import saved_on_host
+from autofit.worker.harness.in_float64 import CannotRun, Twins, in_float64, widened_batch
 from autofit.worker.harness.joining import Batch, Layout
 from autofit.worker.harness.moved import once
-from autofit.worker.harness.noise import stirred
+from autofit.worker.harness.noise import elsewhere, stirred
 from autofit.worker.harness.random_state import Ambient, RandomState
-from autofit.worker.harness.reachable_state import Key, Snapshot, changes
+from autofit.worker.harness.reachable_state import Key, Place, Snapshot, changes, key_of
 from autofit.worker.oom import Kind, classify
+from autofit.worker.tolerances import TOLERANCES
 
 SAMPLES = 4
 """Samples the probe looks at: enough for uneven chunks, few enough to cost little."""
@@ -52,6 +64,11 @@ REENTRANT = "the model checkpoints with use_reentrant=True: nothing can be prove
 HALF_SCALE = 2.0**12
 """What a loss is multiplied with in float16, so that its gradients do not vanish."""
 
+
+_SINGLE = torch.finfo(torch.float32).eps
+
+Ask = Callable[[Comparison], Layout]
+"""What a comparison is asked: how parts are joined, or whether a layout holds there too."""
 
 Leanly = Callable[[], AbstractContextManager[object]]
 """Makes a context in which the model keeps fewer activations, or narrower ones."""
@@ -234,8 +251,47 @@ class _Probe:
         refuse_changes_in_backward(start, state, self.with_graph)
         moved = moved_by(start, part, chunk, self.forward, state)
         dtypes = self._refuse_escapes(part)
-        start.restore()  # the first call is compared, and may do what no other does
-        return self._compare(replace(layout, draws=draws, moved=moved), part, seen, dtypes)
+        layout = replace(layout, draws=draws, moved=moved)
+        if layout.draws and not self.gradients and self.module.training:
+            raise Refused("the model draws random numbers")
+        found = self._decide(layout, part, start, seen, dtypes, Comparison.find)
+        return self._confirm(found, part, start, seen, dtypes) if self.gradients else found
+
+    def _confirm(
+        self,
+        layout: Layout,
+        part: Batch,
+        start: Snapshot,
+        seen: Observer,
+        dtypes: set[torch.dtype],
+    ) -> Layout:
+        """Return ``layout`` with what moves at other weights too (a power iteration, say).
+
+        Raises ``Refused`` where it holds at the present weights and samples alone.
+        """
+        part = turned(part, layout, seen)
+        with elsewhere(self.module):
+            try:
+                further = self._moved(layout, part, start)
+                moved = {key_of(place): place for place in (*further, *layout.moved)}
+                layout = replace(layout, moved=tuple(moved.values()))
+                return self._decide(layout, part, start, seen, dtypes, _confirmed)
+            except Refused:
+                raise
+            except Exception as error:  # a matrix without an inverse, say
+                if classify(error).kind is not Kind.NOT_OOM:
+                    raise
+                clear_frames(error.__traceback__)
+        return layout
+
+    def _moved(self, layout: Layout, part: Batch, start: Snapshot) -> tuple[Place, ...]:
+        """Return what each call moves on, of the weights that the model has now."""
+        start.restore()
+        args, kwargs = part.call(part.leaves)
+        with torch.no_grad():
+            self.forward(*args, **kwargs)
+        chunk = Batch(layout.take(part, (0, 1)), part.spec)
+        return moved_by(start, part, chunk, self.forward, Snapshot(self.module, copies=False))
 
     def _rehearse(self, part: Batch, start: Snapshot) -> None:
         """Run what needs most memory first: where there is no room for it, nothing else is spent.
@@ -267,25 +323,81 @@ class _Probe:
             return refuse_escapes(self.module, part, self.forward, self.on_host)
         return {p.dtype for p in self.module.parameters() if p.is_floating_point()}
 
-    def _compare(
-        self, layout: Layout, part: Batch, seen: Observer, dtypes: set[torch.dtype]
+    def _decide(
+        self,
+        layout: Layout,
+        part: Batch,
+        start: Snapshot,
+        seen: Observer,
+        dtypes: set[torch.dtype],
+        ask: Ask,
     ) -> Layout:
-        if layout.draws and not self.gradients and self.module.training:
-            raise Refused("the model draws random numbers")
+        """Return what ``ask`` finds of a comparison; in float64 where rounding leaves a doubt.
+
+        Each begins from ``start``: the first call is compared, and may do what no other does.
+
+        Where the model cannot run in float64, the parts' shares in the gradients decide.
+        """
+        epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
+        own = DOUBLE if epsilon < _SINGLE else SINGLE
+        start.restore()
+        if epsilon <= _SINGLE:
+            try:
+                return self._compare(layout, part, self.batch, seen, own, ask)
+            except (Doubt, Undecided) as refusal:
+                if own is DOUBLE:
+                    raise
+                clear_frames(refusal.__traceback__)
+        start.restore()
+        if (found := self._in_float64(layout, part, seen, ask)) is not None:
+            return found
+        start.restore()
+        scale = HALF_SCALE if torch.float16 in dtypes else 1.0
+        shares = Criterion(tolerance(epsilon), None, LAST_BITS * epsilon, scale)
+        return self._compare(layout, part, self.batch, seen, shares, ask)
+
+    def _in_float64(self, layout: Layout, part: Batch, seen: Observer, ask: Ask) -> Layout | None:
+        """Return what ``ask`` finds in float64; ``None`` where the model does not run in it.
+
+        With what autograd saves in host memory where there is no room for it otherwise.
+        """
+        for hooks in (nullcontext(), saved_on_host([])):
+            try:
+                with hooks, in_float64(self.module) as twins:
+                    batches = widened_batch(part), widened_batch(self.batch)
+                    return self._compare(layout, *batches, seen, DOUBLE, ask, twins)
+            except CannotRun:
+                return None
+            except Refused:
+                raise
+            except Exception as error:
+                kind = classify(error).kind
+                if kind not in (Kind.OOM, Kind.NOT_OOM):
+                    raise
+                clear_frames(error.__traceback__)
+                if kind is Kind.NOT_OOM:  # a kernel that knows no float64, say
+                    return None
+        return None
+
+    def _compare(
+        self,
+        layout: Layout,
+        part: Batch,
+        whole: Batch,
+        seen: Observer,
+        criterion: Criterion,
+        ask: Ask,
+        twins: Twins | None = None,
+    ) -> Layout:
+        """Return what ``ask`` finds; ``twins``: the parameters that the model runs with."""
         with fixed_draws(self.module) if layout.draws else nullcontext() as draws:
             runner = Runner(once(self.forward, layout.moved), layout, draws)
-            named = self.module.named_parameters()
-            parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-            comparison = Comparison(
-                runner,
-                part,
-                self.batch,
-                parameters if self.gradients else {},
-                tolerance(dtypes),
-                seen,
-                HALF_SCALE if torch.float16 in dtypes else 1.0,
-            )
-            found = comparison.find()
+            parameters = {
+                name: parameter if twins is None else twins.of(parameter)
+                for name, parameter in self.module.named_parameters()
+                if parameter.requires_grad and self.gradients
+            }
+            found = ask(Comparison(runner, part, whole, parameters, criterion, seen))
             if draws is not None and draws.unknown:
                 names = ", ".join(sorted(draws.unknown))
                 raise Refused(f"the model draws random numbers that cannot be fixed: {names}")
@@ -307,6 +419,11 @@ class _Probe:
             self.forward(*args, **kwargs)
             raise Refused("the model cannot run without gradients, as a part of it must") from None
         return before != RandomState.now(), Batch.of(args, kwargs)
+
+
+def _confirmed(comparison: Comparison) -> Layout:
+    comparison.confirm()
+    return comparison.layout
 
 
 # --- samples ----------------------------------------------------------------------------------
@@ -430,14 +547,6 @@ def preserved(module: nn.Module) -> Iterator[Snapshot]:
         raise Refused(f"what a check changes in the model cannot be put back: its {left[0]}")
 
 
-def tolerance(dtypes: Iterable[torch.dtype], *, casts: bool = False) -> float:
-    """Return the relative difference that the order of sums may make in the coarsest precision.
-
-    ``casts``: the model enters autocast by itself.
-    """
-    epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
-    if casts or autocast_on():
-        epsilon = torch.finfo(torch.bfloat16).eps
-    elif _tf32.products():
-        epsilon = max(epsilon, 2.0**-11)
-    return min(0.05, 2000 * epsilon)
+def tolerance(epsilon: float) -> float:
+    """Return the relative difference of an output that precision may make, by its last bit."""
+    return min(TOLERANCES.coarse, TOLERANCES.epsilons * epsilon)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,23 +24,19 @@ from autofit.strategies.facts import Facts
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.digest import (
     Digest,
+    coefficients,
+    differences,
     digest,
     largest_factor,
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.facts import casts_noticed, silenced, tf32_on
+from autofit.worker.harness.facts import casts_noticed, silenced
 from autofit.worker.harness.hosted import saved_on_host
+from autofit.worker.harness.in_float64 import CannotRun, in_float64, widened_batch
 from autofit.worker.harness.joining import Batch, Layout, equal_cuts
 from autofit.worker.harness.moved import Change, Held, moved_otherwise, since
-from autofit.worker.harness.noise import (
-    ORDER,
-    Rounded,
-    if_wide,
-    nudged,
-    to_bf16,
-    weights_rounded,
-)
+from autofit.worker.harness.noise import rounded, weights_rounded
 from autofit.worker.harness.probe import (
     REENTRANT,
     SAMPLES,
@@ -48,13 +44,12 @@ from autofit.worker.harness.probe import (
     few,
     pointing,
     preserved,
-    tolerance,
 )
 from autofit.worker.harness.reachable_state import Key
 from autofit.worker.harness.roots import HarnessRoot, Sensitivity
 from autofit.worker.harness.sharded import gathered, is_sharded
 from autofit.worker.oom import Kind, classify
-from autofit.worker.traces import MOST, NOISE
+from autofit.worker.tolerances import TOLERANCES
 
 Effects = tuple[Digest, dict[Key, Change | Held]]
 """A call's gradients, and what it changed of the state that it can reach."""
@@ -62,21 +57,10 @@ Effects = tuple[Digest, dict[Key, Change | Held]]
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that says where what autograd saves is kept."""
 
+Answer = TypeVar("Answer")
+
 Way = tuple[str, int, Saved]
 """A name, the samples at most, and where what autograd saves for them is kept."""
-
-ROUNDING = 0.25
-"""Relative difference of all gradients together that bf16 may make at random initialisation.
-
-bf16 keeps 8 bits; through tens of layers a few per cent are usual, a strategy that loses a
-gradient is off by far more. Under BatchNorm it may be more: see ``_sensitivity``.
-"""
-
-SIZE = 1.8
-"""Times as large, or as small, that a parameter's gradient may be where its direction is chance.
-
-Seen in bf16 of ResNets of 50 to 152 layers at random initialisation: 1.3, and of two classes 1.7.
-"""
 
 PLAN = "what of a plan shows in the gradients"
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
@@ -363,45 +347,134 @@ def _compare(
     plan = _shown(applied)
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
+    root.difference = mean_difference(under[0], expected[0])
+    try:
+        if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
+            return _compare_rounded(root, applied, facts, under, expected, batch)
+        _compare_exact(root, applied, under, expected, batch)
+    except Refused as refusal:
+        raise Refused(str(refusal), blamed) from None
+    return True
+
+
+def _compare_exact(
+    root: HarnessRoot, applied: Plan, under: Effects, expected: Effects, batch: Batch
+) -> None:
+    """Raise ``Refused`` unless both are one but for the order of sums, in float64 where in doubt.
+
+    Where that cannot run, the plain gradients' share in those under the plan decides.
+    """
+    error = max(differences([under[0]], expected[0]), default=0.0)
+    state = _state_moved(under, expected, TOLERANCES.single_gradients)
+    if error <= TOLERANCES.single_gradients and not state:
+        return
+    limit = TOLERANCES.double
+    if (both := _in_float64(root, applied, batch)) is None:
+        shares, _, rest = coefficients([expected[0]], under[0])
+        off = max((abs(share - 1.0) for share in shares), default=0.0)
+        sure = off <= TOLERANCES.coefficient and rest <= TOLERANCES.residual
+        limit = error if sure else TOLERANCES.single_gradients
+        state = _state_moved(under, expected, TOLERANCES.residual)
+    else:
+        error = max(differences([both[0][0]], both[1][0]), default=0.0)
+        state = _state_moved(*both, TOLERANCES.double)
+    if state and not _communicates(root.module):
+        unsteady = _asked(root, applied, batch, _unsteady) or frozenset()
+        state = [name for name in state if name not in unsteady]
+    _refuse_moved(state)
+    if error > limit:
+        raise Refused(_differ(f"by {error:.1e}, {limit:.1e} allowed"))
+
+
+def _state_moved(under: Effects, expected: Effects, exact: float) -> list[str]:
+    return moved_otherwise(under[1], expected[1], exact=exact)
+
+
+def _unsteady(root: HarnessRoot, samples: Batch) -> frozenset[str]:
+    """Return what the plain root changes otherwise each time: a time that was taken, say."""
+    one, other = (_gradients(root, root.plain, samples) for _ in range(2))
+    return frozenset(_state_moved(one, other, TOLERANCES.single_gradients))
+
+
+def _in_float64(root: HarnessRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
+    """Return what samples do under the plan and without it, in float64; ``None`` if they cannot.
+
+    Compiled code does not show the modes below autograd what it computes. A model in whose forward
+    the ranks meet would wait for those that see no reason to look.
+    """
+    if applied["compile"] != AS_IS or _communicates(root.module):
+        return None
+    size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
+    for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
+        samples = widened_batch(_samples(batch, most))
+        try:
+            root.take_back()
+            with saved(), in_float64(root.module):
+                plain = _gradients(root, root.plain, samples)
+            root.apply(applied)  # outside: what a plan sets on modules is to stay
+            with saved(), in_float64(root.module):
+                return _gradients(root, root.forward, samples), plain
+        except CannotRun:
+            break
+        except Refused:
+            raise
+        except Exception as error:
+            kind = classify(error).kind
+            if kind not in (Kind.OOM, Kind.NOT_OOM):
+                raise
+            clear_frames(error.__traceback__)
+    if root.plan != applied:
+        root.apply(applied)
+    return None
+
+
+def _compare_rounded(
+    root: HarnessRoot,
+    applied: Plan,
+    facts: Facts,
+    under: Effects,
+    expected: Effects,
+    batch: Batch,
+) -> bool:
+    """Raise ``Refused`` unless gradients differ by no more than rounding may make of them.
+
+    Returns whether the gradients' direction was compared: see ``_compare``.
+    """
     (found, moved), (gradients, once) = under, expected
-    dtypes = (p.dtype for p in root.module.parameters() if p.is_floating_point())
-    exact = tolerance(dtypes, casts=root.casts)
-    facts = _as_cast(root, facts)
-    rounding = plan.fidelity(facts) is Fidelity.ROUNDING
-    allowed = max(ROUNDING, exact) if rounding else exact
-    error = root.difference = mean_difference(found, gradients)
-    otherwise = moved_otherwise(moved, once, exact=None if rounding else exact)
+    error = mean_difference(found, gradients)
+    otherwise = moved_otherwise(moved, once)
     alone = facts.world_size == 1
-    doubtful = error > ROUNDING / 2 or bool(otherwise)
+    doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
     if not alone:  # others may see no reason to look: none does where the model communicates
         doubtful = _normalised(root) and not _communicates(root.module)
-    if rounding and doubtful and root.sensitivity is None:
-        root.sensitivity = _sensitivity(root, applied, batch, to_bf16)
-    most, noise = MOST, root.sensitivity if rounding else None
-    if not rounding and alone:
-        most = MOST if tf32_on(root.module) else ORDER
-        if allowed < error < most:
-            noise = _sensitivity(root, applied, batch, nudged)
-    chaos = rounding and noise is not None and NOISE * noise.gradients > MOST
-    if noise is not None:
-        allowed = max(allowed, min(NOISE * noise.gradients, most))
-        far = moved_otherwise(moved, once, None if chaos else MOST)
+    if doubtful and root.sensitivity is None:
+        root.sensitivity = _asked(root, applied, batch, _sensitivity)
+    allowed, chaos = TOLERANCES.rounding, False
+    if (noise := root.sensitivity) is not None:
+        most = TOLERANCES.noise * noise.gradients
+        chaos = most > TOLERANCES.most
+        allowed = max(allowed, min(most, TOLERANCES.most))
+        far = moved_otherwise(moved, once, None if chaos else TOLERANCES.most)
         otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
-    if otherwise and not rounding and alone:  # a time that was taken is another one every time
-        again = _sensitivity(root, applied, batch, _as_it_is, exact)
-        unsteady = again.buffers if again is not None else frozenset()
-        otherwise = [name for name in otherwise if name not in unsteady]
-    if otherwise:
-        raise Refused(f"the model's {otherwise[0]} would not change as it does", blamed)
+    _refuse_moved(otherwise)
     if error <= allowed:
-        return alone or not (rounding and doubtful)
+        return alone or not doubtful
     figures = f"by {error:.1e}, {allowed:.1e} allowed"
     if chaos:
         factor = largest_factor(found, gradients)
-        if factor <= SIZE:
+        if factor <= TOLERANCES.factor:
             return False
-        figures = f"in size, {factor:.2g} times, {SIZE} allowed"
-    raise Refused(f"the gradients differ from the plain model's {figures}", blamed)
+        figures = f"in size, {factor:.2g} times, {TOLERANCES.factor} allowed"
+    raise Refused(_differ(figures))
+
+
+def _refuse_moved(otherwise: list[str]) -> None:
+    if otherwise:
+        raise Refused(f"the model's {otherwise[0]} would not change as it does")
+
+
+def _differ(figures: str) -> str:
+    return f"the gradients differ from the plain model's {figures}"
 
 
 def _as_cast(root: HarnessRoot, facts: Facts) -> Facts:
@@ -409,15 +482,27 @@ def _as_cast(root: HarnessRoot, facts: Facts) -> Facts:
     return replace(facts, autocast=facts.autocast or root.casts)
 
 
-def _sensitivity(
-    root: HarnessRoot, plan: Plan, batch: Batch, rounded: Rounded, exact: float | None = None
-) -> Sensitivity | None:
-    """Return what rounding does to the model, once and before all else.
+def _sensitivity(root: HarnessRoot, samples: Batch) -> Sensitivity:
+    """Return what the plain root makes of the samples once all is rounded to bf16.
 
-    Of weights and inputs; the computation stays the script's own. What a model does to so small a
-    difference it does to that of any lower precision, or of another order of sums: BatchNorm at
-    random initialisation makes tens of per cent of bf16's, and with ReLU half a per cent of
-    float32's own. ``None`` where no sample fits.
+    Of weights and inputs, once and before all else; the computation stays the script's own. What a
+    model does to so small a difference it does to that of any lower precision: BatchNorm at random
+    initialisation makes tens of per cent of it.
+    """
+    plain, once = _gradients(root, root.plain, samples)
+    with weights_rounded(root.module.parameters()):
+        leaves = [rounded(leaf) for leaf in samples.leaves]
+        found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
+    buffers = frozenset(moved_otherwise(moved, once))
+    return Sensitivity(mean_difference(found, plain), buffers)
+
+
+def _asked(
+    root: HarnessRoot, plan: Plan, batch: Batch, ask: Callable[[HarnessRoot, Batch], Answer]
+) -> Answer | None:
+    """Return what ``ask`` finds of the plain root on some samples; ``None`` where none fits.
+
+    ``plan``: applied again afterwards.
     """
     root.take_back()
     size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
@@ -425,7 +510,7 @@ def _sensitivity(
         for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
             try:
                 with saved():
-                    return _rounded_once(root, _samples(batch, most), rounded, exact)
+                    return ask(root, _samples(batch, most))
             except Exception as error:  # too few for the model, as they may be, or too many
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
@@ -433,25 +518,6 @@ def _sensitivity(
         return None
     finally:
         root.apply(plan)
-
-
-def _as_it_is(values: torch.Tensor) -> torch.Tensor:
-    return values
-
-
-def _rounded_once(
-    root: HarnessRoot, samples: Batch, rounded: Rounded, exact: float | None
-) -> Sensitivity:
-    """Return what the plain root makes of the samples once all is ``rounded``.
-
-    ``exact``: the relative difference in its state that is none.
-    """
-    plain, once = _gradients(root, root.plain, samples)
-    with weights_rounded(root.module.parameters(), rounded):
-        leaves = [if_wide(leaf, rounded) for leaf in samples.leaves]
-        found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
-    buffers = frozenset(moved_otherwise(moved, once, exact=exact))
-    return Sensitivity(mean_difference(found, plain), buffers)
 
 
 def _shown(plan: Plan) -> Plan:
