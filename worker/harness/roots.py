@@ -242,7 +242,8 @@ class HarnessRoot:
 
     def take_back(self) -> None:
         """Leave the root as the script has it; raise ``NotTakenBack`` where memory runs out."""
-        if self.alive:
+        held = self._outer()  # what is taken back may be the last to hold it
+        if held is not None:
             self._layouts.around(partial(take_back, self._undos))
         else:
             take_back(self._undos)
