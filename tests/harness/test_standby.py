@@ -62,7 +62,9 @@ def quick_and_full(tier: list[str], rest: list[str]) -> list[Any]:
 def _launch(program: Path, scenarios: tuple[str, ...]) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(program), *scenarios],
-        env=os.environ | meter.environment("cpu", None) | {"OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | meter.environment("cpu", None)
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(program.parents[2])},
         capture_output=True,
         text=True,
     )
