@@ -64,9 +64,8 @@ class Done:
 
     @property
     def said(self) -> list[str]:
-        """What autofit said, but for the line that a plan without evidence is verified first."""
-        lines = (line for line in self.errors.splitlines() if line.startswith("autofit: "))
-        return [line for line in lines if "is verified first" not in line]
+        """What autofit said."""
+        return [line for line in self.errors.splitlines() if line.startswith("autofit: ")]
 
     @property
     def saved(self) -> bool:
@@ -110,7 +109,10 @@ class Runs:
 
 
 def run(asked: Asked, folder: Path) -> Done:
-    """Run a script in ``folder``, one process a rank; return what the first rank left."""
+    """Run a script in ``folder``, one process a rank; return what the first rank left.
+
+    Without the line that a plan for which there is no evidence is verified first.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = _command(asked, folder)
     environment = _environment(asked)
@@ -135,7 +137,9 @@ def run(asked: Asked, folder: Path) -> Done:
             other.kill()
             other.wait()
     code = next((c for c in [first.returncode, *(o.returncode for o in others)] if c), 0)
-    return Done(code=code, output=first.stdout, errors=first.stderr, folder=folder)
+    lines = first.stderr.splitlines(keepends=True)
+    errors = "".join(line for line in lines if "is verified first" not in line)
+    return Done(code=code, output=first.stdout, errors=errors, folder=folder)
 
 
 def _command(asked: Asked, folder: Path) -> list[str]:
