@@ -229,8 +229,10 @@ def keeps(entry: zoo.Entry, plan: Plan) -> bool | None:
     return same
 
 
-def truth_of(entry: zoo.Entry, plan: Plan) -> bool | None:
-    """Return whether a plan is the same training, but for rounding."""
+def truth_of(entry: zoo.Entry, plan: Plan, precision: str) -> bool | None:
+    """Return whether a plan is the same training, but for rounding; ``None`` where none runs."""
+    if precision == "autocast" and runs_in_bf16(entry) is None:
+        return None  # the script itself does not run on this machine
     if plan["micro_batch"] != AS_IS:
         return may_split(entry, int(plan["micro_batch"]))
     if plan["precision"] != AS_IS:
@@ -322,7 +324,7 @@ def judged(entry: zoo.Entry, compiles: bool) -> Iterator[Case]:
                 accepted, reason = False, f"died: {type(error).__name__}: {error}"
             seconds = time.perf_counter() - begun
             try:
-                truth = true(entry, plan)
+                truth = true(entry, plan, precision)
             except Exception as error:  # noqa: BLE001
                 truth, reason = None, f"no truth: {type(error).__name__}: {error}"
             if accepted and truth and reason:
