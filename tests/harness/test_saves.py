@@ -17,9 +17,10 @@ from autofit.worker.harness.saves import Saves
 
 class Reporter:
     def send(self, event):
-        print(os.path.relpath(event.path), flush=True)
+        if type(event).__name__ == "Saved":
+            print(os.path.relpath(event.path), flush=True)
 
-Saves(Reporter()).attach()
+Saves(Reporter()).attach(checkpoints=True)
 weight = torch.nn.Parameter(torch.zeros(1))
 weight.grad = torch.zeros(1)
 step = torch.optim.SGD([weight]).step

@@ -192,7 +192,9 @@ def test_after_a_refusal_at_the_first_call_the_next_plan_comes_first(
     talk: Talk, tmp_path: Path
 ) -> None:
     """It is traced, as what comes first is; what comes after one that has run is not."""
-    (tmp_path / "train.py").write_text(SCRIPT.replace("Block() for _ in range(4)", "[Block()]"))
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("Block() for _ in range(4)", "[nn.Identity(), nn.Tanh()]")
+    )
     heard = talk("", NEUTRAL, HALF, first=ALL, harness=HARNESS)
     verdicts = [verdict for *_, verdict in reports(heard)]
     assert verdicts == [Verdict.REFUSED, Verdict.MEASURED, Verdict.MEASURED]
