@@ -21,6 +21,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.facts import Facts
+from autofit.worker.harness.caches import without_cache
 from autofit.worker.harness.compiling import uncompiled
 from autofit.worker.harness.digest import (
     Digest,
@@ -80,12 +81,13 @@ def prove(
     noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING
     known = known and not any(strategy.sized for strategy, _ in shown)
     known = known and (root.noise_sought or not noisy)
-    if shown.neutral or shown.fidelity(facts) is Fidelity.RECIPE or known:
+    if known or not shows_in_calls(plan, facts):
         root.apply(plan)
         return False
     root.proofs += 1
     if noisy:  # what was found of other weights may be less
         root.noise_sought, root.sensitivity = True, None
+    kwargs = without_cache(root.module, kwargs)
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
@@ -99,6 +101,12 @@ def prove(
         else:
             attempt()
     return True
+
+
+def shows_in_calls(plan: Plan, facts: Facts) -> bool:
+    """Return whether calls of a root under ``plan`` are to give what they give without it."""
+    shown = _shown(plan)
+    return not shown.neutral and shown.fidelity(facts) is not Fidelity.RECIPE
 
 
 def _without_code(root: HarnessRoot, attempt: Callable[[], None], *, alone: bool) -> None:

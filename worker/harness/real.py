@@ -22,7 +22,7 @@ from autofit.worker.harness import blame
 from autofit.worker.harness.copies import copied
 from autofit.worker.harness.known import Known
 from autofit.worker.harness.outside import Outside
-from autofit.worker.harness.proof import prove
+from autofit.worker.harness.proof import prove, shows_in_calls
 from autofit.worker.harness.random_state import RandomState
 from autofit.worker.harness.reporter import Reporter
 from autofit.worker.harness.roots import HarnessRoot
@@ -199,10 +199,10 @@ class RealRun(Session):
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply a plan; one that nobody has verified is verified on a copy of the model first."""
-        if known or is_sharded(root.module):
-            if known:
-                root.apply(plan)
-                return False
+        if known or not shows_in_calls(plan, self.facts):
+            root.apply(plan)
+            return False
+        if is_sharded(root.module):
             return super().prove(root, plan, args, kwargs, known=known)
         try:
             module = copied(root.module, weights=True)
