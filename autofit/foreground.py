@@ -243,7 +243,11 @@ def _passing_signals(running: Foreground) -> Iterator[None]:
         signal.SIGTERM: forward,
         signal.SIGHUP: forward,
     }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) is not signal.SIG_IGN  # nor does the script get it: under nohup
+    }
     try:
         yield
     finally:

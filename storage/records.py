@@ -44,7 +44,8 @@ def _script_file(script: Script) -> Path | None:
     """Return the file of ``script``; ``None`` for a module that is not below its directory."""
     base = Path(script.cwd)
     if not script.module:
-        return (base / script.target).resolve()
+        file = (base / script.target).resolve()
+        return file / "__main__.py" if file.is_dir() else file
     stem = base.joinpath(*script.target.split("."))
     files = (stem.with_name(f"{stem.name}.py"), stem / "__main__.py")
     return next((file.resolve() for file in files if file.is_file()), None)
