@@ -14,9 +14,12 @@ KILLS ?= 100
 LOOPS ?= 2000
 # More arguments for pytest: make test ARGS=tests/storage
 ARGS ?=
+# What of the quick tests depends on other packages most: run on the oldest releases allowed too.
+LOWER_TESTS := tests/harness/test_hf_loops.py tests/harness/test_transformers.py tests/strategies \
+	tests/storage tests/cli/test_main.py tests/search/test_search.py tests/worker/test_cluster.py
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-full faults loops check clean help
+.PHONY: demo test test-lower test-full faults loops check clean help
 
 demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
 	rm -rf .demo && mkdir .demo
@@ -25,6 +28,14 @@ demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
 
 test: $(STAMP)  ## run the quick tests (CI does)
 	$(BIN)/python -m pytest -m "quick and not full" $(ARGS)
+
+test-lower:  ## run some of them with the oldest releases that pyproject.toml allows (CI does)
+	@echo "Installing into .venv-lower; this takes some minutes."
+	$(PYTHON) -m venv --clear .venv-lower
+	$(PYTHON) .ci/lower_bounds.py > .venv-lower/bounds.txt
+	.venv-lower/bin/python -m pip install --quiet -e '.[peft]' transformers pytest pytest-timeout \
+		hypothesis -c .venv-lower/bounds.txt $(CONSTRAINT)
+	.venv-lower/bin/python -m pytest -m "quick and not full" $(LOWER_TESTS) $(ARGS)
 
 test-full: $(STAMP)  ## run the quick and the full tests
 	$(BIN)/python -m pytest -m "quick or full" $(ARGS)
@@ -42,7 +53,7 @@ check: $(STAMP)  ## ruff (lint and format) and mypy
 	$(BIN)/mypy
 
 clean:  ## remove the environment and everything made
-	rm -rf .venv .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lower .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## list the targets

@@ -1196,3 +1196,33 @@ def test_weights_of_zero_that_only_add_hide_nothing() -> None:
     layout = find_layout(module, module, Batch.of((torch.randn(8, 8),), {}))
     assert [join.rule for join in layout.joins] == [Rule.CONCATENATE]
     assert not module.shift.any(), "as it was"
+
+
+class Chaotic(nn.Module):
+    """Layers that forget what rounding makes, and at larger weights decide everything by it."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(40))
+        self.head = nn.Linear(8, 3)
+        self.mixes = mixes
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain=0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mixes:  # nearly nothing at the weights as they are
+            x = x + 1e-4 * x.mean(0)
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        found: torch.Tensor = self.head(x / x.norm(dim=-1, keepdim=True))
+        return found
+
+
+def test_where_the_last_bits_decide_nothing_is_asked() -> None:
+    torch.manual_seed(0)
+    batch = Batch.of((torch.randn(6, 8),), {})
+    model = Chaotic()
+    assert find_layout(model, model, batch).joins
+    wrong = Chaotic(mixes=True)
+    with pytest.raises(Refused):
+        find_layout(wrong, wrong, batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from autofit.worker.harness.sharded import is_sharded
 
 FURTHER = 4.0
 """Times as large that weights are at another point: answers lie further apart there."""
+NUDGE = 2.0**-50
+"""Relative change of a weight in float64 that is no more than rounding makes."""
 SINGLE = 16
 """As many inputs a gate of zero is taken to have: it becomes a quarter at most."""
 
@@ -64,18 +67,30 @@ def stirred(module: nn.Module) -> Iterator[bool]:
 
 
 @contextmanager
-def elsewhere(module: nn.Module) -> Iterator[None]:
-    """Within it the weights are those of another point, far from where they are.
-
-    What holds at one point alone shows: a maximum that the same sample wins in every part, an
-    absolute value whose sign is everywhere the same. Autograd notices nothing.
-    """
-    chosen = [] if is_sharded(module) else [each.data for each in _plain(module)]
-    with _others(chosen, _move):
+def last_bits_off(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it float64 weights differ in their last bits; autograd notices nothing."""
+    with _others([each.data for each in weights], _nudge):
         yield
 
 
-def _move(values: torch.Tensor) -> None:
+def _nudge(values: torch.Tensor) -> None:
+    values.addcmul_(values, pattern(values, 0, 0), value=NUDGE)
+
+
+@contextmanager
+def elsewhere(module: nn.Module, *, larger: bool = True) -> Iterator[None]:
+    """Within it the weights are those of another point, far from where they are.
+
+    What holds at one point alone shows: a maximum that the same sample wins in every part, an
+    absolute value whose sign is everywhere the same. Autograd notices nothing. Not ``larger``: the
+    signs alone are others.
+    """
+    chosen = [] if is_sharded(module) else [each.data for each in _plain(module)]
+    with _others(chosen, partial(_move, larger=larger)):
+        yield
+
+
+def _move(values: torch.Tensor, *, larger: bool) -> None:
     """Change the signs of rows and columns, and make them larger by different factors.
 
     What has no rows, a bias say, is a little off.
@@ -87,10 +102,11 @@ def _move(values: torch.Tensor) -> None:
     for axis, size in enumerate(values.shape):
         places = torch.arange(size, dtype=torch.float64)
         waves = torch.sin(2.0 + axis + 2.4 * places)  # of signs that follow no short period
-        factors = waves.sign() * (1.0 + waves.square())
+        factors = waves.sign() * (1.0 + waves.square() if larger else 1.0)
         shape = [size if each == axis else 1 for each in range(values.ndim)]
         values.mul_(factors.to(values).view(shape))
-    values.mul_(FURTHER)
+    if larger:
+        values.mul_(FURTHER)
 
 
 def _plain(module: nn.Module) -> list[nn.Parameter]:

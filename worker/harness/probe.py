@@ -10,7 +10,7 @@ rule that holds everywhere is taken, else the split is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any
@@ -267,10 +267,27 @@ class _Probe:
     ) -> Layout:
         """Return ``layout`` with what moves at other weights too (a power iteration, say).
 
-        Raises ``Refused`` where it holds at the present weights and samples alone.
+        Raises ``Refused`` where it holds at the present weights and samples alone. Weights as large
+        as these or larger may leave everything to rounding: nothing is asked there.
         """
         part = turned(part, layout, seen)
-        with elsewhere(self.module):
+        for larger in (True, False):
+            with suppress(Undecided):
+                return self._confirm_elsewhere(layout, part, start, seen, dtypes, larger=larger)
+        return layout
+
+    def _confirm_elsewhere(
+        self,
+        layout: Layout,
+        part: Batch,
+        start: Snapshot,
+        seen: Observer,
+        dtypes: set[torch.dtype],
+        *,
+        larger: bool,
+    ) -> Layout:
+        """Return ``layout`` as it is at other weights, confirmed there."""
+        with elsewhere(self.module, larger=larger):
             try:
                 further = self._moved(layout, part, start)
                 moved = {key_of(place): place for place in (*further, *layout.moved)}

@@ -1,0 +1,28 @@
+"""Prints the oldest releases that ``pyproject.toml`` allows, as constraints for pip.
+
+Of what the package needs and of the libraries whose scripts it is for; not of torch, of which
+``constraints-cpu.txt`` has a build, nor of the tools that only tests need.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+LIBRARIES = ("peft", "transformers")
+NOT_HERE = ("torch",)
+BOUND = re.compile(r"([\w.-]+)(?:\[.*?\])?>=([\w.]+)")
+
+
+def bounds() -> list[str]:
+    """Return ``name==version`` for each."""
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    project = project["project"]
+    optional = [each for extra in project["optional-dependencies"].values() for each in extra]
+    needed = [match.groups() for match in map(BOUND.match, project["dependencies"]) if match]
+    others = [match.groups() for match in map(BOUND.match, optional) if match]
+    found = needed + [each for each in others if each[0] in LIBRARIES]
+    return [f"{name}=={version}" for name, version in found if name not in NOT_HERE]
+
+
+if __name__ == "__main__":
+    print(*bounds(), sep="\n")
