@@ -5,6 +5,7 @@ Of what the package needs and of the libraries whose scripts it is for; not of t
 """
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,4 +26,4 @@ def bounds() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*bounds(), sep="\n")
+    sys.stdout.write("\n".join(bounds()) + "\n")

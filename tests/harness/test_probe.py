@@ -1203,10 +1203,11 @@ class Chaotic(nn.Module):
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(40))
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(40)]
+        self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(8, 3)
         self.mixes = mixes
-        for layer in self.layers:
+        for layer in layers:
             nn.init.orthogonal_(layer.weight, gain=0.9)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

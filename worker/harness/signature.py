@@ -34,6 +34,8 @@ class Signatures:
         """The script's modules, by their position before a plan changed any."""
         self._scripts: dict[Place, tuple[Any, Any]] = {}
         """What the script has and what a plan has put in its place, for numbers and flags."""
+        self._held: tuple[object, Key] | None = None
+        """What the modules held when that was last looked at, and what of it tells the kind."""
 
     def around(self, change: Callable[[], None]) -> None:
         """Let a plan change the model: what it changes makes no other kind of call."""
@@ -47,15 +49,36 @@ class Signatures:
                 if old != new:
                     self._scripts.setdefault(place, (old, None))
                     self._scripts[place] = (self._scripts[place][0], new)
+            self._held = None
 
     def of(self, batch: Batch, *, gradients: bool) -> Key:
         """Return the kind of a call; its ``repr`` is the same in every process."""
+        state = self._state()
+        if self._held is None or self._held[0] != state:
+            self._held = state, self._signs()
+        return gradients, batch.spec, tuple(map(_kind, batch.leaves)), self._held[1]
+
+    def _signs(self) -> Key:
+        """Return what the modules hold, without what a plan has put there."""
         values = self._values()
         for place, (script, plan) in self._scripts.items():
             if values.get(place) == plan:
                 values[place] = script
         held = ((*place, _sign(value)) for place, value in values.items() if value is not None)
-        return gradients, batch.spec, tuple(map(_kind, batch.leaves)), tuple(sorted(held))
+        return tuple(sorted(held))
+
+    def _state(self) -> tuple[list[Any], ...]:
+        """Return what ``_values`` is made of, unsorted: the same as before for most calls."""
+        held = [module.__dict__ for module in self._modules()]
+        values = [each for own in held for each in own.values() if type(each) in _NUMBERS]
+        parameters = (each for own in held for each in own["_parameters"].values())
+        return (
+            [name for own in held for name in own],
+            values,
+            [*map(type, values)],
+            [each is not None and each.requires_grad for each in parameters],
+            [len(own[hooks]) for own in held for hooks in ("_forward_hooks", "_forward_pre_hooks")],
+        )
 
     def _values(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
