@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,7 +56,7 @@ def main() -> None:
             with torch.autocast(options.device, torch.bfloat16):
                 output = model(input_ids=part, labels=part, use_cache=False)
             if asks:
-                timed("shape", lambda: shapes.of([output.loss, output.logits], parameters))
+                timed("shape", partial(shapes.of, [output.loss, output.logits], parameters))
             output.loss.backward()
         if asks:
             batch = Batch.of((), {"input_ids": words, "labels": words, "use_cache": False})
