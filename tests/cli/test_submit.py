@@ -81,7 +81,7 @@ def submitting(ray_head: Head, project: Path) -> Iterator[Callable[..., subproce
         process.communicate()
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_a_job_searches_what_is_here_and_its_store_is_read_here(
     submitting: Callable[..., subprocess.Popen[str]],
     ray_head: Head,

@@ -70,7 +70,6 @@ for step in range(6):
     LOSSES.append(loss.item())
 RESULT = {"losses": LOSSES}
 """
-WAITING = "issue 34, item {}, on its way"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,6 @@ def autofit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.quick
-@pytest.mark.xfail(reason=WAITING.format(4), strict=False)
 def test_an_encoder_behind_a_buffer_in_half_precision_is_trained_or_refused(
     nursery: Nursery,
 ) -> None:
@@ -118,7 +116,6 @@ def test_an_encoder_behind_a_buffer_in_half_precision_is_trained_or_refused(
     assert not outcome.detail.startswith("RuntimeError"), outcome.detail
 
 
-EIGHT = pytest.mark.xfail(reason=WAITING.format(8), strict=False)
 NO_SHORTAGE = {
     "handled, then another error": (
         "if step == 1:\n"
@@ -139,8 +136,8 @@ NO_SHORTAGE = {
     "what",
     [
         "handled, then another error",
-        pytest.param("a bug in the handler", marks=EIGHT),
-        pytest.param("a cache of its own", marks=EIGHT),
+        "a bug in the handler",
+        "a cache of its own",
     ],
 )
 def test_a_script_that_fails_of_its_own_has_not_run_out_of_memory(

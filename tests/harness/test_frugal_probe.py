@@ -57,7 +57,7 @@ def reported(folder: Path, script: str, levels: dict[str, str], mebibytes: int) 
     return report
 
 
-@pytest.mark.parametrize("mebibytes", [70, 400])
+@pytest.mark.parametrize("mebibytes", [70, pytest.param(400, marks=pytest.mark.full)])
 def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int) -> None:
     """Two samples are the fewest that can be split, and two do not fit in the smaller budget."""
     report = reported(tmp_path, SCRIPT, {"micro_batch": "1"}, mebibytes)
@@ -171,6 +171,7 @@ model = Net()
 """
 
 
+@pytest.mark.full
 def test_where_there_is_no_room_nothing_else_is_spent(tmp_path: Path) -> None:
     """Backward of four samples is what does not fit: their other runs do not come before."""
     script = SCRIPT.replace("model = Net()", SPENT)
@@ -212,7 +213,11 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("precision", "verdict"), [("bf16", Verdict.MEASURED), ("as_is", Verdict.OUT_OF_MEMORY)]
+    ("precision", "verdict"),
+    [
+        pytest.param("bf16", Verdict.MEASURED, marks=pytest.mark.full),
+        ("as_is", Verdict.OUT_OF_MEMORY),
+    ],
 )
 def test_in_the_precision_of_the_plan(tmp_path: Path, precision: str, verdict: Verdict) -> None:
     """Two samples do not fit in the script's own, however little is kept of them."""

@@ -72,6 +72,7 @@ def fill(gradient):
 MASTERS = Plan.of({"weights": "bf16_master"})
 
 
+@pytest.mark.full
 def test_the_plan_that_was_to_come_is_told_nothing(tmp_path: Path) -> None:
     """It would be blamed for what the one before it has left."""
     (tmp_path / "train.py").write_text(BALLAST)
@@ -129,6 +130,7 @@ def test_what_a_check_has_filled_is_put_back_so_that_the_plan_can_be(tmp_path: P
     assert found == [(MASTERS, starved), (Plan(), starved)]
 
 
+@pytest.mark.full
 def test_nothing_is_taken_back_for_another_size(tmp_path: Path) -> None:
     """Under the ballast there is no room for it: the chunks alone change."""
     (tmp_path / "train.py").write_text(BALLAST.replace("randn(2, 512)", "randn(16, 512)"))

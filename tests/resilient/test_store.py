@@ -45,6 +45,7 @@ say(tried=tried, steps=steps)
 """
 
 
+@pytest.mark.full
 def test_the_next_process_starts_at_what_held(capped: Capped) -> None:
     first = capped(PROGRAM, mib=40)
     assert first["tried"] == [64, 32, "as it is", "micro 4"]

@@ -180,7 +180,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
         torch.testing.assert_close(weight, second[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_a_leak_goes_on_from_its_checkpoint(runner: Runner) -> None:
     runner.write(LEAK)
     assert runner.plain("--steps", "40").returncode == 0

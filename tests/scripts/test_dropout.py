@@ -17,7 +17,7 @@ LENGTH = ("--steps", "80")
 LOSS = re.compile(r"step \d+ loss (\S+)")
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_the_draws_are_those_of_a_loop_cut_by_hand(runs: Runs) -> None:
     by_hand, split = Asked(script="dropout_by_hand.py"), Asked(script="dropout.py").under(SPLIT)
     runs.ahead([by_hand, split])

@@ -15,7 +15,7 @@ PARTS = 2
 ROUNDING = 1e-6
 """Largest relative difference of a number that compiled code may make."""
 SPLIT = ("micro_batch", "4")
-QUICK = [SPLIT, ("checkpointing", "all"), ("optimizer", "fused")]
+QUICK = [SPLIT]
 ALL = [
     SPLIT if strategy.name == "micro_batch" else (strategy.name, level.name)
     for strategy in REGISTRY

@@ -286,7 +286,7 @@ def styles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class TestASearch:
     """What becomes of a plan that drifts."""
 
-    @pytest.mark.quick
+    @pytest.mark.full
     def test_a_plan_that_drifts_cannot_win(
         self,
         styles: Path,

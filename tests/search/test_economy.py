@@ -406,6 +406,7 @@ def test_a_handful_of_trials_finds_what_the_whole_space_holds(work: Work, budget
     assert all(each.peak_device <= budget for each in fitting)
 
 
+@pytest.mark.full
 def test_scripts_nobody_measured() -> None:
     """Not each of them: luck of a few per cent decides between plans that are alike."""
     found = []

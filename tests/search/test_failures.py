@@ -47,7 +47,7 @@ def fails_with(captured: Captured, line: str) -> None:
 class TestABugInTheLoop:
     """The fault of the script, whichever plan runs when it shows."""
 
-    @pytest.mark.quick
+    @pytest.mark.full
     def test_at_once(self, script: Write, trials: Trials, capsys: Captured) -> None:
         path = script(STEP, STEP + "    print(los)\n")
         assert main(["search", "train.py"]) == 1
@@ -115,7 +115,7 @@ if "AUTOFIT_EVENTS_FD" in os.environ:
 class TestAPlanThatBreaksAGoodScript:
     """It is blamed and left out, and the search goes on."""
 
-    @pytest.mark.quick
+    @pytest.mark.full
     def test_by_an_error_in_the_strategy(
         self, script: Write, trials: Trials, budget: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.quick
 ASKED = ("train.py", "--only", "precision", "--only", "checkpointing", "--trials", "3")
 
 
+@pytest.mark.full
 def test_a_killed_search_is_carried_on(
     postgresql: Callable[[], str],
     script: Callable[..., Path],
