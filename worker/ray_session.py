@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import uuid
@@ -33,6 +34,13 @@ _CONNECTION = 5.0
 _ANSWER = 4.0
 """Seconds within which Ray has to answer there. A live one takes milliseconds, and after five
 seconds Ray's client prints a warning."""
+_ASK = """
+import sys, ray._raylet
+print("asking", flush=True)
+client = getattr(ray._raylet, "GcsClient", None)
+if client is not None:  # else another Ray than is known here: joining says what is wrong
+    client(address=sys.argv[1])  # it asks for the cluster's identity at once
+"""
 _NOT_RAY = (
     "what listens there is no head of Ray, or hangs: give the address that `ray start --head`"
     " printed, such as head:6379"
@@ -168,31 +176,28 @@ class RaySession:
 def _ask_ray(address: str) -> None:
     """Ask who listens at ``address`` for its cluster; raise ``ConnectionError`` if that is no Ray.
 
-    Ray's client has no time limit of its own here: it is left behind in a thread.
+    By a process of its own: Ray's client has no time limit here, and one that is left behind ends
+    its process when it gives up.
     """
-    import ray._raylet
-
-    client = getattr(ray._raylet, "GcsClient", None)
-    if client is None:  # another Ray than is known here: joining says what is wrong
-        return
-    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def ask() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _ASK, address],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as asking:
+        assert asking.stdout is not None
+        asking.stdout.readline()  # importing Ray takes as long as it takes
         try:
-            client(address=address)  # it asks for the cluster's identity at once
-            answers.put(None)
-        except Exception as error:  # noqa: BLE001 - raised below, in the thread that waits
-            answers.put(error)
-
-    threading.Thread(target=ask, name="ask-ray", daemon=True).start()
-    try:
-        error = answers.get(timeout=_ANSWER)
-    except queue.Empty:
-        raise ConnectionError(_NOT_RAY) from None
-    if error is not None:
-        said = str(error).partition(". ")[0]
+            _, errors = asking.communicate(timeout=_ANSWER)
+        except subprocess.TimeoutExpired:
+            asking.kill()
+            raise ConnectionError(_NOT_RAY) from None
+    if asking.returncode:
+        error = (errors.strip().splitlines() or [""])[-1]
+        said = error.partition(": ")[2].partition(". ")[0]
         refused = f"{said}: is RAY_AUTH_TOKEN the cluster's?"
-        raise ConnectionError(refused if "token" in said.lower() else _NOT_RAY) from error
+        raise ConnectionError(refused if "token" in said.lower() else _NOT_RAY)
 
 
 def _forget_token() -> None:

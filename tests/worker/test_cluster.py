@@ -290,13 +290,20 @@ def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
 
 @pytest.mark.quick
 def test_what_is_not_ray_is_said_soon() -> None:
-    started = time.monotonic()
+    """Nothing of Ray's stays in this process: its client ends the process when it gives up."""
+    started, threads = time.monotonic(), _threads()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         where = f"Ray at {address} cannot be used: what listens there is no head of Ray"
         with pytest.raises(WorkerError, match=where), RaySession(address=address):
             pass
     assert time.monotonic() - started < 10
+    assert _threads() <= threads
+
+
+def _threads() -> int:
+    """Count the threads of this process, Python's or not."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def options(cluster: Any, folder: Path, **more: Any) -> SearchOptions:
