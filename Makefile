@@ -15,8 +15,8 @@ LOOPS ?= 2000
 # More arguments for pytest: make test ARGS=tests/storage
 ARGS ?=
 # What of the quick tests depends on other packages most: run on the oldest releases allowed too.
-LOWER_TESTS := tests/harness/test_hf_loops.py tests/harness/test_transformers.py tests/strategies \
-	tests/storage tests/cli/test_main.py tests/search/test_search.py tests/worker/test_cluster.py
+LOWER_TESTS := tests/harness/test_hf_loops.py tests/harness/test_transformers.py tests/storage \
+	tests/cli/test_main.py tests/search/test_search.py tests/worker/test_cluster.py
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-lower test-full faults loops check clean help

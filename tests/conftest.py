@@ -40,9 +40,16 @@ def _gpu_seen() -> bool:
         return False
 
 
+@cache
+def _slow() -> frozenset[str]:
+    """Return the tests that ``slow.txt`` moves to the full tier."""
+    lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test in no tier; skip what needs a GPU where there is none.
+    """Refuse a test in no tier; mark what is slow as full; skip what needs a GPU where there is none.
 
     What needs one goes first: what follows is shown none, and CUDA looks but once a process.
     """
@@ -52,7 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"mark each test as one of {', '.join(TIERS)}; not marked: {', '.join(homeless)}"
         )
+    slow = _slow()
     for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.full)
         if item.get_closest_marker("gpu") and not _gpu_seen():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; nvidia-smi lists none"))
 
