@@ -49,7 +49,7 @@ def _slow() -> frozenset[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test in no tier; mark what is slow as full; skip what needs a GPU where there is none.
+    """Refuse a test in no tier; mark what is slow as full; skip what needs a GPU without one.
 
     What needs one goes first: what follows is shown none, and CUDA looks but once a process.
     """
