@@ -35,7 +35,7 @@ class Signatures:
         self._scripts: dict[Place, tuple[Any, Any]] = {}
         """What the script has and what a plan has put in its place, for numbers and flags."""
         self._held: tuple[object, Key] | None = None
-        """What the modules held when that was last looked at, and what of it tells the kind."""
+        """What ``_state`` and ``_signs`` returned last. The same state has the same signs."""
 
     def around(self, change: Callable[[], None]) -> None:
         """Let a plan change the model: what it changes makes no other kind of call."""
@@ -59,7 +59,7 @@ class Signatures:
         return gradients, batch.spec, tuple(map(_kind, batch.leaves)), self._held[1]
 
     def _signs(self) -> Key:
-        """Return what the modules hold, without what a plan has put there."""
+        """Return the numbers and flags of the script. Those that a plan has set are left out."""
         values = self._values()
         for place, (script, plan) in self._scripts.items():
             if values.get(place) == plan:
@@ -68,15 +68,20 @@ class Signatures:
         return tuple(sorted(held))
 
     def _state(self) -> tuple[list[Any], ...]:
-        """Return what ``_values`` is made of, unsorted: the same as before for most calls."""
+        """Return all that ``_values`` reads, each module's in a list: quick to make and to compare.
+
+        True, 1 and 1.0 are equal, so the types of numbers are listed too.
+        """
         held = [module.__dict__ for module in self._modules()]
-        values = [each for own in held for each in own.values() if type(each) in _NUMBERS]
-        parameters = (each for own in held for each in own["_parameters"].values())
+        numbers = [[pair for pair in own.items() if type(pair[1]) in _NUMBERS] for own in held]
         return (
-            [name for own in held for name in own],
-            values,
-            [*map(type, values)],
-            [each is not None and each.requires_grad for each in parameters],
+            numbers,
+            [type(value) for own in numbers for _, value in own],
+            [
+                (name, None if each is None else each.requires_grad)
+                for own in held
+                for name, each in own["_parameters"].items()
+            ],
             [len(own[hooks]) for own in held for hooks in ("_forward_hooks", "_forward_pre_hooks")],
         )
 
