@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 LIBRARIES = ("peft", "transformers")
-NOT_HERE = ("torch",)
 BOUND = re.compile(r"([\w.-]+)(?:\[.*?\])?>=([\w.]+)")
 
 
@@ -19,10 +18,9 @@ def bounds() -> list[str]:
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
     project = project["project"]
     optional = [each for extra in project["optional-dependencies"].values() for each in extra]
-    needed = [match.groups() for match in map(BOUND.match, project["dependencies"]) if match]
-    others = [match.groups() for match in map(BOUND.match, optional) if match]
-    found = needed + [each for each in others if each[0] in LIBRARIES]
-    return [f"{name}=={version}" for name, version in found if name not in NOT_HERE]
+    wanted = [*project["dependencies"], *(each for each in optional if each.startswith(LIBRARIES))]
+    found = [match.groups() for match in map(BOUND.match, wanted) if match]
+    return [f"{name}=={version}" for name, version in found if name != "torch"]
 
 
 if __name__ == "__main__":

@@ -115,3 +115,13 @@ def test_a_test_in_no_tier_is_refused(root: Path, tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR
     assert "not marked: test_homeless.py::test_it" in ran.stderr
+
+
+@pytest.mark.quick
+def test_every_slow_test_is_there(root: Path) -> None:
+    """A name that is no test any more would move nothing to the full tier."""
+    lines = (root / "tests/slow.txt").read_text().splitlines()
+    named = [line.partition("[")[0].split("::") for line in lines if not line.startswith("#")]
+    assert named
+    for file, *_, name in named:
+        assert f"def {name}(" in (root / file).read_text(), f"{file}::{name}"

@@ -180,7 +180,7 @@ def _ask_ray(address: str) -> None:
     its process when it gives up.
     """
     with subprocess.Popen(
-        [sys.executable, "-c", _ASK, address],
+        [sys.executable, "-P", "-c", _ASK, address],  # nothing from the working directory
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,7 +15,6 @@ PARTS = 2
 ROUNDING = 1e-6
 """Largest relative difference of a number that compiled code may make."""
 SPLIT = ("micro_batch", "4")
-QUICK = [SPLIT]
 ALL = [
     SPLIT if strategy.name == "micro_batch" else (strategy.name, level.name)
     for strategy in REGISTRY
@@ -47,18 +46,14 @@ def first_step(runs: Runs, asked: Asked) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("level", [pytest.param(each, marks=pytest.mark.quick) for each in QUICK])
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(each, marks=pytest.mark.quick if each == SPLIT else pytest.mark.full)
+        for each in ALL
+    ],
+)
 def test_calls_and_draws(runs: Runs, level: tuple[str, str]) -> None:
-    check_calls_and_draws(runs, level)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("level", [each for each in ALL if each not in QUICK])
-def test_calls_and_draws_under_all_others(runs: Runs, level: tuple[str, str]) -> None:
-    check_calls_and_draws(runs, level)
-
-
-def check_calls_and_draws(runs: Runs, level: tuple[str, str]) -> None:
     """A level that is refused leaves everything as it is: no more is called then either."""
     runs.ahead([counted(None), counted(level)])
     expected, found = first_step(runs, counted(None)), first_step(runs, counted(level))

@@ -255,28 +255,15 @@ class _Probe:
         if layout.draws and not self.gradients and self.module.training:
             raise Refused("the model draws random numbers")
         found = self._decide(layout, part, start, seen, dtypes, Comparison.find)
-        return self._confirm(found, part, start, seen, dtypes) if self.gradients else found
+        if not self.gradients:
+            return found
+        part = turned(part, layout, seen)
+        for larger in (True, False):  # rounding may decide everything there: then nothing is asked
+            with suppress(Undecided):
+                return self._confirm(found, part, start, seen, dtypes, larger=larger)
+        return found
 
     def _confirm(
-        self,
-        layout: Layout,
-        part: Batch,
-        start: Snapshot,
-        seen: Observer,
-        dtypes: set[torch.dtype],
-    ) -> Layout:
-        """Return ``layout`` with what moves at other weights too (a power iteration, say).
-
-        Raises ``Refused`` where it holds at the present weights and samples alone. Weights as large
-        as these or larger may leave everything to rounding: nothing is asked there.
-        """
-        part = turned(part, layout, seen)
-        for larger in (True, False):
-            with suppress(Undecided):
-                return self._confirm_elsewhere(layout, part, start, seen, dtypes, larger=larger)
-        return layout
-
-    def _confirm_elsewhere(
         self,
         layout: Layout,
         part: Batch,
@@ -286,7 +273,11 @@ class _Probe:
         *,
         larger: bool,
     ) -> Layout:
-        """Return ``layout`` as it is at other weights, confirmed there."""
+        """Return ``layout`` with what moves at other weights too (a power iteration, say).
+
+        ``larger``: these are larger than the model's own. Raises ``Refused`` where the layout holds
+        at the present weights and samples alone, ``Undecided`` where rounding decides.
+        """
         with elsewhere(self.module, larger=larger):
             try:
                 further = self._moved(layout, part, start)
