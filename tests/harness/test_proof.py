@@ -517,3 +517,28 @@ def test_what_fits_when_compiled_alone_is_proven_so(rooted: Rooted) -> None:
     assert prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))
     with pytest.raises(MemoryError):
         prove(held, Plan.of({"precision": "bf16"}), (x,), {}, Facts(world_size=2))
+
+
+class Centred(nn.Module):
+    """Keeps a mean that is zero as long as its norm is as it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embed(x))
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean())
+        found: torch.Tensor = self.head(h)
+        return found
+
+
+def test_a_buffer_that_begins_to_move_in_training_is_compared(rooted: Rooted) -> None:
+    """Compiled (torch 2.13) it does not move at all."""
+    torch.manual_seed(0)
+    model = Centred().double()
+    root = rooted(model)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    with pytest.raises(Refused, match="mean"):
+        prove(root, Plan.of({"compile": "full"}), (x,), {}, Facts())

@@ -21,6 +21,8 @@ from autofit.worker.harness.sharded import is_sharded
 
 FURTHER = 4.0
 """Times as large that weights are at another point: answers lie further apart there."""
+SLIGHTLY = 0.05
+"""What is added to biases and norms at most: as much as a few hundred steps may make of them."""
 NUDGE = 2.0**-50
 """Relative change of a weight in float64 that is no more than rounding makes."""
 SINGLE = 16
@@ -64,6 +66,18 @@ def stirred(module: nn.Module) -> Iterator[bool]:
     finally:
         for each in still:
             each.zero_()
+
+
+@contextmanager
+def vectors_moved(module: nn.Module) -> Iterator[None]:
+    """Within it biases and the weights of norms are a little off; autograd notices nothing.
+
+    Most begin as 0 or 1: what a LayerNorm returns has a mean of 0 then, whatever a plan makes of
+    it. Not of a sharded module.
+    """
+    vectors = [] if is_sharded(module) else [e.data for e in _plain(module) if e.ndim < 2]
+    with _others(vectors, lambda values: values.add_(pattern(values, 0, 0), alpha=SLIGHTLY)):
+        yield
 
 
 @contextmanager
