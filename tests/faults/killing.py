@@ -56,14 +56,14 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(40):
-    x = torch.randn(128, 8)
+    x = torch.randn(256, 8)
     loss = nn.functional.mse_loss(model(x), x.mean(-1))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 """
 COMMAND = (
-    *("-m", "autofit", "search", "train.py", "--memory", "1.25MiB", "--trials", "3"),
+    *("-m", "autofit", "search", "train.py", "--memory", "2.25MiB", "--trials", "3"),
     *("--only", "checkpointing", "--only", "micro_batch", "--allow", "exact"),
 )
 """It does not fit as it is: each of its few trials is a launch."""
