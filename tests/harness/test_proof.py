@@ -522,6 +522,8 @@ def test_what_fits_when_compiled_alone_is_proven_so(rooted: Rooted) -> None:
 class Centred(nn.Module):
     """Keeps a mean that is zero as long as its norm is as it began."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm, self.head = nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)

@@ -76,8 +76,12 @@ def vectors_moved(module: nn.Module) -> Iterator[None]:
     it. Not of a sharded module.
     """
     vectors = [] if is_sharded(module) else [e.data for e in _plain(module) if e.ndim < 2]
-    with _others(vectors, lambda values: values.add_(pattern(values, 0, 0), alpha=SLIGHTLY)):
+    with _others(vectors, _shift):
         yield
+
+
+def _shift(values: torch.Tensor) -> None:
+    values.add_(pattern(values, 0, 0), alpha=SLIGHTLY)
 
 
 @contextmanager
