@@ -104,6 +104,7 @@ def train(
         (outside, {}),
         (outside, {"checkpointing": "all"}),
     ],
+    ids=["inside", "inside split", "inside checkpointed", "outside", "outside checkpointed"],
     ids=str,
 )
 def test_it_is_the_same_training(loss: Loss, other: dict[str, str]) -> None:
