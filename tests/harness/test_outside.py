@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from autofit.storage import Store
+from tests.told import ours
 
 CAP = "24MiB"
 
@@ -64,9 +65,8 @@ class Ended:
 
     @property
     def said(self) -> list[str]:
-        """The lines that are ours, but for that a plan without evidence is verified first."""
-        lines = (line for line in self.err.splitlines() if line.startswith("autofit: "))
-        return [line for line in lines if "is verified first" not in line]
+        """The lines that are ours."""
+        return ours(self.err)
 
 
 @dataclass(frozen=True)

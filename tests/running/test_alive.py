@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from autofit.worker.meter import host
+from tests.told import ours
 
 CAP = ("--memory", "32MiB")
 RESUME = ("--resume-arg", "--resume {checkpoint}")
@@ -165,12 +166,6 @@ def kernel_limit() -> Iterator[Callable[[int], list[str]]]:
     yield limit
     for group in made:
         group.rmdir()
-
-
-def ours(stderr: str) -> list[str]:
-    """The lines autofit wrote, but for that a plan without evidence is verified first."""
-    lines = (line for line in stderr.splitlines() if line.startswith("autofit: "))
-    return [line for line in lines if "is verified first" not in line]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

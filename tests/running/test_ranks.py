@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.told import ours
+
 TRAIN = """\
 import os, signal, sys, time
 import torch
@@ -177,12 +179,6 @@ def wait_for(process: subprocess.Popen[str], line: str, times: int = 2) -> None:
         written = process.stdout.readline()
         assert written, "it ended before"
         times -= line in written
-
-
-def ours(stderr: str) -> list[str]:
-    """The lines autofit wrote, but for that a plan without evidence is verified first."""
-    lines = (line for line in stderr.splitlines() if line.startswith("autofit: "))
-    return [line for line in lines if "is verified first" not in line]
 
 
 @pytest.mark.full

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from tests.told import beside_the_check
+
 HERE = Path(__file__).resolve().parent
 AT_ONCE = 2
 LIMIT = 240.0
@@ -137,8 +139,7 @@ def run(asked: Asked, folder: Path) -> Done:
             other.kill()
             other.wait()
     code = next((c for c in [first.returncode, *(o.returncode for o in others)] if c), 0)
-    lines = first.stderr.splitlines(keepends=True)
-    errors = "".join(line for line in lines if "is verified first" not in line)
+    errors = beside_the_check(first.stderr)
     return Done(code=code, output=first.stdout, errors=errors, folder=folder)
 
 

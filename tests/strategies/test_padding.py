@@ -105,7 +105,6 @@ def train(
         (outside, {"checkpointing": "all"}),
     ],
     ids=["inside", "inside split", "inside checkpointed", "outside", "outside checkpointed"],
-    ids=str,
 )
 def test_it_is_the_same_training(loss: Loss, other: dict[str, str]) -> None:
     model = gpt2()
