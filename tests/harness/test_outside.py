@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from autofit.storage import Store
-from tests.told import ours
+from tests.told import beside_the_check, ours
 
 CAP = "24MiB"
 
@@ -198,7 +198,8 @@ def test_it_comes_again(runner: Runner) -> None:
     Store(str(runner.store)).close()  # a run makes none of its own
     plain, found = runner.plain(CAP), runner.tuned()
     assert found.code == plain.code == 1
-    assert found.err.partition("autofit: ")[0] == plain.err  # the traceback as Python prints it
+    said = beside_the_check(found.err)
+    assert said.partition("autofit: ")[0] == plain.err  # the traceback as Python prints it
     said = found.said[-1]
     assert f"out of memory in train.py:23 (`{line}`), outside the model, 512.0 MiB asked" in said
     assert "of 24.0 MiB held" in said
