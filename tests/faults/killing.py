@@ -70,7 +70,7 @@ COMMAND = (
 GONE_WITHIN = 15.0
 """Seconds after its end in which nothing of a search may be left."""
 LIMIT = 240.0
-"""Seconds for one search; it takes ten on an idle machine."""
+"""Seconds for one search; it takes some twenty on an idle machine."""
 
 
 def _named(word: str) -> Callable[[psutil.Process, list[str]], bool]:
