@@ -26,7 +26,6 @@ def killed(target: str, plain: Undisturbed, seed: int) -> Kill:
 
 @pytest.mark.quick
 @pytest.mark.full
-@pytest.mark.xfail(reason="issue 34, item 6, on its way", strict=False)
 @pytest.mark.parametrize("target", ["trial", "slot"])
 def test_a_search_carries_on(target: str, plain: Undisturbed) -> None:
     made = killed(target, plain, 0)
@@ -35,7 +34,6 @@ def test_a_search_carries_on(target: str, plain: Undisturbed) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.xfail(reason="issue 34, item 6, on its way", strict=False)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_search_carries_on_twice(target: str, plain: Undisturbed) -> None:
     for seed in (1, 2):

@@ -29,7 +29,6 @@ def check(nursery: Nursery, loop: Loop) -> None:
         pytest.fail(f"{outcome.kind}: {outcome.detail}\n{loop}\n{source}")
 
 
-UNEQUAL = "issue 34, items 3 and 4, on their way"
 TRACES = (
     *({"hook": hook} for hook in ("mean", "list", "array", "closure")),
     *({"state": state} for state in ("list", "array", "tensor", "global", "lazy")),
@@ -81,7 +80,6 @@ def test_twenty_random_loops(nursery: Nursery) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.xfail(reason=UNEQUAL, strict=False)
 def test_sixty_random_loops(nursery: Nursery) -> None:
     bad = []
     for loop in (drawn(5) + drawn(8))[:60]:
@@ -92,7 +90,6 @@ def test_sixty_random_loops(nursery: Nursery) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.xfail(reason=UNEQUAL, strict=False)
 def test_three_hundred_loops(nursery: Nursery) -> None:
     """The first that fails is shrunk."""
 
