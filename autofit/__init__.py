@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autofit.controller import search
+    from autofit.analysis.ranking import best
     from autofit.plan import Plan
     from autofit.resilience import resilient
-    from autofit.results import best
-    from autofit.running import run
+    from autofit.running.run import run
+    from autofit.tuning.controller import search
 
 __version__ = "0.1.0"
 
@@ -22,10 +22,10 @@ __all__ = ["Plan", "__version__", "best", "resilient", "run", "search"]
 
 _HOMES = {
     "Plan": "autofit.plan",
-    "best": "autofit.results",
+    "best": "autofit.analysis.ranking",
     "resilient": "autofit.resilience",
-    "run": "autofit.running",
-    "search": "autofit.controller",
+    "run": "autofit.running.run",
+    "search": "autofit.tuning.controller",
 }
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.exceptions import WorkerError
-from autofit.study import versions
+from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
-from autofit.worker.guard import SLACK, who
+from autofit.worker.launch.guard import SLACK, who
 from autofit.worker.meter import build, nvml
 
 _OVERLAY = """

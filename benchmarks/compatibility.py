@@ -30,10 +30,10 @@ from typing import Any
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, Hardware
-from autofit.study import versions
+from autofit.tuning.study import versions
 from autofit.worker import meter
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,

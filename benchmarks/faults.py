@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit.exceptions import Refused
+from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.strategies.facts import Facts
-from autofit.worker.harness.caches import without_cache
-from autofit.worker.harness.facts import describe
-from autofit.worker.harness.joining import Batch, Cut, Layout, Weights
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.batch.layout import Batch, Cut, Layout, Weights
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.verification.plan_check import prove
 
 Forward = Callable[..., Any]
 MODELS = ("gpt2", "bert, classes", "t5", "vit", "attention", "masked mean", "relu net", "dropout")

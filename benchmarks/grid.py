@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from autofit.plan import Plan
-from autofit.study import versions
+from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

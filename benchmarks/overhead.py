@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autofit.study import versions
+from autofit.tuning.study import versions
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

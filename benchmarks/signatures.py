@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autofit.worker.harness.graph import Shapes
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.signature import Signatures
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.verification.call_signature import Signatures
 
 ROUNDS = 10
 

@@ -25,14 +25,14 @@ from grid import EXAMPLES, HERE, RESULTS, WORKS, Work, command_line, merged, sto
 
 from autofit import strategies
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
 from autofit.strategies import Strategy
-from autofit.study import versions
+from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, Traced, TrialReport, Verdict
-from autofit.worker.traces import Trace
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.traces import Trace
+from autofit.worker.records.trials import LaunchRequest, Script, Traced, TrialReport, Verdict
 
 UNET = Work("unet", "../tests/gpu/unet.py", ("--steps", "4000"), ())
 ALL = (*WORKS, UNET)

@@ -37,15 +37,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit import strategies
 from autofit.exceptions import Refused
+from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
-from autofit.strategies.facts import Facts
-from autofit.worker.harness.caches import without_cache
-from autofit.worker.harness.facts import describe
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.verification.plan_check import prove
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "verification.md"

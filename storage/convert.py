@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import cattrs
 
 from autofit.exceptions import StorageError, UsageError
+from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import models
 from autofit.storage.owner import Owner
@@ -26,8 +27,7 @@ from autofit.storage.records import (
     StudyRecord,
     TrialRecord,
 )
-from autofit.strategies.facts import Facts, Hardware
-from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from autofit.exceptions import UsageError
+from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage.owner import Owner
-from autofit.strategies.facts import Facts, Hardware
-from autofit.worker.records import Measurement, Script, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 ORIGIN = "AUTOFIT_ORIGIN"
 """Environment variable of a submitted job: the folder that its working directory is a copy of."""

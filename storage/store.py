@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
 from autofit.exceptions import StorageError
+from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
 from autofit.storage.models import Event, Evidence, Fitted, Held, Study, Trial
@@ -31,9 +32,8 @@ from autofit.storage.records import (
     TrialRecord,
 )
 from autofit.storage.url import default_url
-from autofit.strategies.facts import Facts, Hardware
-from autofit.worker.records import Proven, Script, TrialReport, Verdict
-from autofit.worker.traces import Trace
+from autofit.worker.records.traces import Trace
+from autofit.worker.records.trials import Proven, Script, TrialReport, Verdict
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -4,17 +4,18 @@ if __name__ == "strategies":
     raise ModuleNotFoundError("import it as autofit.strategies")
 
 from autofit.exceptions import UsageError
+from autofit.facts import Facts, Hardware, RootFacts
 from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.adapters import Adapters
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.attention import Attention
 from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
-from autofit.strategies.batch_size import BatchSize
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
 from autofit.strategies.data_loading import DataLoading
-from autofit.strategies.facts import Facts, Hardware, RootFacts
 from autofit.strategies.gradient_release import GradientRelease
+from autofit.strategies.less_data.batch_size import BatchSize
+from autofit.strategies.less_data.sequence_length import SequenceLength
 from autofit.strategies.loss import Loss
 from autofit.strategies.memory_format import MemoryFormat
 from autofit.strategies.micro_batch import MicroBatch
@@ -22,7 +23,6 @@ from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.optimizer_offload import OptimizerOffload
 from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
-from autofit.strategies.sequence_length import SequenceLength
 from autofit.strategies.weights import Weights
 from autofit.strategies.zero_grad import ZeroGrad
 

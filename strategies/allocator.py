@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from autofit.facts import Hardware
 from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Strategy
-from autofit.strategies.facts import Hardware
 
 EXPANDABLE = "expandable"
 
@@ -12,7 +12,7 @@ class Allocator(Strategy):
     """Segments that grow, so that memory freed in one size serves another.
 
     Set in the environment before the process starts: torch reads it once. What the user has set
-    there stays (``worker/environment.py`` adds to it).
+    there stays (``worker/launch/environment.py`` adds to it).
     """
 
     name = "allocator"

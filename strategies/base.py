@@ -28,7 +28,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, Protocol
 
 from autofit.exceptions import UsageError
-from autofit.strategies.facts import Facts, Hardware
+from autofit.facts import Facts, Hardware
 
 AS_IS = "as_is"
 """The name of every strategy's first level: as the script has it."""
@@ -159,7 +159,7 @@ class Deferred(ABC):
 
 
 class Process(Protocol):
-    """The process as a strategy's hook sees it; implemented by ``worker/harness/shown.py``."""
+    """The process as a strategy's hook sees it; the harness implements it."""
 
     def around_calls(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of a model, also where no plan is applied to it.
@@ -174,7 +174,7 @@ class Process(Protocol):
 class Root(Protocol):
     """The root as a strategy's hooks see it: the seams, and nothing else.
 
-    Implemented by ``worker/harness/roots.py``.
+    Implemented by ``worker/harness/session/root.py``.
     """
 
     @property
@@ -256,8 +256,8 @@ class Aside(Protocol):
 class OptimizerHandle(Protocol):
     """One optimizer of the script as a strategy's hooks see it.
 
-    Implemented by ``worker/harness/optimizers.py``. What is given to it must hold no reference to
-    the optimizer, which would otherwise never be freed.
+    Implemented by ``worker/harness/patching/optimizers.py``. What is given to it must hold no
+    reference to the optimizer, which would otherwise never be freed.
     """
 
     @property

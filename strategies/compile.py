@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from autofit.exceptions import Refused
-from autofit.strategies._blocks import repeated_blocks
-from autofit.strategies._heads import WIDE
+from autofit.facts import Facts, Hardware
 from autofit.strategies.base import (
     AS_IS,
     ByHand,
@@ -21,7 +20,8 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
-from autofit.strategies.facts import Facts, Hardware
+from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.inspection.heads import WIDE
 
 SETTINGS: dict[str, Any] = {"options": {"fallback_random": True}}
 """For ``torch.compile``. With its own random numbers Inductor would draw other masks than PyTorch:

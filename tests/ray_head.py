@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.worker.reaper import SESSION, Reaper
+from autofit.worker.launch.reaper import SESSION, Reaper
 
 _SECONDS = 60.0
 TOOLS = Path(sys.executable).parent

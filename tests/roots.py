@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from autofit.plan import Plan
-from autofit.worker.harness.elastic import OnShortage
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
-from autofit.worker.records import LaunchRequest, Proven, Script
+from autofit.worker.harness.batch.chunked_root import OnShortage
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.records.trials import LaunchRequest, Proven, Script
 
 
 def a_run(*plans: Plan, ranks: int = 1, proven: tuple[Proven, ...] = ()) -> LaunchRequest:

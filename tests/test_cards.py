@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.cards import choose
 from autofit.exceptions import UsageError
-from autofit.strategies.facts import Hardware
+from autofit.facts import Hardware
+from autofit.tuning.cards import choose
 from autofit.worker.meter import Card, Holder
 
 pytestmark = pytest.mark.quick

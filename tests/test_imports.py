@@ -18,9 +18,9 @@ AUTOFIT = Path(sys.executable).with_name("autofit")
 """The installed command."""
 
 WALLS = {
-    "strategies": ("exceptions", "units", "worker.meter.host"),
-    "worker": ("exceptions", "units", "plan", "strategies"),
-    "storage": ("exceptions", "plan", "strategies.facts", "worker.records", "worker.traces"),
+    "strategies": ("exceptions", "units", "facts", "host"),
+    "worker": ("exceptions", "units", "facts", "host", "plan", "strategies"),
+    "storage": ("exceptions", "plan", "facts", "worker.records"),
 }
 """What each house may import of the others; ``autofit/`` itself may import all."""
 

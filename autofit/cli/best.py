@@ -36,8 +36,8 @@ def command(
     form = form or _form_of(output)
     launch = some_launch(script, module)
 
-    from autofit.cli.summary import lines
-    from autofit.results import best
+    from autofit.analysis.ranking import best
+    from autofit.cli.view.summary import lines
 
     asked, ranks = (launch.script, launch.ranks) if launch else (None, None)
     result, said = best(types.url_of(storage), asked, ranks=ranks, say=say)

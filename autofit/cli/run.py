@@ -60,8 +60,8 @@ def command(
     launch = the_launch(script, module)
     given = None if plan is None else load_plan(Path(plan))
 
-    from autofit.launching.spans import differing
-    from autofit.running import run
+    from autofit.launch_lines.span import differing
+    from autofit.running.run import run
 
     for line in (*launch.lines, *(differing(launch, ranks) if ranks else ())):
         say(line)

@@ -13,7 +13,7 @@ import click
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
-    from autofit.launching import Launch
+    from autofit.launch_lines import Launch
 
 _ARGS = "autofit.script_args"
 _LINE = "autofit.line"
@@ -77,8 +77,8 @@ def script_argument(command: _F) -> _F:
 
 def some_launch(script: str | None, module: str | None) -> Launch | None:
     """Return what is asked to be started, if anything; raise ``UsageError`` if it cannot be."""
-    from autofit.launching import MODULES, REPLACED, Launch, understand
-    from autofit.worker.records import Script
+    from autofit.launch_lines import MODULES, REPLACED, Launch, understand
+    from autofit.worker.records.trials import Script
 
     args = click.get_current_context().meta[_ARGS]
     cwd = str(Path.cwd())

@@ -15,8 +15,8 @@ from autofit.cli.script import ScriptCommand, line_without, script_argument, the
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
-    from autofit.asked import SearchOptions
-    from autofit.launching import Launch
+    from autofit.launch_lines import Launch
+    from autofit.tuning.options import SearchOptions
 
 Names = frozenset[str]
 
@@ -117,9 +117,9 @@ def _options(
     if both := only & without:
         raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
 
-    from autofit.asked import SearchOptions
-    from autofit.launching.spans import span
+    from autofit.launch_lines.span import span
     from autofit.strategies import Fidelity
+    from autofit.tuning.options import SearchOptions
 
     ranks, why = span(launch, gpus, gpus_per_trial)
     other = ranks != launch.ranks  # then its launch line would start another number of them
@@ -144,15 +144,15 @@ def _submit(url: str, options: SearchOptions, as_json: bool, storage: str | None
         )
     if options.address is not None:
         raise UsageError("--submit and --address: a job finds its own cluster; drop --address")
-    from autofit import submission
+    from autofit.tuning import job
 
     _end_as_by_ctrl_c()
-    store = submission.on_the_head(storage)
+    store = job.on_the_head(storage)
     line = ["search", "--address", "auto", "--storage", store]
     line += line_without("--submit", "--storage")
-    code = submission.submit(url, line, options.script, write=write)
-    if code == 0 and storage is None and store == submission.STORE:
-        say(submission.where(store))
+    code = job.submit(url, line, options.script, write=write)
+    if code == 0 and storage is None and store == job.STORE:
+        say(job.where(store))
     return code
 
 
@@ -162,8 +162,8 @@ def _end_as_by_ctrl_c() -> None:
 
 
 def _preview(options: SearchOptions, as_json: bool) -> None:
-    from autofit.asked import dry_run
-    from autofit.cli.preview import as_document, lines
+    from autofit.cli.view.preview import as_document, lines
+    from autofit.tuning.options import dry_run
 
     preview = dry_run(options)
     if as_json:
@@ -173,10 +173,10 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
 
 
 def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
-    from autofit.cli.render import renderer
-    from autofit.cli.summary import lines
-    from autofit.controller import search
+    from autofit.cli.view.render import renderer
+    from autofit.cli.view.summary import lines
     from autofit.export import FORMATS
+    from autofit.tuning.controller import search
 
     _end_as_by_ctrl_c()
     with renderer(stderr=as_json) as listener:

@@ -11,7 +11,7 @@ import click
 from autofit.cli.out import show, write
 
 if TYPE_CHECKING:
-    from autofit.pairs import Pair
+    from autofit.space.pairs import Pair
     from autofit.strategies import Strategy
 
 NOTHING = "no memory by itself"
@@ -24,7 +24,7 @@ EVERY, SOME, NONE = "+", "~", "-"
 @click.option("--json", "as_json", is_flag=True, help="Write the catalogue, or the pairs, as JSON.")
 def command(as_pairs: bool, as_json: bool) -> None:
     """List the techniques a search may try, and what each may change."""
-    from autofit.pairs import pairs
+    from autofit.space.pairs import pairs
     from autofit.strategies import NAMES, REGISTRY
 
     if as_pairs:

@@ -14,7 +14,7 @@ from autofit.export import (
     as_trainer,
 )
 from autofit.export.load import load_plan
-from autofit.progress import Result
+from autofit.tuning.notices import Result
 
 FORMATS: Mapping[str, Callable[[Result], str]] = {
     "accelerate": as_accelerate.render,

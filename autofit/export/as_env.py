@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from autofit.progress import Result
+from autofit.tuning.notices import Result
 
 
 def render(result: Result) -> str:

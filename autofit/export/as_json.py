@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from autofit.export.document import document
-from autofit.progress import Result
+from autofit.tuning.notices import Result
 
 
 def render(result: Result) -> str:

@@ -11,8 +11,8 @@ from textwrap import dedent, indent
 
 from autofit.plan import Plan
 from autofit.printable import printable
-from autofit.progress import Result
 from autofit.strategies.base import ByHand
+from autofit.tuning.notices import Result
 from autofit.units import format_size
 
 BLOCKS = """

@@ -6,10 +6,10 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from autofit.export.head import launched_with, origin
+from autofit.export.header import launched_with, origin
 from autofit.export.load import PLAN
 from autofit.printable import printable
-from autofit.progress import Result
+from autofit.tuning.notices import Result
 
 FILE = "autofit-plan.json"
 END = "END_OF_PLAN"

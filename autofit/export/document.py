@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from autofit.export.load import PLAN
-from autofit.progress import Result
 from autofit.strategies import AS_IS
-from autofit.worker.records import Measurement, Script
+from autofit.tuning.notices import Result
+from autofit.worker.records.trials import Measurement, Script
 
 
 def document(result: Result) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from autofit.plan import Plan
-from autofit.progress import Result, StudyOpened
 from autofit.strategies import Facts, Hardware, RootFacts
-from autofit.worker.records import Measurement, Script, TrialReport, Verdict
+from autofit.tuning.notices import Result, StudyOpened
+from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 GIB = 1 << 30
 H200 = Hardware(device="cuda", name="NVIDIA H200", total_bytes=int(139.8 * GIB))

@@ -17,7 +17,7 @@ import pytest
 
 from autofit.cli import cli
 from autofit.storage import Store
-from autofit.worker.reaper import SESSION, Reaper
+from autofit.worker.launch.reaper import SESSION, Reaper
 from tests.ray_head import TOOLS, free_ports, needs_a_job_server
 
 URL = "postgresql+psycopg://autofit@10.0.0.5/autofit"

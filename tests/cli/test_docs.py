@@ -13,7 +13,7 @@ import pytest
 
 from autofit.cli import cli
 from autofit.export import FORMATS, SUFFIXES
-from autofit.progress import Result
+from autofit.tuning.notices import Result
 
 pytestmark = pytest.mark.quick
 COMMANDS = tuple(cli.lazy)

@@ -14,14 +14,14 @@ import pytest
 
 from autofit.cli import main
 from autofit.cli.search import _options
-from autofit.cli.summary import lines
+from autofit.cli.view.summary import lines
 from autofit.exceptions import UsageError
-from autofit.launching import Launch, by_accelerate, by_torchrun, understand
-from autofit.launching.lines import Line
-from autofit.launching.spans import span
-from autofit.progress import Result
-from autofit.running import as_searched
-from autofit.worker.records import Script
+from autofit.launch_lines import Launch, accelerate_line, torchrun_line, understand
+from autofit.launch_lines.line import Line
+from autofit.launch_lines.span import span
+from autofit.running.run import as_searched
+from autofit.tuning.notices import Result
+from autofit.worker.records.trials import Script
 
 CONFIG = """\
 compute_environment: LOCAL_MACHINE
@@ -66,7 +66,7 @@ def launched() -> Callable[[int | None], Launch]:
 def test_torchrun(
     line: str, ranks: int, target: str, module: bool, args: tuple[str, ...] | None
 ) -> None:
-    found = by_torchrun.read(line.split())
+    found = torchrun_line.read(line.split())
     args = ("--nproc-per-node", "4") if args is None else args
     assert (found.ranks, found.target, found.module, found.args) == (ranks, target, module, args)
     assert found.lines == ()
@@ -87,14 +87,14 @@ def test_torchrun(
 )
 def test_what_torchrun_does_and_autofit_does_not(line: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
-        by_torchrun.read(line.split())
+        torchrun_line.read(line.split())
     assert str(error.value).startswith(said)
 
 
 @pytest.mark.quick
 def test_options_of_torchrun_that_are_not_used_are_named() -> None:
     line = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --max-restarts 3 --tee 3 train.py"
-    restarts, meeting, rest = by_torchrun.read(line.split()).lines
+    restarts, meeting, rest = torchrun_line.read(line.split()).lines
     assert restarts.startswith("--max-restarts: not used, `autofit run` starts again")
     assert meeting.startswith("--rdzv-backend, --rdzv-endpoint: not used, the ranks meet")
     assert rest == "--tee: not used, autofit starts the ranks itself"
@@ -104,7 +104,7 @@ def test_options_of_torchrun_that_are_not_used_are_named() -> None:
 
 
 def accelerate(line: str) -> Line:
-    return by_accelerate.read(shlex.split(line))
+    return accelerate_line.read(shlex.split(line))
 
 
 @pytest.mark.quick

@@ -21,7 +21,7 @@ from autofit.exceptions import (
     UsageError,
     WorkerError,
 )
-from autofit.worker.records import Script
+from autofit.worker.records.trials import Script
 
 pytestmark = pytest.mark.quick
 TRACEBACK = """\

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import autofit.cli
-from autofit.cli.transcript import Transcript
+from autofit.cli.view.transcript import Transcript
 from autofit.export import FORMATS
 from autofit.plan import Plan
 from autofit.printable import printable
-from autofit.progress import Result, StudyOpened, TrialEnded
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Hardware
-from autofit.worker.records import Measurement, Script, TrialReport, Verdict
+from autofit.tuning.notices import Result, StudyOpened, TrialEnded
+from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -119,7 +119,7 @@ def test_an_edited_store_writes_nothing_but_text_to_a_terminal(store: Path) -> N
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
 def test_no_export_takes_what_loads_code(form: str, store: Path) -> None:
-    from autofit.results import best
+    from autofit.analysis.ranking import best
 
     result: Result = best(str(store / "autofit.db"))[0]
     text = FORMATS[form](result)

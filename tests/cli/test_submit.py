@@ -17,8 +17,8 @@ from autofit.exceptions import UsageError
 from autofit.storage import State, Store, script_path
 from autofit.storage.records import ORIGIN
 from autofit.storage.url import VARIABLE
-from autofit.submission import on_the_head
-from autofit.worker.records import Script
+from autofit.tuning.job import on_the_head
+from autofit.worker.records.trials import Script
 from tests.ray_head import Head
 
 SCRIPT = """

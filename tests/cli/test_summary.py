@@ -9,11 +9,11 @@ import click
 import pytest
 
 from autofit.cli import cli
-from autofit.cli.summary import SAME, lines
+from autofit.cli.view.summary import SAME, lines
 from autofit.plan import Plan
-from autofit.progress import Result
 from autofit.strategies import Fidelity
-from autofit.worker.records import Measurement, Script, Verdict
+from autofit.tuning.notices import Result
+from autofit.worker.records.trials import Measurement, Script, Verdict
 
 pytestmark = pytest.mark.quick
 MakeResult = Callable[..., Result]

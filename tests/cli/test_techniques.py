@@ -10,7 +10,7 @@ import pytest
 from autofit.cli import main
 from autofit.cli.search import FIDELITIES
 from autofit.cli.techniques import NOTHING
-from autofit.pairs import pairs
+from autofit.space.pairs import pairs
 from autofit.strategies import NAMES, REGISTRY, Fidelity, Memory
 
 pytestmark = pytest.mark.quick

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from autofit.cli.render import PlainLines
-from autofit.cli.transcript import Transcript
+from autofit.cli.view.render import PlainLines
+from autofit.cli.view.transcript import Transcript
 from autofit.plan import Plan
-from autofit.progress import (
+from autofit.strategies import Facts
+from autofit.tuning.notices import (
     FactsKnown,
     LevelsLeftOut,
     Line,
@@ -21,8 +22,7 @@ from autofit.progress import (
     TrialEnded,
     TrialStarted,
 )
-from autofit.strategies import Facts
-from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 Measured = Callable[[Plan, float, float], TrialReport]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from autofit.cli import words
+from autofit.cli.view import words
 from autofit.plan import Plan
-from autofit.progress import StudyOpened
 from autofit.strategies import Facts, RootFacts
-from autofit.worker.records import Measurement, Script, TrialReport, Verdict
+from autofit.tuning.notices import StudyOpened
+from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 MIB = 1 << 20

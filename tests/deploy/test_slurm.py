@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.worker.reaper import SESSION, Reaper, marked, processes
+from autofit.worker.launch.reaper import SESSION, Reaper, marked, processes
 from tests.ray_head import TOOLS
 
 SRUN = """\

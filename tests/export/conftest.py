@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from autofit.plan import Plan
-from autofit.progress import Result
 from autofit.strategies import Hardware
-from autofit.worker.records import Measurement, Script, Verdict
+from autofit.tuning.notices import Result
+from autofit.worker.records.trials import Measurement, Script, Verdict
 
 MakeResult = Callable[..., Result]
 

@@ -13,9 +13,9 @@ import pytest
 
 from autofit.export import FORMATS, SUFFIXES, load_plan
 from autofit.plan import Plan
-from autofit.progress import Result
 from autofit.strategies import NAMES
-from autofit.worker.records import Verdict
+from autofit.tuning.notices import Result
+from autofit.worker.records.trials import Verdict
 
 pytestmark = pytest.mark.quick
 MakeResult = Callable[..., Result]

@@ -13,11 +13,11 @@ import pytest
 
 from autofit import strategies
 from autofit.export import FORMATS
-from autofit.launching import by_accelerate
+from autofit.launch_lines import accelerate_line
 from autofit.plan import Plan
-from autofit.progress import Result
 from autofit.strategies import AS_IS, NAMES, Hardware
-from autofit.worker.records import Script
+from autofit.tuning.notices import Result
+from autofit.worker.records.trials import Script
 
 MakeResult = Callable[..., Result]
 
@@ -70,7 +70,7 @@ def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_pat
     plan = Plan.of({"precision": "bf16", "compile": "regional", "micro_batch": "8"})
     file = tmp_path / "config.yaml"
     file.write_text(FORMATS["accelerate"](make_result(plan, ranks=2)))
-    found = by_accelerate.read(["--config_file", str(file), "train.py"])
+    found = accelerate_line.read(["--config_file", str(file), "train.py"])
     assert found.ranks == 2
     assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     text = file.read_text()
@@ -82,14 +82,14 @@ def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_pat
 
 @pytest.mark.quick
 def test_fsdp_of_the_launch_line_comes_back(make_result: MakeResult, tmp_path: Path) -> None:
-    before = by_accelerate.read(FSDP.split())
+    before = accelerate_line.read(FSDP.split())
     script = Script(
         target="train.py", cwd="/project", environment=tuple(sorted(before.environment.items()))
     )
     plan = Plan.of({"checkpointing": "all"})
     file = tmp_path / "config.yaml"
     file.write_text(FORMATS["accelerate"](make_result(plan, ranks=2, script=script)))
-    after = by_accelerate.read(["--config_file", str(file), "train.py"])
+    after = accelerate_line.read(["--config_file", str(file), "train.py"])
     changed = dict(before.environment) | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     assert dict(after.environment) == changed
     assert "no setting" not in file.read_text()

@@ -13,9 +13,9 @@ from torch import nn
 
 from autofit.export import FORMATS
 from autofit.plan import Plan
-from autofit.progress import Result
 from autofit.strategies import AS_IS, REGISTRY, Fidelity
-from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.tuning.notices import Result
 from tests.strategies.models import Parts
 
 pytestmark = pytest.mark.quick

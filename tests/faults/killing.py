@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
-from autofit.worker.records import Verdict
+from autofit.worker.records.trials import Verdict
 
 SCRIPT = """\
 import torch

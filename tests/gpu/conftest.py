@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from autofit.worker import meter
-from autofit.worker.harness.seams import Calls
+from autofit.worker.harness.patching.observers import Calls
 
 HOG = """
 import sys, time, torch

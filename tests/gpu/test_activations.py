@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from autofit.plan import Plan
-from autofit.space import clash
-from autofit.strategies import Facts, Fidelity, _offload
-from autofit.worker import oom
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.space.catalogue import clash
+from autofit.strategies import Facts, Fidelity
+from autofit.strategies.activation_offload import saved_tensors
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.oom.classifier import Kind, classify
 from tests.roots import Bystander
 
 pytestmark = pytest.mark.gpu
@@ -143,7 +144,7 @@ def test_copies_keep_apart_from_what_is_computed_meanwhile(
     calls: Calls, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small tensors travel too, memory is used again at once, backward is on another stream."""
-    monkeypatch.setattr(_offload, "SMALL", 1)
+    monkeypatch.setattr(saved_tensors, "SMALL", 1)
     module = Decoder(0.1).cuda()
     held = root_of(module, calls)
     plain = gradients(module, held, x)
@@ -221,7 +222,7 @@ def test_memory_that_runs_out_in_backward_is_split(calls: Calls) -> None:
     module, sizes = Decoder().cuda(), []
 
     def short(error: BaseException, phase: str, size: int) -> bool:
-        assert oom.classify(error).kind is oom.Kind.OOM
+        assert classify(error).kind is Kind.OOM
         sizes.append(size)
         return True
 

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import _managed
-from autofit.strategies._fused import ADAGRAD_ON_CUDA
+from autofit.strategies.optimizer import managed
+from autofit.strategies.optimizer.fused import ADAGRAD_ON_CUDA
 from autofit.worker.meter.cuda import CudaMeter
 from tests.strategies.optimizers import Under, owned, same
 
@@ -38,7 +38,7 @@ def under() -> Iterator[Under]:
     with owned() as owner:
         yield owner
     gc.collect()
-    assert _managed.held() == 0
+    assert managed.held() == 0
 
 
 def model(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -81,17 +81,17 @@ def test_paged_state_is_the_same_training(under: Under, kind: str, dtype: torch.
     under.plan = PAGED
     optimizer = OPTIMIZERS[kind](paged)
     train(paged, optimizer, steps=5)
-    large = [p for p in paged.parameters() if p.numel() >= _managed.LARGE]
+    large = [p for p in paged.parameters() if p.numel() >= managed.LARGE]
     assert len(large) == 2
-    assert _managed.held() == sum(size_of(optimizer, parameter) for parameter in large)
+    assert managed.held() == sum(size_of(optimizer, parameter) for parameter in large)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(checkpoint)  # into memory of torch's, from where it moves again
     train(paged, optimizer, start=5, steps=3)
-    assert _managed.held() == sum(size_of(optimizer, parameter) for parameter in large)
+    assert managed.held() == sum(size_of(optimizer, parameter) for parameter in large)
     under.plan = FUSED
     train(paged, optimizer, start=8, steps=2)
     gc.collect()
-    assert _managed.held() == 0, "taken back"
+    assert managed.held() == 0, "taken back"
     assert torch.equal(weights(paged), weights(plain))
     assert same(optimizer.state_dict(), expected.state_dict(), 0.0)
 
@@ -111,7 +111,7 @@ def test_paged_codes_are_the_same_training(under: Under) -> None:
     under.plan = PAGED_EIGHT_BIT
     optimizer = AdamW(paged.parameters(), lr=1e-3)
     train(paged, optimizer)
-    assert _managed.held() == 2 * 2 * WIDTH**2, "two codes for each of two layers' weights"
+    assert managed.held() == 2 * 2 * WIDTH**2, "two codes for each of two layers' weights"
     assert torch.equal(weights(paged), weights(plain))
     assert same(optimizer.state_dict(), expected.state_dict(), 0.0)
 
@@ -146,7 +146,7 @@ def test_the_meter_counts_managed_memory(under: Under) -> None:
     torch.cuda.synchronize()
     gauge.sample()
     state = 2 * 2 * 4 * 8192**2
-    assert _managed.held() == state
+    assert managed.held() == state
     assert torch.cuda.memory_allocated() - held < 2 * MIB
     assert state - 32 * MIB < gauge.context - before < state + 128 * MIB  # the process has others
     assert gauge.peak().device >= torch.cuda.max_memory_reserved() + state
@@ -170,7 +170,7 @@ def test_what_would_not_fit_is_never_asked_for(under: Under) -> None:
     with pytest.raises(Refused, match=r"takes 1\.0 GiB of managed memory, the card has"):
         optimizer.step()
     assert weights(net).sum() == before
-    assert _managed.held() == 0
+    assert managed.held() == 0
     del full
     torch.cuda.empty_cache()
 

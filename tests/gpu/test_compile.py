@@ -10,14 +10,14 @@ from torch import nn
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity
-from autofit.worker import oom
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.launch.launcher import launch
+from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 from tests.roots import Bystander
 
 pytestmark = pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_a_shortage_in_compiled_code_is_one_and_the_step_goes_on_smaller(calls: 
     module, sizes = Decoder().cuda(), []
 
     def short(error: BaseException, phase: str, size: int) -> bool:
-        assert oom.classify(error).kind is oom.Kind.OOM
+        assert classify(error).kind is Kind.OOM
         sizes.append(size)
         return True
 

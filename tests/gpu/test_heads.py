@@ -12,10 +12,10 @@ from torch import nn
 
 from autofit.plan import Plan
 from autofit.strategies import get
-from autofit.strategies._kernels import _Seen
+from autofit.strategies.attention.kernels import _Seen
 from autofit.worker import meter
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Bystander
 
 pytestmark = pytest.mark.gpu

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from autofit.plan import Plan
-from autofit.strategies import _optimizer_offload
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls
+from autofit.strategies.optimizer_offload import host_steps
+from autofit.worker.harness.patching.observers import Calls
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.strategies.optimizers import Under, owned, same, saved
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ class Trained:
 def test_it_is_the_same_training(
     under: Under, kind: str, fused: str, levels: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_optimizer_offload, "PIECE", 300_000)
+    monkeypatch.setattr(host_steps, "PIECE", 300_000)
     plain = Trained(under, {}, kind).train()
     plain.end()
     changed = Trained(under, levels | {"optimizer": fused}, kind).train()

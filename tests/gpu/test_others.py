@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from autofit import study
-from autofit.asked import SearchOptions
-from autofit.crew import Crew
+from autofit.tuning import study
+from autofit.tuning.local_slots import Crew
+from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
-from autofit.worker.records import Script
+from autofit.worker.records.trials import Script
 
 pytestmark = pytest.mark.gpu
 

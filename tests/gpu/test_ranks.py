@@ -12,8 +12,8 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchRequest,
     Script,

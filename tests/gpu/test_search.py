@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from autofit.asked import SearchOptions
-from autofit.controller import search
-from autofit.progress import Notice, StudyOpened, TrialStarted
+from autofit.tuning.controller import search
+from autofit.tuning.notices import Notice, StudyOpened, TrialStarted
+from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
-from autofit.worker.records import Script
+from autofit.worker.records.trials import Script
 
 pytestmark = pytest.mark.gpu
 

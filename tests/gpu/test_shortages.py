@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker import guard as guards
 from autofit.worker import meter
-from autofit.worker.guard import Guard
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.worker.launch import guard as guards
+from autofit.worker.launch.guard import Guard
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchRequest,
     Learned,

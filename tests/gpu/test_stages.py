@@ -13,9 +13,9 @@ from torch import nn
 
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.plan_check import prove
 from tests.gpu.unet import UNet
 from tests.roots import Bystander
 

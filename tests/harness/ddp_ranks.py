@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
-from autofit.worker.records import Event, LaunchRequest, Script, Shortage
+from autofit.worker.harness.session.real_run import RealRun
+from autofit.worker.records.trials import Event, LaunchRequest, Script, Shortage
 
 STEPS = 10
 SAMPLES = 12

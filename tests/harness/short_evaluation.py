@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
-from autofit.worker.records import LaunchRequest, OutOfMemory, Script
+from autofit.worker.harness.session.real_run import RealRun
+from autofit.worker.records.trials import LaunchRequest, OutOfMemory, Script
 
 BATCH, WIDTH, WIDER = 256, 64, 1024
 ROOM = 1024 * 1024

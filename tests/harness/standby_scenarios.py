@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
-from autofit.worker.records import Event, LaunchRequest, Script, Shortage
+from autofit.worker.harness.session.real_run import RealRun
+from autofit.worker.records.trials import Event, LaunchRequest, Script, Shortage
 
 STEPS = 5
 SHORT_FROM = 2

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.awaited import Awaited, PutOff
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.batch.lazy_output import Awaited, PutOff
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Notes
 
 pytestmark = pytest.mark.quick

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
-from autofit.worker.harness.trace import Tracer
+from autofit.worker.harness.measurement.tracer import Tracer
+from autofit.worker.harness.session.real_run import RealRun
 from tests.roots import Rooted, a_run
 
 pytestmark = pytest.mark.quick

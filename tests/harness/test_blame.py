@@ -16,11 +16,14 @@ from torch import nn
 from autofit import strategies
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import REGISTRY, Facts, _pending, _tf32, get
-from autofit.worker.harness import elastic, probe
-from autofit.worker.harness.blame import blamed, fault_of, raised_by_script
-from autofit.worker.harness.facts import describe
-from autofit.worker.harness.proof import prove
+from autofit.strategies import REGISTRY, Facts, get
+from autofit.strategies.inspection import tf32
+from autofit.strategies.loss import lazy_logits
+from autofit.worker.harness.batch import chunked_root
+from autofit.worker.harness.process.error_source import blamed, fault_of, raised_by_script
+from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.harness.verification import split_check
+from autofit.worker.harness.verification.plan_check import prove
 from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
@@ -67,12 +70,12 @@ def test_a_strategy_that_is_not_in_the_plan_is_not_blamed(
 )
 def test_what_only_one_strategy_imports_is_its_own(names: list[str], culprit: str | None) -> None:
     """Most of the code of a strategy is in modules beside the one that describes it."""
-    error = raised(("__main__", USER), of(_pending), ("torch.nn", torch.nn.__file__))
+    error = raised(("__main__", USER), of(lazy_logits), ("torch.nn", torch.nn.__file__))
     assert blamed(error, plan(*names)) == culprit
 
 
 def test_a_part_of_the_batch_that_a_model_does_not_take() -> None:
-    error = raised(("__main__", USER), of(elastic), ("model", "/home/user/model.py"))
+    error = raised(("__main__", USER), of(chunked_root), ("model", "/home/user/model.py"))
     assert blamed(error, Plan.of({"micro_batch": "4", "precision": "bf16"})) == "micro_batch"
     assert not raised_by_script(error)
 
@@ -94,12 +97,12 @@ def test_an_operation_that_takes_one_type_alone_is_not_the_checkpointings() -> N
         ([("__main__", USER)], True),
         ([("__main__", USER), of(json), ("__main__", USER)], True),
         ([("__main__", USER), ("model", "/home/user/model.py")], False),
-        ([("__main__", USER), of(probe), ("__main__", USER)], True),
-        ([("__main__", USER), of(probe)], False),
+        ([("__main__", USER), of(split_check), ("__main__", USER)], True),
+        ([("__main__", USER), of(split_check)], False),
         ([("__main__", USER), of(torch)], False),
         ([("__main__", USER), ("trainer", f"{sysconfig.get_path('purelib')}/train.py")], False),
-        ([("__main__", USER), of(_tf32), ("__main__", USER)], False),
-        ([("__main__", USER), of(_pending)], False),
+        ([("__main__", USER), of(tf32), ("__main__", USER)], False),
+        ([("__main__", USER), of(lazy_logits)], False),
     ],
 )
 def test_the_scripts_own_line(through: list[tuple[str, str]], own: bool) -> None:

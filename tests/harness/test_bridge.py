@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
+from autofit.worker.harness.session.real_run import RealRun
 from tests.roots import Notes, a_run
 
 pytestmark = pytest.mark.quick

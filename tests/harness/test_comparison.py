@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autofit.worker.harness import comparison
-from autofit.worker.harness.comparison import close
-from autofit.worker.harness.digest import pattern
+from autofit.worker.harness.verification import split_rules
+from autofit.worker.harness.verification.gradient_digest import pattern
+from autofit.worker.harness.verification.split_rules import close
 
 pytestmark = pytest.mark.quick
 
@@ -53,7 +53,7 @@ def test_no_two_rows_of_a_pattern_are_alike(dim: int) -> None:
 
 
 def test_outputs_are_compared_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "PIECE", 1000)
+    monkeypatch.setattr(split_rules, "PIECE", 1000)
     other = LOGITS.clone()
     other[3, 15, 99] += 1e-3
     same = LOGITS.clone()

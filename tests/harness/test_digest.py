@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.worker.harness.digest import (
+from autofit.worker.harness.verification.fixed_draws import fixed_draws
+from autofit.worker.harness.verification.gradient_digest import (
     BUCKETS,
     Digest,
     coefficients,
@@ -14,7 +15,6 @@ from autofit.worker.harness.digest import (
     fold,
     largest_factor,
 )
-from autofit.worker.harness.fixed_draws import fixed_draws
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
 
 pytestmark = pytest.mark.quick
 

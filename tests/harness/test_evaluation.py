@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.eager import LossScale
-from autofit.worker.harness.random_state import Ambient
-from autofit.worker.harness.real import RealRun
+from autofit.worker.harness.batch.loss_scale import LossScale
+from autofit.worker.harness.session.real_run import RealRun
+from autofit.worker.harness.torch_state.rng import Ambient
 from tests.roots import Notes, a_run
 
 pytestmark = pytest.mark.quick

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.analysis.pruning import UNALLOCATED
+from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.rules import UNALLOCATED
-from autofit.strategies.facts import Facts
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
-from autofit.worker.harness.stage import Refusals, Stage, Step, tighter
-from autofit.worker.launcher import launch
+from autofit.worker.harness.measurement.window import Refusals, Stage, Step, tighter
+from autofit.worker.harness.session.real_run import RealRun
+from autofit.worker.launch.launcher import launch
 from autofit.worker.meter import Peak
-from autofit.worker.records import (
+from autofit.worker.records.trials import (
     LaunchRequest,
     OutOfMemory,
     Pressed,

@@ -15,7 +15,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.real import RealRun
+from autofit.worker.harness.session.real_run import RealRun
 from tests.harness import hf_loops
 from tests.roots import a_run
 

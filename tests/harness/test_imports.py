@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.worker.harness.imports import after_import
+from autofit.worker.harness.process.import_hooks import after_import
 
 pytestmark = pytest.mark.quick
 

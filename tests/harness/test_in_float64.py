@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autofit.worker.harness.in_float64 import in_float64, widened_batch
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.probe import preserved
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.verification.float64 import in_float64, widened_batch
+from autofit.worker.harness.verification.split_check import preserved
 
 pytestmark = pytest.mark.quick
 

@@ -12,11 +12,11 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker.harness.facts import describe
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.probe import find_layout
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.harness.verification.split_check import find_layout
 from tests.roots import Notes, Rooted
 from tests.strategies.sessions import under
 

@@ -17,13 +17,13 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker.harness.joining import Batch, Rule
-from autofit.worker.harness.known import Known
-from autofit.worker.harness.proof import is_known, prove, remember
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Proven, Script, TrialReport, Verdict
+from autofit.worker.harness.batch.layout import Batch, Rule
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.plan_check import is_known, prove, remember
+from autofit.worker.harness.verification.proof_cache import Known
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Proven, Script, TrialReport, Verdict
 from tests.roots import Bystander, Notes
 
 pytestmark = pytest.mark.quick

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchEvent,
     LaunchRequest,
     Learned,

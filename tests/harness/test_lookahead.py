@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autofit.worker.harness.lookahead import AHEAD, GLANCE, KEPT, SameBatches
+from autofit.worker.harness.measurement.same_batches import AHEAD, GLANCE, KEPT, SameBatches
 
 pytestmark = pytest.mark.quick
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from autofit.exceptions import Refused
+from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.strategies.facts import Facts
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.plan_check import prove
 
 pytestmark = pytest.mark.quick
 

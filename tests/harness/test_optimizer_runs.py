@@ -164,8 +164,8 @@ def test_another_algorithm_goes_on_from_its_own_checkpoint(runs: Runs, level: st
 def test_eight_bits_lower_the_state_on_a_gpu(tmp_path: Path) -> None:
     """8 bytes a parameter become 2 and a little, and saving takes none on the device."""
     from autofit.plan import Plan
-    from autofit.worker.harness.optimizers import Optimizers
-    from autofit.worker.harness.seams import Seams
+    from autofit.worker.harness.patching.observers import Seams
+    from autofit.worker.harness.patching.optimizers import Optimizers
 
     class Nobody:
         def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.joining import Batch, Rule
-from autofit.worker.harness.probe import find_layout
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.batch.layout import Batch, Rule
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.split_check import find_layout
 from tests.roots import Notes
 
 pytestmark = pytest.mark.quick

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
-from autofit.running import run
-from autofit.worker.child import Child, python
-from autofit.worker.environment import SAME, TRACKERS_OFF, child_environment
-from autofit.worker.launcher import HARNESS
-from autofit.worker.records import ChildSpec, LaunchRequest, Script
+from autofit.running.run import run
+from autofit.worker.launch.child import Child, python
+from autofit.worker.launch.environment import SAME, TRACKERS_OFF, child_environment
+from autofit.worker.launch.launcher import HARNESS
+from autofit.worker.records.trials import ChildSpec, LaunchRequest, Script
 
 PLAN = Plan.of({"micro_batch": "2"})
 BUDGET = 1 << 30

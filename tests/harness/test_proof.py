@@ -15,12 +15,12 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker.harness.facts import describe
-from autofit.worker.harness.proof import is_known, prove, remember
-from autofit.worker.harness.roots import HarnessRoot, Sensitivity
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
-from autofit.worker.tolerances import TOLERANCES
+from autofit.worker.harness.session.root import HarnessRoot, Sensitivity
+from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.harness.verification.plan_check import is_known, prove, remember
+from autofit.worker.harness.verification.tolerances import TOLERANCES
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 from tests.roots import Notes, Rooted
 
 pytestmark = pytest.mark.quick

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker.launcher import launch
+from autofit.worker.launch.launcher import launch
 from autofit.worker.meter import build
-from autofit.worker.records import (
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,

@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.exceptions import Refused
+from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.strategies.facts import Facts
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.probe import find_layout, preserved
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.reachable_state import Snapshot, changes
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.torch_state.reachable_state import Snapshot, changes
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.harness.verification.split_check import find_layout, preserved
 from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick

@@ -11,12 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from autofit.drift import compare
+from autofit.equivalence.compare import compare
 from autofit.plan import Plan
 from autofit.strategies import Fidelity, get
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Learned, Script, Traced, TrialReport, Verdict
-from autofit.worker.traces import Trace
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.traces import Trace
+from autofit.worker.records.trials import (
+    LaunchRequest,
+    Learned,
+    Script,
+    Traced,
+    TrialReport,
+    Verdict,
+)
 
 pytestmark = pytest.mark.full
 

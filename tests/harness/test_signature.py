@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.signature import Signatures
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.verification.call_signature import Signatures
 
 pytestmark = pytest.mark.quick
 

@@ -11,12 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.sketches import pairs, total
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
-from autofit.worker.harness.shown import show
-from autofit.worker.harness.sketch import BUCKETS, MOST_SUMS, PIECE, Sketcher, pack, shape_of
-from autofit.worker.harness.trace import CHECKED, Tracer
+from autofit.equivalence.norms import pairs, total
+from autofit.worker.harness.measurement.fingerprint import (
+    BUCKETS,
+    MOST_SUMS,
+    PIECE,
+    Sketcher,
+    pack,
+    shape_of,
+)
+from autofit.worker.harness.measurement.tracer import CHECKED, Tracer
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.weight_views import show
+from autofit.worker.harness.session.root import HarnessRoot
 
 pytestmark = pytest.mark.quick
 

@@ -11,14 +11,14 @@ import torch
 import transformers
 from torch import nn
 
+from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.strategies.facts import Facts
-from autofit.worker.harness.caches import without_cache
-from autofit.worker.harness.joining import Batch
-from autofit.worker.harness.probe import find_layout
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.harness.verification.split_check import find_layout
 
 Arguments = dict[str, Any]
 WORDS, SAMPLES, LENGTH = 31, 8, 9

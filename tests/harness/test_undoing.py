@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autofit.plan import Plan
-from autofit.worker.harness.stage import Stage
-from autofit.worker.harness.undoing import NotTakenBack, take_back
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.worker.harness.measurement.window import Stage
+from autofit.worker.harness.torch_state.undo import NotTakenBack, take_back
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchRequest,
     Measurement,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
 from autofit.strategies import AS_IS
 from tests.loops.recipe import CHOICES, Recipe
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from autofit.evidence.verify import STEPS
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.verifying import STEPS
 from autofit.worker import meter
-from autofit.worker.records import (
+from autofit.worker.records.trials import (
     Agreed,
     Agreeing,
     Answer,
@@ -203,7 +203,9 @@ def _become(job: Job, pipe: Connection) -> NoReturn:
 
 
 def _plain(job: Job) -> Ended:
-    program, script = _loaded()
+    from autofit.worker.harness.process import program
+
+    script = _script()
     program.become(loaded := program.load(script), script)
     ended = Ended()
     try:
@@ -213,17 +215,16 @@ def _plain(job: Job) -> Ended:
     return _read(ended, loaded.main.__dict__)
 
 
-def _loaded() -> tuple[Any, Script]:
-    from autofit.worker.harness import program
-
-    return program, Script(target="loop.py", cwd=os.getcwd())
+def _script() -> Script:
+    return Script(target="loop.py", cwd=os.getcwd())
 
 
 def _harnessed(job: Job) -> Ended:
     """Lead the script through a trial or a real run, as ``worker.harness.__main__`` does."""
-    from autofit.worker.harness.conduct import Conduct
+    from autofit.worker.harness.process import program
+    from autofit.worker.harness.process.lifecycle import Conduct
 
-    program, script = _loaded()
+    script = _script()
     request = LaunchRequest(
         script=script,
         plans=(job.plan, Plan()) if job.mode == "run" else (job.plan,),

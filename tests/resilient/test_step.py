@@ -13,7 +13,7 @@ from torch.nn import functional
 import autofit
 from autofit.exceptions import CannotRetry, UsageError
 from autofit.resilience import Retry
-from autofit.resilience.limits import Limit
+from autofit.resilience.part_limit import Limit
 
 pytestmark = pytest.mark.quick
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 
 SCRIPT = """
 import torch

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofit.worker.meter import host
+from autofit import host
 from tests.told import beside_the_check, ours
 
 CAP = ("--memory", "32MiB")

@@ -13,8 +13,8 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Measurement, Script, TrialReport
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Measurement, Script, TrialReport
 
 TINY = """\
 import argparse
@@ -126,7 +126,7 @@ def ray_host() -> Iterator[None]:
     """A Ray in which several searches of this process are guests: each is seconds shorter."""
     import ray
 
-    from autofit.worker.ray_session import RaySession
+    from autofit.worker.cluster.local_ray import RaySession
 
     init: Callable[..., object] = ray.init
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from autofit.asked import SearchOptions
-from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.proposing import Proposer
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Facts, Fidelity, Hardware
-from autofit.worker.records import Script, TrialReport, Verdict
+from autofit.tuning.history import Ledger
+from autofit.tuning.options import SearchOptions
+from autofit.tuning.proposals import Proposer
+from autofit.worker.records.trials import Script, TrialReport, Verdict
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from autofit import choice
-from autofit.asked import SearchOptions
-from autofit.controller import search
-from autofit.progress import Line, Notice, TrialStarted
+from autofit.analysis import acquisition
 from autofit.storage import Purpose, State, Store, TrialRecord
-from autofit.worker.records import Script, Verdict
+from autofit.tuning.controller import search
+from autofit.tuning.notices import Line, Notice, TrialStarted
+from autofit.tuning.options import SearchOptions
+from autofit.worker.records.trials import Script, Verdict
 from tests.search.finished import SLOW, check_nothing_lost, finished
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
@@ -90,7 +90,7 @@ def test_a_search_uses_every_node(
     trials: Trials,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choice, "GAIN", -1.0)  # whatever is not dominated is measured
+    monkeypatch.setattr(acquisition, "GAIN", -1.0)  # whatever is not dominated is measured
     path = script("    optimizer.step()\n", SLOW)
     heard: list[Notice] = []
     options = SearchOptions(

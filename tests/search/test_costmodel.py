@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autofit.costmodel import CostModel
+from autofit.analysis.cost_model import CostModel
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts
 

@@ -14,16 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from autofit.analysis.pruning import culprit
 from autofit.cli import main
-from autofit.drift import compare, strays
+from autofit.equivalence.compare import compare, strays
 from autofit.plan import Plan
-from autofit.reference import NOTHING_EXACT, Reference, leading
-from autofit.rules import culprit
 from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import Facts, Fidelity, RootFacts
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Measurement, Script, Traced, TrialReport, Verdict
-from autofit.worker.traces import Trace, TracedStep
+from autofit.tuning.reference import NOTHING_EXACT, Reference, leading
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.traces import Trace, TracedStep
+from autofit.worker.records.trials import (
+    LaunchRequest,
+    Measurement,
+    Script,
+    Traced,
+    TrialReport,
+    Verdict,
+)
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 Write = Callable[..., Path]

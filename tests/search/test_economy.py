@@ -18,17 +18,17 @@ from datetime import UTC, datetime
 import optuna
 import pytest
 
-from autofit.choice import Situation, choose
+from autofit.analysis.acquisition import Situation, choose
+from autofit.analysis.pruning import dominated, waits
 from autofit.plan import Plan
-from autofit.proposing import within_reach
-from autofit.reference import leading
-from autofit.rules import dominated, waits
-from autofit.space import space
+from autofit.space.catalogue import space
 from autofit.storage import Owner, Purpose, State, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, RootFacts
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.harness.ramp import ramp
-from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from autofit.tuning.proposals import within_reach
+from autofit.tuning.reference import leading
+from autofit.worker.harness.measurement.size_search import ramp
+from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

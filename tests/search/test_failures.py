@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from autofit import endings
 from autofit.cli import main
 from autofit.plan import Plan
 from autofit.storage import State, Store, StudyRecord, TrialRecord
-from autofit.worker.records import OutOfMemory, TrialReport, Verdict
+from autofit.tuning import messages
+from autofit.worker.records.trials import OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_host")
 
@@ -212,7 +212,7 @@ def test_three_steps_are_enough(script: Write, trials: Trials) -> None:
 def test_a_script_that_hangs(
     script: Write, trials: Trials, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autofit.controller.PLAN_SECONDS", 8.0)
+    monkeypatch.setattr("autofit.tuning.controller.PLAN_SECONDS", 8.0)
     folder = script(STEP, STEP + "    __import__('time').sleep(1000)\n").parent
     assert main(["search", "train.py"]) == 1
     fails_with(capsys, "train.py: not done within 8 s")
@@ -268,7 +268,7 @@ def test_a_model_that_was_never_called(phase: str, line: str) -> None:
     report = TrialReport(
         index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY, reason="8 bytes", out_of_memory=short
     )
-    assert endings.model_too_large(report, 1 << 30).startswith(line)
+    assert messages.model_too_large(report, 1 << 30).startswith(line)
 
 
 @pytest.mark.quick

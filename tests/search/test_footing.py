@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from autofit.footing import NAMES, Footing, following, footings
-from autofit.ledger import Ledger
+from autofit.analysis.feasibility import NAMES, Footing, following, footings
 from autofit.plan import Plan
-from autofit.space import space
+from autofit.space.catalogue import space
 from autofit.storage import State, Store, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.tuning.history import Ledger
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchRequest,
     Learned,
     Measurement,

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from autofit.confirming import FINALISTS, Confirming
-from autofit.endings import did_not_hold
+from autofit.analysis.pruning import most
+from autofit.analysis.ranking import kept, result_of
 from autofit.exceptions import NothingFits
-from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.progress import Line, Notice, TrialEnded
-from autofit.proposing import Proposer
-from autofit.results import kept, result_of
-from autofit.rules import most
 from autofit.storage import Owner, Purpose, Store
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from autofit.tuning.confirmation import FINALISTS, Confirming
+from autofit.tuning.history import Ledger
+from autofit.tuning.messages import did_not_hold
+from autofit.tuning.notices import Line, Notice, TrialEnded
+from autofit.tuning.proposals import Proposer
+from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.search.simulated import GIB, opened
 
 pytestmark = pytest.mark.quick

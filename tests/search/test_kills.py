@@ -19,15 +19,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autofit.asked import SearchOptions
 from autofit.cli import main
-from autofit.controller import search
 from autofit.plan import Plan
-from autofit.progress import Line, Notice, Remeasuring, SizeMeasured, TrialStarted
 from autofit.storage import Purpose, State, Store, TrialRecord
-from autofit.worker.launcher import HARNESS
-from autofit.worker.reaper import SESSION
-from autofit.worker.records import Script, Verdict
+from autofit.tuning.controller import search
+from autofit.tuning.notices import Line, Notice, Remeasuring, SizeMeasured, TrialStarted
+from autofit.tuning.options import SearchOptions
+from autofit.worker.launch.launcher import HARNESS
+from autofit.worker.launch.reaper import SESSION
+from autofit.worker.records.trials import Script, Verdict
 from tests.search.finished import SLOW, Trials, check_nothing_lost, finished
 
 GONE_WITHIN = 10.0

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autofit.ledger import Ledger
 from autofit.plan import Plan
 from autofit.storage import Store
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from autofit.tuning.history import Ledger
+from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.search.simulated import GIB, MIB, OOM, opened, searched
 
 pytestmark = pytest.mark.quick

@@ -9,12 +9,12 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.choice import Situation
-from autofit.mirror import CHOICES, MEMORY, OURS, Mirror
+from autofit.analysis.acquisition import Situation
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
-from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.tuning.optuna_study import CHOICES, MEMORY, OURS, Mirror
+from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

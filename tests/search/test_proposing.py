@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from autofit.asked import SearchOptions
-from autofit.endings import hardly_fits
-from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.progress import LevelsLeftOut, Line, Notice
-from autofit.proposing import Proposer
-from autofit.reference import PARTS
 from autofit.storage import Owner, Purpose, Store, StudyKey, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.tuning.history import Ledger
+from autofit.tuning.messages import hardly_fits
+from autofit.tuning.notices import LevelsLeftOut, Line, Notice
+from autofit.tuning.options import SearchOptions
+from autofit.tuning.proposals import Proposer
+from autofit.tuning.reference import PARTS
+from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

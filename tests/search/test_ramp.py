@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from autofit.worker.harness.ramp import Ask, enough, ramp
-from autofit.worker.records import Measurement
+from autofit.worker.harness.measurement.size_search import Ask, enough, ramp
+from autofit.worker.records.trials import Measurement
 
 pytestmark = pytest.mark.quick
 

@@ -13,9 +13,9 @@ import torch
 
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
-from autofit.worker.launcher import launch
+from autofit.worker.launch.launcher import launch
 from autofit.worker.meter import build
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = [
     pytest.mark.full,

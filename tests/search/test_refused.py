@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from autofit.ledger import Ledger
 from autofit.plan import Plan
-from autofit.proposing import Proposer
 from autofit.storage import Store
 from autofit.strategies import AS_IS, NAMES, Facts, Fidelity, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from autofit.tuning.history import Ledger
+from autofit.tuning.proposals import Proposer
+from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.search.simulated import GIB, H200, OOM, opened, searched
 
 pytestmark = pytest.mark.quick

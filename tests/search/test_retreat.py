@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 
 from autofit import strategies
-from autofit.advice import advice, where
+from autofit.analysis.fallback import Ground, next_rung, rungs_below
 from autofit.plan import Plan
-from autofit.retreat import Ground, next_rung, rungs_below
-from autofit.space import clash
+from autofit.running.advice import advice, where
+from autofit.space.catalogue import clash
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, Memory, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

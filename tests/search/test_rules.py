@@ -9,17 +9,26 @@ from dataclasses import replace
 import pytest
 
 from autofit import strategies
+from autofit.analysis.pruning import (
+    closest,
+    culprit,
+    dominated,
+    judged,
+    most,
+    refused,
+    tainted,
+    within,
+)
+from autofit.analysis.ranking import overtaken, rivals, standing, winning
 from autofit.exceptions import UsageError
-from autofit.flight import Flight
-from autofit.ladder import leaner
 from autofit.plan import Plan
-from autofit.proposing import within_reach
-from autofit.results import overtaken, rivals, standing, winning
-from autofit.rules import closest, culprit, dominated, judged, most, refused, tainted, within
-from autofit.space import Space, order_of_retreat, space
+from autofit.space.catalogue import Space, order_of_retreat, space
+from autofit.space.order import leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.tuning.launches import Flight
+from autofit.tuning.proposals import within_reach
+from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

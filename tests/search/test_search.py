@@ -15,7 +15,7 @@ import pytest
 from autofit.cli import main
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, TrialRecord
-from autofit.worker.records import Verdict
+from autofit.worker.records.trials import Verdict
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Trials = Callable[..., tuple[TrialRecord, ...]]
@@ -145,7 +145,7 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(
     script: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = script().parent
-    monkeypatch.setattr("autofit.crew.Pool", None)
+    monkeypatch.setattr("autofit.tuning.local_slots.Pool", None)
     assert main(["search", "train.py", "--dry-run"]) == 0
     assert "  0  as it is\n" in capsys.readouterr().out
     assert main(["search", "train.py", "--dry-run", "--json", "--only", "precision"]) == 0

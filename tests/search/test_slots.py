@@ -11,12 +11,13 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autofit import choice, crew, results
-from autofit.asked import SearchOptions
-from autofit.controller import search
+from autofit.analysis import acquisition, ranking
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
-from autofit.progress import (
+from autofit.storage import Purpose, State, Store
+from autofit.tuning import local_slots
+from autofit.tuning.controller import search
+from autofit.tuning.notices import (
     Notice,
     Remeasuring,
     SizeMeasured,
@@ -25,16 +26,16 @@ from autofit.progress import (
     TrialEnded,
     TrialStarted,
 )
-from autofit.proposing import Proposer
-from autofit.storage import Purpose, State, Store
-from autofit.worker.pool import Pool
-from autofit.worker.records import LaunchEnded, LaunchRequest, Script, Verdict
+from autofit.tuning.options import SearchOptions
+from autofit.tuning.proposals import Proposer
+from autofit.worker.cluster.pool import Pool
+from autofit.worker.records.trials import LaunchEnded, LaunchRequest, Script, Verdict
 
 
 @pytest.fixture
 def options(script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> SearchOptions:
     """A search of some plans on two slots."""
-    monkeypatch.setattr(crew, "CPU_SLOTS", 2)
+    monkeypatch.setattr(local_slots, "CPU_SLOTS", 2)
     path = script()
     return SearchOptions(
         script=Script(target=path.name, args=("--steps", "400"), cwd=str(path.parent)),
@@ -48,7 +49,7 @@ def options(script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Sea
 def test_every_slot_is_kept_busy_with_plans_of_its_own(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "GAIN", -1.0)  # whatever is not dominated is measured
+    monkeypatch.setattr(acquisition, "GAIN", -1.0)  # whatever is not dominated is measured
     heard: list[Notice] = []
     result = search(options, heard.append)
     assert isinstance(heard[0], StudyOpened)
@@ -74,7 +75,7 @@ def ended(**why: str) -> LaunchEnded:
 @pytest.mark.quick
 def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> None:
     said: list[str] = []
-    slots = crew.Crew(options)
+    slots = local_slots.Crew(options)
     assert slots.idle({1}) == [0]
     assert not slots.heed(0, ended(), said.append)
     assert slots.heed(0, ended(lost="GPU 0 has 1.0 GiB free"), said.append)
@@ -92,8 +93,8 @@ def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> 
 @pytest.mark.quick
 def test_memory_that_others_take_again_and_again_ends_the_search(options: SearchOptions) -> None:
     said: list[str] = []
-    slots = crew.Crew(options)
-    for _ in range(crew.TAKEN):
+    slots = local_slots.Crew(options)
+    for _ in range(local_slots.TAKEN):
         assert slots.heed(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
     assert slots.idle(()) == [0, 1]
     with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0 was taken"):
@@ -102,8 +103,8 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
 
 @pytest.mark.quick
 def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
-    assert crew.Crew(options).lines == ()
-    said = crew.Crew(replace(options, gpus=4)).lines
+    assert local_slots.Crew(options).lines == ()
+    said = local_slots.Crew(replace(options, gpus=4)).lines
     assert said == ("--gpus 4: no GPU is visible here, the CPU is used",)
 
 
@@ -112,12 +113,12 @@ def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
 def test_finalists_are_measured_again_side_by_side(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "GAIN", -1.0)
     monkeypatch.setattr(
-        results,
+        ranking,
         "rivals",
         lambda trials, winner, *terms: [  # whatever fits
-            trial for trial in results.ranked(trials, *terms) if trial != winner
+            trial for trial in ranking.ranked(trials, *terms) if trial != winner
         ],
     )
     heard: list[Notice] = []
@@ -135,8 +136,8 @@ def test_the_script_is_started_ahead_of_its_plans(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the other slots, while the script as it is runs on one; at the end for the last word."""
-    monkeypatch.setattr(crew, "CPU_SLOTS", 3)
-    monkeypatch.setattr(choice, "GAIN", -1.0)
+    monkeypatch.setattr(local_slots, "CPU_SLOTS", 3)
+    monkeypatch.setattr(acquisition, "GAIN", -1.0)
     asked: list[LaunchRequest] = []
     plain = Pool.submit
 
@@ -164,7 +165,7 @@ def test_a_launch_waits_while_others_may_show_what_comes_next(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second question of a launch has no answer at first, and no launch ends for that."""
-    monkeypatch.setattr(choice, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "GAIN", -1.0)
     plain, times = Proposer.next, Counter[bool]()
 
     def hesitant(proposer: Proposer, fixed: Plan | None = None, *, fresh: bool = False) -> object:
@@ -189,7 +190,7 @@ def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot goes on with what comes next, and the store does not take it for measured."""
-    monkeypatch.setattr(choice, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "GAIN", -1.0)
     times: Counter[bool] = Counter()
 
     def once(proposer: Proposer) -> bool:

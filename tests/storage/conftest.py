@@ -8,7 +8,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.storage import Store, StudyKey, StudyRecord
 from autofit.strategies import Facts, Hardware, RootFacts
-from autofit.worker.records import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]

@@ -22,11 +22,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, Engine, event, inspect, text
 
 from autofit.exceptions import StorageError
-from autofit.mirror import Mirror
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyRecord, default_url, engine, models
 from autofit.storage.url import shown
-from autofit.worker.records import Script, TrialReport
+from autofit.tuning.optuna_study import Mirror
+from autofit.worker.records.trials import Script, TrialReport
 
 pytestmark = pytest.mark.quick
 

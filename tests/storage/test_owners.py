@@ -16,7 +16,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.storage import Owner, State, Store, StudyKey, StudyRecord
 from autofit.storage import store as store_module
-from autofit.worker.records import TrialReport
+from autofit.worker.records.trials import TrialReport
 
 pytestmark = pytest.mark.quick
 

@@ -18,8 +18,8 @@ from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, StudyKey, StudyRecord, script_path
 from autofit.storage.models import Study
 from autofit.strategies import Facts, Hardware
-from autofit.worker.records import Script, TrialReport, Verdict
-from autofit.worker.traces import Trace, TracedStep
+from autofit.worker.records.traces import Trace, TracedStep
+from autofit.worker.records.trials import Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

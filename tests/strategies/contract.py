@@ -42,7 +42,7 @@ from autofit.strategies import (
 from autofit.strategies.base import ByHand
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build
 from tests.roots import Rooted
 

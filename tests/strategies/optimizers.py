@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.optimizers import Optimizers
-from autofit.worker.harness.seams import Seams
+from autofit.worker.harness.patching.observers import Seams
+from autofit.worker.harness.patching.optimizers import Optimizers
 
 STEPS = 20
 WIDTH = 96

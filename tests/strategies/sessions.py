@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.session import Session
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.session import Session
 
 
 class Under(Session):

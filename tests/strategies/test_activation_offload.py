@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+from autofit import host
 from autofit.exceptions import Refused
-from autofit.strategies import Hardware, _offload, get
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.meter import build, host
+from autofit.strategies import Hardware, get
+from autofit.strategies.activation_offload import saved_tensors
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.meter import build
 from tests.roots import Rooted
 from tests.strategies.contract import MEASURE, meter_environment
 
@@ -60,20 +62,20 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small tensors travel."""
-    monkeypatch.setattr(_offload, "SMALL", 1)
+    monkeypatch.setattr(saved_tensors, "SMALL", 1)
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What has left the device."""
     found: list[torch.Tensor] = []
-    plain = _offload.InTurn.out
+    plain = saved_tensors.InTurn.out
 
-    def out(lane: _offload.InTurn, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def out(lane: saved_tensors.InTurn, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         found.append(source)
         return plain(lane, source)
 
-    monkeypatch.setattr(_offload.InTurn, "out", out)
+    monkeypatch.setattr(saved_tensors.InTurn, "out", out)
     return found
 
 
@@ -196,7 +198,7 @@ def test_no_more_than_the_host_has_room_for(
     module, x = Net(), torch.randn(3, 6, 8)
     expected = gradients(module, module, x)
     total = host.hardware().total_bytes
-    monkeypatch.setattr(host, "free_bytes", lambda: total // _offload.RESERVE + 4096)
+    monkeypatch.setattr(host, "free_bytes", lambda: total // saved_tensors.RESERVE + 4096)
     held = rooted(module, activation_offload="all")
     assert same(gradients(module, call_of(held), x), expected)
     rounded = [1 << (t.nbytes - 1).bit_length() for t in sent]
@@ -210,7 +212,7 @@ def test_no_more_than_the_host_has_room_for(
 @quick
 def test_what_no_backward_has_asked_for_is_given_back() -> None:
     module, x = Net(), torch.randn(3, 6, 8)
-    offload = _offload.Offload(module, 1.0)
+    offload = saved_tensors.Offload(module, 1.0)
     call = offload.around(module)
     output = call(x)
     assert offload.room._held > 0

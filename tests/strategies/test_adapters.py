@@ -13,12 +13,12 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from autofit.exceptions import Refused
+from autofit.facts import Hardware
 from autofit.plan import Plan
 from autofit.strategies import Fidelity, get
-from autofit.strategies.facts import Hardware
-from autofit.worker.harness.optimizers import Optimizers
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Bystander
 
 CPU = Hardware(device="cpu", name="CPU", total_bytes=1 << 33)

@@ -19,8 +19,8 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts, get
 from autofit.worker import meter
-from autofit.worker.harness import facts as learn
-from autofit.worker.harness.proof import prove
+from autofit.worker.harness.session import script_facts as learn
+from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.meter import build
 from tests.roots import Rooted
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from autofit.strategies._blocks import repeated_blocks
+from autofit.strategies.inspection.blocks import repeated_blocks
 from tests.strategies.models import Parts
 
 pytestmark = pytest.mark.quick

@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
 from autofit.strategies import Facts, RootFacts, get
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build
 from tests.roots import Rooted
 from tests.strategies.contract import MEASURE, meter_environment

@@ -16,17 +16,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.exceptions import Refused
+from autofit.facts import Hardware as Machine
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts, compile, get
-from autofit.strategies.facts import Hardware as Machine
-from autofit.worker.harness.compiling import CompileClock, is_compiled, uncompiled
-from autofit.worker.harness.joining import equal_cuts
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.launcher import launch
+from autofit.worker.harness.batch.layout import equal_cuts
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.torch_state.compile_state import CompileClock, is_compiled, uncompiled
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.launch.launcher import launch
 from autofit.worker.meter.toolchain import cannot_compile
-from autofit.worker.records import LaunchRequest, Measurement, Script, TrialReport, Verdict
+from autofit.worker.records.trials import LaunchRequest, Measurement, Script, TrialReport, Verdict
 from tests.roots import Rooted
 from tests.strategies.models import Parts
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.strategies import NAMES, REGISTRY, Strategy, _offload, compile
+from autofit.strategies import NAMES, REGISTRY, Strategy, compile
+from autofit.strategies.activation_offload import saved_tensors
 from tests.strategies.contract import SETTINGS, Case, Setting, StrategyContract
 from tests.strategies.models import bert, gpt2, loss_outside
 
@@ -48,7 +49,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small tensors travel too: these models have no others."""
-    monkeypatch.setattr(_offload, "SMALL", 1)
+    monkeypatch.setattr(saved_tensors, "SMALL", 1)
 
 
 @pytest.fixture(params=[loss_outside, gpt2, bert], ids=lambda make: make.__name__)

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Facts, Hardware, _workers, get
+from autofit.strategies import Facts, Hardware, get
+from autofit.strategies.data_loading import workers
 from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
@@ -148,8 +149,8 @@ def test_batches_come_from_other_processes() -> None:
         data = pipe.read()
     found = [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
     here = found.count(os.getpid())
-    assert here == (1 + _workers.workers() + 1) * BATCH
-    assert len(found) == 2 * 64 + (_workers.workers() + 1) * BATCH
+    assert here == (1 + workers.workers() + 1) * BATCH
+    assert len(found) == 2 * 64 + (workers.workers() + 1) * BATCH
 
 
 def test_a_plan_that_is_taken_back_loses_no_sample() -> None:

@@ -16,7 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import _bitsandbytes
+from autofit.strategies.optimizer import bitsandbytes_kernels
 from tests.strategies.optimizers import (
     WIDTH,
     Make,
@@ -214,22 +214,24 @@ def test_eight_bits_are_taken_back_into_plain_state(under: Under) -> None:
 def test_the_kernels_are_tried_before_they_are_trusted(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = functools.partial(_bitsandbytes.broken, kernel, torch.device("cpu"), torch.float32)
-    _bitsandbytes.broken.cache_clear()
+    tried = functools.partial(
+        bitsandbytes_kernels.broken, kernel, torch.device("cpu"), torch.float32
+    )
+    bitsandbytes_kernels.broken.cache_clear()
     assert tried() is None
-    _bitsandbytes.broken.cache_clear()
-    kernels = _bitsandbytes.bitsandbytes()
+    bitsandbytes_kernels.broken.cache_clear()
+    kernels = bitsandbytes_kernels.bitsandbytes()
     monkeypatch.setattr(kernels, "optimizer_update_8bit_blockwise", lambda *_, **__: None)
     assert "compute something else" in (tried() or "")
-    _bitsandbytes.broken.cache_clear()
+    bitsandbytes_kernels.broken.cache_clear()
 
 
 def test_codes_come_back_as_they_were() -> None:
-    values = _bitsandbytes.maps(torch.device("cpu"))[0]
+    values = bitsandbytes_kernels.maps(torch.device("cpu"))[0]
     row = torch.randn(1000)
-    codes, scales = _bitsandbytes.quantise(row, values)
-    once = _bitsandbytes.dequantise(codes, scales, values)
-    again, _ = _bitsandbytes.quantise(once, values)
+    codes, scales = bitsandbytes_kernels.quantise(row, values)
+    once = bitsandbytes_kernels.dequantise(codes, scales, values)
+    again, _ = bitsandbytes_kernels.quantise(once, values)
     assert torch.equal(again, codes)
     assert (once - row).norm() < 0.05 * row.norm()
 

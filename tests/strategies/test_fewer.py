@@ -13,9 +13,9 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, RootFacts
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport
 from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick

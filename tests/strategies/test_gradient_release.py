@@ -20,14 +20,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.space import clash
-from autofit.strategies import Facts, RootFacts, _optimizer_offload, get
+from autofit.space.catalogue import clash
+from autofit.strategies import Facts, RootFacts, get
 from autofit.strategies.gradient_release import BY_ITSELF
+from autofit.strategies.optimizer_offload import host_steps
 from autofit.worker import meter
-from autofit.worker.harness.optimizers import Optimizers
-from autofit.worker.harness.release import PART
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.patching.step_in_backward import PART
+from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build
 from tests.roots import Bystander, Notes
 
@@ -375,7 +376,7 @@ def test_gradients_that_the_host_has_no_room_for(
     net = Net()
     optimizer = AdamW(net.parameters(), lr=1e-2)
     bench.plan = HOSTED.replace(micro_batch="2")
-    monkeypatch.setattr(_optimizer_offload.ROOM, "take", lambda size: 0)
+    monkeypatch.setattr(host_steps.ROOM, "take", lambda size: 0)
     before = weights(net)
     with pytest.raises(Refused, match="no room"):
         bench.train(net, optimizer)

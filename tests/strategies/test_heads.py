@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from autofit import strategies
-from autofit.costmodel import CostModel
+from autofit.analysis.cost_model import CostModel
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts
-from autofit.strategies._heads import share_of_logits
+from autofit.strategies.inspection.heads import share_of_logits
 
 pytestmark = pytest.mark.quick
 

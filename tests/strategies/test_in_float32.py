@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.plan import Plan
-from autofit.strategies import _in_float32, _masters
+from autofit.strategies.support import in_float32
+from autofit.strategies.weights import split_float32
 from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick
@@ -45,7 +46,7 @@ def trained(layers: int) -> tuple[list[torch.Tensor], int]:
             with Counting() as counting:  # type: ignore[no-untyped-call]
                 optimizer.step()
         parameters = list(net.parameters())
-        rests = [_masters.rest_of(parameter) for parameter in parameters]
+        rests = [split_float32.rest_of(parameter) for parameter in parameters]
         halves = [parameter.detach().clone() for parameter in parameters]
         halves += [rest.clone() for rest in rests if rest is not None]
     assert len(halves) == 2 * len(parameters)
@@ -53,9 +54,9 @@ def trained(layers: int) -> tuple[list[torch.Tensor], int]:
 
 
 def test_in_a_row_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_in_float32, "PARTS", 8)
+    monkeypatch.setattr(in_float32, "PARTS", 8)
     row, fewer = trained(24)
-    monkeypatch.setattr(_in_float32, "TOGETHER", 1)
+    monkeypatch.setattr(in_float32, "TOGETHER", 1)
     alone, more = trained(24)
     assert all(torch.equal(one, other) for one, other in zip(row, alone, strict=True))
     assert fewer < more / 3

@@ -17,13 +17,14 @@ from torch.nn import functional
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Facts, Fidelity, RootFacts, _chunked_loss, get
-from autofit.strategies._heads import find_head
+from autofit.strategies import Facts, Fidelity, RootFacts, get
 from autofit.strategies.base import Deferred
+from autofit.strategies.inspection.heads import find_head
+from autofit.strategies.loss import cross_entropy
 from autofit.worker import meter
-from autofit.worker.harness import facts as learn
-from autofit.worker.harness.proof import prove
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.worker.harness.session import script_facts as learn
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.meter import build
 from tests.roots import Rooted
 
@@ -36,8 +37,8 @@ Call = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tokens in a chunk: several chunks, the last one shorter."""
-    monkeypatch.setattr(_chunked_loss, "TOKENS", 5)
-    monkeypatch.setattr(_chunked_loss, "CHUNKS", 1000)
+    monkeypatch.setattr(cross_entropy, "TOKENS", 5)
+    monkeypatch.setattr(cross_entropy, "CHUNKS", 1000)
 
 
 class Net(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 
 from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, get
-from autofit.worker.harness.facts import describe
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 from tests.roots import Rooted
 from tests.strategies.models import loss_outside
 
@@ -107,7 +107,7 @@ def test_the_model_sees_it_and_the_script_does_not(
 def test_it_stands_beside_others(
     rooted: Rooted, beside: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autofit.strategies._offload.SMALL", 1)
+    monkeypatch.setattr("autofit.strategies.activation_offload.saved_tensors.SMALL", 1)
     module, x = net(), torch.randn(5, 3, 9, 9, dtype=torch.float64)
     if "precision" in beside:
         module, x = module.float(), x.float()

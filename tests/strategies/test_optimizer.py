@@ -16,10 +16,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Facts, Fidelity, _fused
-from autofit.worker.harness.optimizers import HarnessOptimizer, Optimizers
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.strategies import Facts, Fidelity
+from autofit.strategies.optimizer import fused
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.optimizers import HarnessOptimizer, Optimizers
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Bystander
 from tests.strategies.optimizers import (
     OPTIMIZERS,
@@ -398,7 +399,7 @@ def test_the_handle_keeps_no_optimizer_alive() -> None:
     optimizer = SGD(net.parameters(), lr=0.1)
     handle = HarnessOptimizer(optimizer, Under())
     assert handle.optimizer is optimizer
-    assert _fused.why_not(optimizer) is None
+    assert fused.why_not(optimizer) is None
     del optimizer
     gc.collect()
     with pytest.raises(AssertionError):

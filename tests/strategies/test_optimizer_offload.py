@@ -16,12 +16,12 @@ from torch.optim import AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.space import clash
-from autofit.strategies import Facts, _optimizer_offload, get
-from autofit.strategies.optimizer_offload import ELEMENTWISE
+from autofit.space.catalogue import clash
+from autofit.strategies import Facts, get
+from autofit.strategies.optimizer_offload import ELEMENTWISE, host_steps
 from autofit.worker import meter
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls
+from autofit.worker.harness.patching.observers import Calls
+from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build
 from tests.strategies.optimizers import (
     OPTIMIZERS,
@@ -55,8 +55,8 @@ def under() -> Iterator[Under]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of some thousand elements are worth it, and are cut in pieces of odd size."""
-    monkeypatch.setattr(_optimizer_offload, "SMALL", 1 << 10)
-    monkeypatch.setattr(_optimizer_offload, "PIECE", 1000)
+    monkeypatch.setattr(host_steps, "SMALL", 1 << 10)
+    monkeypatch.setattr(host_steps, "PIECE", 1000)
 
 
 def made(name: str, net: nn.Module) -> Optimizer:
@@ -239,7 +239,7 @@ def test_what_it_cannot_take_in_pieces(under: Under, monkeypatch: pytest.MonkeyP
         backward(net, 0)
         with pytest.raises(Refused, match=reason):
             optimizer.step()
-    monkeypatch.setattr(_optimizer_offload.ROOM, "take", lambda size: 0)
+    monkeypatch.setattr(host_steps.ROOM, "take", lambda size: 0)
     optimizer = AdamW(net.parameters())
     with pytest.raises(Refused, match="no room"):
         optimizer.step()

@@ -14,7 +14,7 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, RootFacts, get
-from autofit.worker.harness.lookahead import size
+from autofit.worker.harness.measurement.same_batches import size
 from tests.strategies.sessions import under
 
 pytestmark = pytest.mark.quick

@@ -18,11 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autofit.exceptions import Refused
-from autofit.pairs import Pair, pairs
 from autofit.plan import Plan
-from autofit.space import clash
-from autofit.strategies import REGISTRY, Fidelity, _offload, _optimizer_offload, compile, get, loss
+from autofit.space.catalogue import clash
+from autofit.space.pairs import Pair, pairs
+from autofit.strategies import REGISTRY, Fidelity, compile, get, loss
+from autofit.strategies.activation_offload import saved_tensors
 from autofit.strategies.micro_batch import AUTO
+from autofit.strategies.optimizer_offload import host_steps
 from tests.strategies.contract import HARDWARE, Case, is_a_line
 from tests.strategies.models import loss_outside, padded
 from tests.strategies.sessions import under
@@ -83,8 +85,8 @@ def test_two_levels_stand_together_or_are_refused(
         return
     monkeypatch.setattr(compile, "SETTINGS", {"backend": "aot_eager"})
     monkeypatch.setattr(loss, "WIDE", 1)
-    monkeypatch.setattr(_offload, "SMALL", 1)
-    monkeypatch.setattr(_optimizer_offload, "SMALL", 1)
+    monkeypatch.setattr(saved_tensors, "SMALL", 1)
+    monkeypatch.setattr(host_steps, "SMALL", 1)
     for name, level in (pair.one, pair.other):
         reasons = [get(name).unavailable(level, each) for each in HARDWARE]
         if all(reasons):

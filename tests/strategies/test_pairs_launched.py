@@ -14,15 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from autofit.pairs import Pair, pairs
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
+from autofit.space.pairs import Pair, pairs
 from autofit.strategies import Facts, Strategy
 from autofit.strategies.compile import Compile
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
-from autofit.worker.launcher import launch
-from autofit.worker.records import LaunchEnded, LaunchRequest, Learned, Script, TrialReport, Verdict
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
+    LaunchEnded,
+    LaunchRequest,
+    Learned,
+    Script,
+    TrialReport,
+    Verdict,
+)
 
 ONE_IN = {"cpu": 40, "cuda": 12}
 """Of so many pairs one is launched: each that starts otherwise takes a process of its own."""

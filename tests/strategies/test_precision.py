@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from autofit.plan import Plan
-from autofit.strategies import _loss_scaling, _tf32
-from autofit.strategies._loss_scaling import START, Scaler
-from autofit.strategies.precision import Precision
-from autofit.worker.harness.roots import HarnessRoot
+from autofit.strategies.inspection import tf32
+from autofit.strategies.precision import Precision, loss_scaling
+from autofit.strategies.precision.loss_scaling import START, Scaler
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Rooted
 from tests.strategies.sessions import under
 
@@ -34,7 +34,7 @@ def fp16(rooted: Rooted) -> Root:
 @pytest.fixture
 def scaler(monkeypatch: pytest.MonkeyPatch) -> Scaler:
     """A scaler of one parameter, which doubles its scale after three good steps."""
-    monkeypatch.setattr(_loss_scaling, "GROW_AFTER", 3)
+    monkeypatch.setattr(loss_scaling, "GROW_AFTER", 3)
     return Scaler([nn.Parameter(torch.zeros(2))])
 
 
@@ -110,11 +110,11 @@ def newer() -> Iterator[Any]:
 
 def test_tf32_where_the_script_uses_the_newer_settings(newer: Any, rooted: Rooted) -> None:
     cudnn: Any = torch.backends.cudnn
-    assert _tf32.products()
-    with _tf32.switched(False):
+    assert tf32.products()
+    with tf32.switched(False):
         assert newer.fp32_precision == cudnn.conv.fp32_precision == "ieee"
-        assert not _tf32.products()
-        assert not _tf32.convolutions()
+        assert not tf32.products()
+        assert not tf32.convolutions()
     assert newer.fp32_precision == cudnn.conv.fp32_precision == "tf32"
     newer.fp32_precision = "ieee"
     undo = Precision().on_root("tf32", rooted(nn.Linear(1, 1)))

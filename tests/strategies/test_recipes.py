@@ -16,7 +16,7 @@ from transformers.optimization import Adafactor
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.space import space
+from autofit.space.catalogue import space
 from autofit.strategies import Facts, Fidelity, Hardware
 from autofit.strategies.optimizer import OTHERS
 from tests.strategies.optimizers import (

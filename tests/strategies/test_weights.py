@@ -18,12 +18,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Facts, Fidelity, _bf16, _early, _in_float32, _masters, get
-from autofit.worker.harness import facts as learn
-from autofit.worker.harness import shown
-from autofit.worker.harness.optimizers import Optimizers
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.strategies import Facts, Fidelity, get
+from autofit.strategies.support import in_float32
+from autofit.strategies.weights import bf16, split_float32, while_made
+from autofit.worker.harness.patching import weight_views
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.session import script_facts as learn
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Bystander
 from tests.strategies import sessions
 
@@ -118,7 +120,9 @@ def called(held: HarnessRoot) -> Callable[..., torch.Tensor]:
 
 
 def values(module: nn.Module) -> torch.Tensor:
-    return torch.cat([shown.plainly(p).detach().flatten().double() for p in module.parameters()])
+    return torch.cat(
+        [weight_views.plainly(p).detach().flatten().double() for p in module.parameters()]
+    )
 
 
 def apart(one: nn.Module, other: nn.Module) -> float:
@@ -144,10 +148,10 @@ def test_two_halves_are_the_weight() -> None:
     x = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), dtype=torch.int64, generator=generator)
     x = x.to(torch.int32).view(torch.float32)
     x = x[x.isfinite() & (x.abs() > 2.0**-100)]
-    upper, rest = _masters.halves(x)
+    upper, rest = split_float32.halves(x)
     assert upper.dtype is torch.bfloat16
     assert torch.equal(upper, x.to(torch.bfloat16))
-    joined = _masters.whole(upper, rest)
+    joined = split_float32.whole(upper, rest)
     off = joined.view(torch.int32) != x.view(torch.int32)
     assert float(off.float().mean()) < 1e-4  # ties that round down
     assert float(((joined - x) / x).abs().max()) < 2.0**-22
@@ -156,11 +160,13 @@ def test_two_halves_are_the_weight() -> None:
 def test_what_is_no_number_stays_so_and_zero_stays_zero() -> None:
     nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
     odd = torch.cat([nan, torch.tensor([float("inf"), float("-inf"), 0.0, -0.0, 3.4e38])])
-    upper, rest = _masters.halves(odd)
-    joined = _masters.whole(upper, rest)
+    upper, rest = split_float32.halves(odd)
+    joined = split_float32.whole(upper, rest)
     assert torch.equal(joined.isnan(), odd.isnan())
     assert torch.equal(joined[3:], odd[3:])
-    pruned = _masters.whole(torch.zeros(2, dtype=torch.bfloat16), torch.tensor([-5, 5]).short())
+    pruned = split_float32.whole(
+        torch.zeros(2, dtype=torch.bfloat16), torch.tensor([-5, 5]).short()
+    )
     assert torch.equal(pruned, torch.zeros(2))
 
 
@@ -172,7 +178,7 @@ def test_what_is_no_number_stays_so_and_zero_stays_zero() -> None:
 def test_the_same_training_within_rounding(
     under: Callable[[Plan], Script], kind: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_in_float32, "TOGETHER", together)
+    monkeypatch.setattr(in_float32, "TOGETHER", together)
     plain = model()
     expected = train(plain, OPTIMIZERS[kind](plain))
     script, net = under(MASTERS), model()
@@ -217,7 +223,7 @@ def test_it_takes_no_more_bytes_for_weights_and_half_for_gradients(
     whole = sum(p.nbytes for p in net.parameters())
     held = under(MASTERS).root(net)
     backward(called(held), 0)
-    rests = [_masters.rest_of(p) for p in net.parameters()]
+    rests = [split_float32.rest_of(p) for p in net.parameters()]
     assert sum(p.nbytes for p in net.parameters()) == whole // 2
     assert sum(rest.nbytes for rest in rests if rest is not None) == whole // 2
     assert sum(p.grad.nbytes for p in net.parameters() if p.grad is not None) == whole // 2
@@ -235,7 +241,7 @@ def test_taken_back_it_goes_on_in_float32(under: Callable[[Plan], Script]) -> No
     assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
     assert torch.equal(values(net), before)
     train(net, optimizer, STEPS)
-    assert not any(_masters.rest_of(p) is not None for p in net.parameters())
+    assert not any(split_float32.rest_of(p) is not None for p in net.parameters())
     assert "_in_float32" not in repr(nn.Module.state_dict)
 
 
@@ -326,7 +332,7 @@ def test_what_is_thawed_later_is_split_then(under: Callable[[Plan], Script]) -> 
 def test_beside_another_implementation_of_the_optimizer(
     under: Callable[[Plan], Script], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_in_float32, "TOGETHER", WIDTH * WIDTH)
+    monkeypatch.setattr(in_float32, "TOGETHER", WIDTH * WIDTH)
     plain = model()
     train(plain, Adam(plain.parameters(), lr=1e-3))
     script, net = under(MASTERS.replace(optimizer=level)), model()
@@ -430,13 +436,13 @@ def test_what_is_refused(under: Callable[[Plan], Script], level: str) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], _early.Early]]:
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], while_made.Early]]:
     """A device that holds so many times the model's own bytes."""
-    watching = _early.Early(shown.Process([]))
+    watching = while_made.Early(weight_views.Process([]))
     whole = sum(parameter.nbytes for parameter in model().parameters())
 
-    def make(times: float) -> _early.Early:
-        monkeypatch.setattr(_early, "room", lambda device: int(times * whole))
+    def make(times: float) -> while_made.Early:
+        monkeypatch.setattr(while_made, "room", lambda device: int(times * whole))
         watching.attach()
         return watching
 
@@ -446,7 +452,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], _early.
 
 @pytest.mark.parametrize("way", ["made there", "moved there"])
 def test_a_model_that_would_fill_the_device_is_split_as_it_comes(
-    under: Callable[[Plan], Script], short: Callable[[float], _early.Early], way: str
+    under: Callable[[Plan], Script], short: Callable[[float], while_made.Early], way: str
 ) -> None:
     plain = model()
     if way == "made there":
@@ -457,7 +463,7 @@ def test_a_model_that_would_fill_the_device_is_split_as_it_comes(
         short(1.0)
         net.to("cpu")
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
-    assert {_masters.type_of(p) for p in net.parameters()} == {torch.float32}
+    assert {split_float32.type_of(p) for p in net.parameters()} == {torch.float32}
     script = under(MASTERS)
     held = script.root(net)
     if way == "moved there":  # with the values that it has: made there, others are drawn
@@ -468,7 +474,7 @@ def test_a_model_that_would_fill_the_device_is_split_as_it_comes(
 
 
 def test_what_is_loaded_before_the_first_call_is_whole(
-    under: Callable[[Plan], Script], short: Callable[[float], _early.Early]
+    under: Callable[[Plan], Script], short: Callable[[float], while_made.Early]
 ) -> None:
     saved = {name: value + 1e-3 for name, value in model().state_dict().items()}
     net = model()
@@ -481,7 +487,7 @@ def test_what_is_loaded_before_the_first_call_is_whole(
 
 
 def test_a_model_with_room_is_not_touched_before_its_first_call(
-    short: Callable[[float], _early.Early],
+    short: Callable[[float], while_made.Early],
 ) -> None:
     short(4.0)
     net = model()
@@ -490,7 +496,7 @@ def test_a_model_with_room_is_not_touched_before_its_first_call(
 
 @pytest.mark.parametrize("weights", ["bf16_master", "bf16"])
 def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
-    weights: str, short: Callable[[float], _early.Early]
+    weights: str, short: Callable[[float], while_made.Early]
 ) -> None:
     """The batch is float32: before a plan is applied, in proofs, in evaluation, and taken back."""
     short(1.0).detach()
@@ -520,11 +526,11 @@ def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
 def test_stochastic_rounding_keeps_the_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.full((1 << 16,), 1.0 + 2.0**-10)
-    rounded = _bf16.stochastic(x, generator)
+    rounded = bf16.stochastic(x, generator)
     assert set(rounded.unique().tolist()) == {1.0, 1.0078125}
     assert float(rounded.double().mean()) == pytest.approx(1.0 + 2.0**-10, abs=5e-5)
     odd = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -2.0])
-    kept = _bf16.stochastic(odd, generator)
+    kept = bf16.stochastic(odd, generator)
     assert torch.equal(kept.isnan(), odd.isnan())
     assert torch.equal(kept[[0, 1, 3, 4]].float(), odd[[0, 1, 3, 4]])
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from autofit.plan import Plan
-from autofit.space import clash
+from autofit.space.catalogue import clash
 from autofit.strategies import Facts, get
 from autofit.worker import meter
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build
 
 pytestmark = pytest.mark.quick

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from autofit import foreground
-from autofit.foreground import Unheard, started
 from autofit.plan import Plan
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.running import foreground
+from autofit.running.foreground import Unheard, started
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     ChildSpec,
     Finished,
     LaunchEnded,

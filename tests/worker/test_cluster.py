@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from autofit.asked import SearchOptions
-from autofit.crew import Crew
 from autofit.exceptions import UsageError, WorkerError
-from autofit.muster import muster
 from autofit.plan import Plan
-from autofit.worker.fleet import Fleet
-from autofit.worker.nodes import Node, choose, look, more
-from autofit.worker.parcel import identity, is_seen
-from autofit.worker.ray_session import RaySession
-from autofit.worker.records import LaunchEnded, LaunchRequest, Script
-from autofit.worker.slot import Found, moved
-from autofit.worker.versions import DRIVER, obstacles, remarks
+from autofit.tuning.cluster_slots import muster
+from autofit.tuning.local_slots import Crew
+from autofit.tuning.options import SearchOptions
+from autofit.worker.cluster.actor import Found, moved
+from autofit.worker.cluster.archive import identity, is_seen
+from autofit.worker.cluster.cluster_pool import Fleet
+from autofit.worker.cluster.local_ray import RaySession
+from autofit.worker.cluster.nodes import Node, choose, look, more
+from autofit.worker.cluster.versions import DRIVER, obstacles, remarks
+from autofit.worker.records.trials import LaunchEnded, LaunchRequest, Script
 
 PARTS = ("autofit", "strategies", "worker", "storage")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker.launcher import HARNESS, Control, launch
-from autofit.worker.records import (
+from autofit.worker.launch.launcher import HARNESS, Control, launch
+from autofit.worker.records.trials import (
     Answer,
     Asking,
     LaunchEnded,

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from autofit.exceptions import WorkerError
+from autofit.facts import Hardware
 from autofit.plan import Plan
-from autofit.strategies.facts import Hardware
-from autofit.worker import guard as guards
-from autofit.worker.guard import Guard, who
-from autofit.worker.launcher import launch
+from autofit.worker.launch import guard as guards
+from autofit.worker.launch.guard import Guard, who
+from autofit.worker.launch.launcher import launch
 from autofit.worker.meter import Card, Holder
-from autofit.worker.records import LaunchEnded, LaunchRequest, Script, TrialReport, Verdict
+from autofit.worker.records.trials import LaunchEnded, LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 

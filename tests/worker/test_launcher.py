@@ -17,9 +17,9 @@ import pytest
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker.child import Tail
-from autofit.worker.launcher import launch
-from autofit.worker.records import (
+from autofit.worker.launch.child import Tail
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,

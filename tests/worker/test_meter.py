@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from autofit import host
 from autofit.exceptions import UsageError
 from autofit.worker import meter
-from autofit.worker.meter import build, host
+from autofit.worker.meter import build
 from autofit.worker.meter.cpu import RlimitMeter, ShimMeter
 from autofit.worker.meter.cuda import CudaMeter
 
@@ -114,7 +115,7 @@ def _without_compiler(body: str, cap: int) -> str:
     """Run ``body`` with a meter in a process that was started on a machine without a compiler."""
     program = (
         "from autofit.worker import meter as meters\n"
-        "from autofit.worker.oom import Kind, classify\n"
+        "from autofit.worker.oom.classifier import Kind, classify\n"
         "meter = meters.for_device('cpu'); meters.forget()\n"
         "assert type(meter).__name__ == 'RlimitMeter', meter\n"
         "import torch\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from autofit.worker import meter
-from autofit.worker.oom import (
+from autofit.worker.oom.classifier import (
     Diagnosis,
     Kind,
     classify,
@@ -27,7 +27,7 @@ from autofit.worker.oom import (
     first_cause,
     oom_kills,
 )
-from autofit.worker.oom_table import FOLLOWERS, SIGNATURES, TRAPS
+from autofit.worker.oom.signatures import FOLLOWERS, SIGNATURES, TRAPS
 
 pytestmark = pytest.mark.quick
 
@@ -540,7 +540,7 @@ def _fail(body: str, tmp_path: Path, cap: int | None = None) -> list[str]:
     """Run ``body`` in a process of its own and return what the classifier says of its error."""
     script = tmp_path / "fails.py"
     script.write_text(
-        "from autofit.worker.oom import classify, Kind\n"
+        "from autofit.worker.oom.classifier import classify, Kind\n"
         "try:\n"
         f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
         "except BaseException as error:\n"

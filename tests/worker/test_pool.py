@@ -20,10 +20,10 @@ import pytest
 
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
-from autofit.worker.pool import Happening, Pool
-from autofit.worker.ray_session import _LONGEST_FOLDER, _variables
-from autofit.worker.reaper import SESSION, marked, processes
-from autofit.worker.records import (
+from autofit.worker.cluster.local_ray import _LONGEST_FOLDER, _variables
+from autofit.worker.cluster.pool import Happening, Pool
+from autofit.worker.launch.reaper import SESSION, marked, processes
+from autofit.worker.records.trials import (
     Answer,
     Asking,
     LaunchEnded,

@@ -8,8 +8,8 @@ import pytest
 
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
-from autofit.worker.pool import Pool
-from autofit.worker.records import LaunchRequest, Learned, Script
+from autofit.worker.cluster.pool import Pool
+from autofit.worker.records.trials import LaunchRequest, Learned, Script
 
 HARNESS = """
 import os

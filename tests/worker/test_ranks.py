@@ -14,13 +14,14 @@ import pytest
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker import meter, ranks
-from autofit.worker.environment import launched
-from autofit.worker.group import HEARING
-from autofit.worker.harness.stage import Figures, Stage, Step
-from autofit.worker.launcher import Control, launch
+from autofit.worker import meter
+from autofit.worker.harness.measurement.window import Figures, Stage, Step
+from autofit.worker.launch import rank_environment
+from autofit.worker.launch.environment import launched
+from autofit.worker.launch.group import HEARING
+from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.meter import Peak
-from autofit.worker.records import (
+from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -120,12 +121,12 @@ def test_each_rank_finds_what_torchrun_sets(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_environment_adds_to_the_users_own() -> None:
-    alone = ranks.environment(0, 1, 29400, {"HOME": "/here"})
+    alone = rank_environment.environment(0, 1, 29400, {"HOME": "/here"})
     assert alone["HOME"] == "/here"
     assert alone["MASTER_PORT"] == "29400"
     assert "OMP_NUM_THREADS" not in alone
-    assert ranks.environment(1, 2, 29400, {})["OMP_NUM_THREADS"] == "1"
-    assert ranks.free_port() in ranks.PORTS
+    assert rank_environment.environment(1, 2, 29400, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_environment.free_port() in rank_environment.PORTS
 
 
 def test_all_hear_what_each_says_and_the_first_one_tells_the_rest(run: Run) -> None:
@@ -175,7 +176,7 @@ def test_a_plan_is_asked_for_once_and_given_to_all(tmp_path: Path) -> None:
             """
         )
     )
-    from autofit.worker.records import Answer, Asking
+    from autofit.worker.records.trials import Answer, Asking
 
     request = LaunchRequest(
         script=Script(target="train.py", cwd=str(tmp_path)),
@@ -293,7 +294,9 @@ def test_what_a_rank_counted_before_a_stage_is_not_in_its_figures() -> None:
 
 
 def test_a_single_rank_of_torchrun_is_told_so_whatever_its_line_says() -> None:
-    script = Script(target="train.py", cwd="/", environment=((ranks.RUN_ID, ranks.RUN),))
+    script = Script(
+        target="train.py", cwd="/", environment=((rank_environment.RUN_ID, rank_environment.RUN),)
+    )
     told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     assert told.items() <= launched(script, "cpu", 1).items()
     assert "RANK" not in launched(script, "cpu", 2)

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autofit.worker import reaper
-from autofit.worker.reaper import SESSION, Process, Reaper, kill_until_gone, processes
+from autofit.worker.launch import reaper
+from autofit.worker.launch.reaper import SESSION, Process, Reaper, kill_until_gone, processes
 
 pytestmark = pytest.mark.quick
 

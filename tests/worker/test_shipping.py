@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autofit.exceptions import UsageError
-from autofit.worker import shipping
+from autofit.worker.cluster import upload
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name / "big").write_text("x" * 1000)
     (tmp_path / "autofit.db").write_text("x" * 1000)
     (tmp_path / "autofit.db-wal").write_text("x" * 1000)
-    (tmp_path / shipping.IGNORE).write_text("# large\ndata/\n*.log\n!keep/*.log\n")
+    (tmp_path / upload.IGNORE).write_text("# large\ndata/\n*.log\n!keep/*.log\n")
     (tmp_path / ".gitignore").write_text("notes\n")
     return tmp_path
 
@@ -34,18 +34,18 @@ def test_what_travels_is_what_ray_packs(
 ) -> None:
     from ray._private.runtime_env.packaging import create_package
 
-    patterns = shipping.checked_excludes(folder)
+    patterns = upload.checked_excludes(folder)
     package = tmp_path_factory.mktemp("package") / "package.zip"
     create_package(str(folder), package, include_gitignore=True, excludes=patterns)
     with zipfile.ZipFile(package) as archive:
         packed = {name for name in archive.namelist() if not name.endswith("/")}
-    counted = {str(f.relative_to(folder)) for f in shipping._travelling(folder, patterns)}
+    counted = {str(f.relative_to(folder)) for f in upload._travelling(folder, patterns)}
     assert counted == packed
     assert counted == {
         "train.py",
         "package/model.py",
         "keep/b.log",
-        shipping.IGNORE,
+        upload.IGNORE,
         ".gitignore",
     }
 
@@ -54,16 +54,16 @@ def test_too_much_is_said_with_what_is_largest(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (folder / "weights.bin").open("wb") as file:
-        file.truncate(shipping.LIMIT)  # a hole: it takes no room on the disk
+        file.truncate(upload.LIMIT)  # a hole: it takes no room on the disk
     with pytest.raises(UsageError, match=r"largest: weights\.bin 500\.0 MiB.*\.autofitignore"):
-        shipping.checked_excludes(folder)
-    with (folder / shipping.IGNORE).open("a") as ignore:
+        upload.checked_excludes(folder)
+    with (folder / upload.IGNORE).open("a") as ignore:
         ignore.write("weights.bin\n")
-    assert "weights.bin" in shipping.checked_excludes(folder)
+    assert "weights.bin" in upload.checked_excludes(folder)
 
 
 def test_without_the_file_only_what_nobody_needs_stays(tmp_path: Path) -> None:
-    assert shipping.excludes(tmp_path) == list(shipping.ALWAYS)
-    (tmp_path / shipping.IGNORE).write_bytes(b"\xff\xfe")
+    assert upload.excludes(tmp_path) == list(upload.ALWAYS)
+    (tmp_path / upload.IGNORE).write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"\.autofitignore cannot be read"):
-        shipping.excludes(tmp_path)
+        upload.excludes(tmp_path)

@@ -17,17 +17,19 @@ STARTED = time.monotonic()
 def main() -> None:
     """Run the script as Python would, with the session attached."""
     from autofit.exceptions import Refused
-    from autofit.worker import lifeline, meter
-    from autofit.worker.harness import peers, program
-    from autofit.worker.harness.checking import NOTE, in_check
-    from autofit.worker.harness.conduct import Conduct
-    from autofit.worker.harness.reporter import connect
-    from autofit.worker.records import Uncontained
+    from autofit.worker import meter
+    from autofit.worker.harness.parent import agreement
+    from autofit.worker.harness.parent.pipe import connect
+    from autofit.worker.harness.process import program
+    from autofit.worker.harness.process.lifecycle import Conduct
+    from autofit.worker.harness.verification.short_of_memory import NOTE, in_check
+    from autofit.worker.launch import lifeline
+    from autofit.worker.records.trials import Uncontained
 
     spec, reporter, lifeline_fd = connect()
     rank, ranks = spec.rank, spec.request.ranks
     if spec.scratch is not None:
-        contained = peers.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
+        contained = agreement.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
         if not contained and rank == 0:
             reporter.send(Uncontained())
     if spec.mode == "run":
@@ -60,7 +62,7 @@ def main() -> None:
 
 def _die_of(error: BaseException) -> NoReturn:
     """Raise ``error`` to the end, our frames left out of what the script's own hook is given."""
-    from autofit.worker.harness import program
+    from autofit.worker.harness.process import program
 
     hook = sys.excepthook
 

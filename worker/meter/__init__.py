@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Mapping
 
+from autofit import host
 from autofit.exceptions import UsageError, WorkerError
-from autofit.strategies.facts import Hardware
-from autofit.worker.meter import build, host, libcuda, nvml
+from autofit.facts import Hardware
+from autofit.worker.meter import build, libcuda, nvml
 from autofit.worker.meter.base import CAP, Meter, Peak
 from autofit.worker.meter.nvml import Card, Holder
 
@@ -33,7 +34,7 @@ __all__ = [
 
 DEVICES = ("cpu", "cuda")
 LOCAL_RANK = "LOCAL_RANK"
-"""Which of the cards it sees is a process's own, as ``torchrun`` says it (``worker/ranks.py``)."""
+"""Which of the cards it sees is a process's own, as ``torchrun`` says it."""
 _SHIM_CAP = "AUTOFIT_SHIM_CAP"
 _BEFORE = "AUTOFIT_METER_BEFORE"
 """JSON of what our variables were before: the way back for ``forget``."""

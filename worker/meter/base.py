@@ -88,7 +88,7 @@ class Meter(Protocol):
         """Return whether memory ran short since the last ``reset``.
 
         An allocation was refused, or the peak came near the cap: what makes a suspect of
-        ``autofit.worker.oom`` an OOM.
+        ``autofit.worker.oom.classifier`` an OOM.
         """
 
     def synchronize(self) -> None:

@@ -204,9 +204,9 @@ class CudaMeter:
 
 def _managed() -> int:
     """Return the bytes of managed memory that strategies hold: those are not another's."""
-    from autofit.strategies import _managed
+    from autofit.strategies.optimizer import managed
 
-    return _managed.held()
+    return managed.held()
 
 
 def _torch() -> ModuleType:

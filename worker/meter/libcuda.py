@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from autofit.strategies.facts import Hardware
+from autofit.facts import Hardware
 from autofit.worker.meter.nvml import Card
 
 _CAPABILITY = (75, 76)

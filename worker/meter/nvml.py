@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from autofit.exceptions import WorkerError
-from autofit.strategies.facts import Hardware
+from autofit.facts import Hardware
 from autofit.worker.meter.toolchain import cannot_compile
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

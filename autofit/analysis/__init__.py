@@ -1,0 +1,1 @@
+"""What finished trials say: pure functions of records, with no store and no process."""

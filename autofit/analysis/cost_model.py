@@ -1,0 +1,390 @@
+"""What a plan will cost, learned from the plans that were measured: step time and device memory.
+
+Both follow a structure that is known beforehand, so that a few trials are enough:
+
+    peak    = (weights + gradients + state + samples * slope) * (1 + waste) + context
+    seconds = chunks * the larger of (compute in a chunk, overhead of a chunk)
+    compute in a chunk = compute * share * (1 + rerun * (1 - share))
+
+``samples`` are those in a chunk and ``share`` is their part of the batch; ``rerun`` is what runs
+twice where only one chunk's graph is kept; ``overhead`` is the launching of kernels, for which
+small chunks wait. A plan that trains on fewer samples has a smaller batch, and is no other in a
+chunk of as many. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
+plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
+own: ``Strategy.leaves`` and ``Strategy.takes`` until trials say otherwise. One chunk frees
+activations while gradients come; it holds the larger of the two.
+
+The logarithms of all factors are fitted at once (least squares, each pulled towards its prior);
+what the structure leaves over is a deviation of each plan, of a size that the fit shows. Every size
+that a trial measured is a point, a size that ran out of memory a bound. Uncertainty is a set of
+draws from the posterior, the same for all plans: whether a plan fits, at which size, and how fast
+it is then follow from the structure, draw by draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autofit import strategies
+from autofit.analysis import pruning
+from autofit.plan import Plan
+from autofit.space.static_memory import WASTE, Static
+from autofit.space.static_memory import context as context_of
+from autofit.storage import TrialRecord
+from autofit.strategies import AS_IS, Facts, Fidelity, Memory
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker.records.trials import HORIZON, Measurement, Verdict
+
+Array: TypeAlias = NDArray[np.float64]
+
+DRAWS = 400
+"""From the posterior."""
+LAUNCH = 0.0015
+"""Seconds that launching the kernels of a block on a GPU takes, forward and backward."""
+BLOCKS = 12
+"""Of a model in which none were recognised."""
+DEVIATION = 0.04
+"""Of a plan from the structure, as a share, before there are enough plans to see it."""
+NOISE = 0.03
+"""Of a step time or a peak at one size, as a share: what the line through sizes leaves over."""
+STRAINED = 1.0
+"""Of a step time where the plan hardly fits (``Measurement.strained``): it says little of it."""
+SHORT = 2
+"""Steps of a window that only gives a point of the line: a noisy one."""
+KNEE = 4.0
+"""How sharply overhead gives way to compute as chunks grow: one would add them up."""
+ALIKE = 0.8
+"""Correlation of what is unsure about two levels of one strategy."""
+EFFECTS = tuple(
+    (strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:]
+)
+"""Every level that multiplies something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One size of one plan, as it was measured."""
+
+    plan: Plan
+    samples: float
+    seconds: float
+    noise: float
+    """Of the logarithm of ``seconds``."""
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure that a fit has to explain, or to exceed."""
+
+    plan: Plan
+    samples: float
+    whole: float
+    """Samples in a batch under the plan."""
+    figure: float
+    noise: float = NOISE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What plans may come to: one row a draw, one column a plan."""
+
+    plans: tuple[Plan, ...]
+    seconds: Array
+    """Of a step, at the largest size that fits, compiling charged; infinite where none does."""
+    samples: Array
+    """That size; zero where none fits."""
+
+
+class CostModel:
+    """Fitted to the trials of one study under one budget."""
+
+    def __init__(
+        self,
+        finished: Iterable[TrialRecord],
+        facts: Facts | None,
+        budget: int,
+        *,
+        cuda: bool,
+        horizon: int = HORIZON,
+    ) -> None:
+        facts = facts or Facts()
+        self._finished = finished = tuple(finished)
+        points = [point for trial in finished for point in _points(trial, facts)]
+        self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
+        bounds = [bound for trial in finished for bound in self._bounds(trial)]
+        self._budget = float(budget)
+        self._static = Static.of(facts)
+        self._horizon, self._once = horizon, _once(finished)
+        self._rng = np.random.default_rng(0)
+        context = context_of(budget, cuda=cuda)
+        slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
+        keeps = [np.log(strategy.leaves(level.name, facts)) for strategy, level in EFFECTS]
+        slowdowns = [np.log(strategy.takes(level.name, facts)) for strategy, level in EFFECTS]
+        launches = [float(effect) for effect in slowdowns * KERNELS]
+        first = points[0] if points else None
+        seconds = first.seconds if first else 1.0
+        if first is not None:
+            seconds /= float(np.exp(_design([first.plan])[0] @ slowdowns))
+        self._memory = _Fit(
+            self._peak,
+            np.array([np.log(context), np.log(slope), 0.0, *keeps]),
+            _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], KEEPS, 0.3),
+            [Row(p.plan, p.samples, self._whole(p.plan), p.peak) for p in points],
+            bounds,
+        )
+        blocks = sum(root.blocks for root in facts.roots) or BLOCKS
+        launch = LAUNCH * blocks if cuda else 0.01 * seconds
+        self._time = _Fit(
+            self._seconds,
+            np.array([np.log(seconds), np.log(0.15), np.log(launch), *slowdowns, *launches]),
+            _apart(
+                _unsure([3.0 if first else 0.01, 1.0, 0.7 if cuda else 1.5], slowdowns, 0.5),
+                _unsure([], launches, 2.0),
+            ),
+            [Row(p.plan, p.samples, self._whole(p.plan), p.seconds, p.noise) for p in points],
+            [],
+        )
+
+    def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
+        """Return the step seconds and the peak bytes expected of a plan with such chunks."""
+        design, size, whole = _design([plan]), np.array([float(samples)]), self._wholes([plan])
+        seconds = self._seconds(self._time.mean[None], design, size, whole)
+        peak = self._peak(self._memory.mean[None], design, size, whole)
+        return float(seconds[0, 0]), float(peak[0, 0])
+
+    def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
+        """Return what plans may come to, drawn together: what is common to them is alike."""
+        design = _design(plans)
+        memory, time = self._memory.draw(self._rng), self._time.draw(self._rng)
+        shape = (DRAWS, len(plans))
+        short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))
+        whole = self._wholes(plans)
+        rest = self._peak(memory, design, np.zeros(len(plans)), whole)
+        slope = np.maximum(self._peak(memory, design, np.ones(len(plans)), whole) - rest, 1.0)
+        most = np.array([pruning.most(plan, self._finished) for plan in plans])
+        room = (self._budget / short - rest) / slope
+        largest = np.floor(np.clip(room, 0.0, np.minimum(most, whole - 1)))
+        splits = np.array([plan["micro_batch"] == AUTO for plan in plans])
+        fits = self._peak(memory, design, whole, whole) * short <= self._budget
+        samples = np.where(fits & (most >= whole), whole, np.where(splits, largest, 0.0))
+        late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
+        seconds = self._seconds(time, design, np.maximum(samples, 1.0), whole) * late
+        seconds = seconds + design @ self._once / self._horizon
+        return Outcomes(tuple(plans), np.where(samples > 0, seconds, np.inf), samples)
+
+    # --- the structure ---------------------------------------------------------------------
+
+    def _peak(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
+        """Return the bytes of each row of ``design`` under each row of ``theta``."""
+        context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
+        factor = {kind: np.exp(theta[:, 3:] @ (design * mask).T) for kind, mask in LOWERS.items()}
+        weights = self._static.weights * factor[Memory.WEIGHTS]
+        gradients = self._static.gradients * factor[Memory.GRADIENTS]
+        kept = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
+        activations = slope * factor[Memory.ACTIVATIONS] * samples
+        one = np.maximum(activations, gradients)
+        work = np.where(samples >= whole, one, activations + gradients)
+        waste = 1.0 + WASTE * factor[Memory.WORKSPACE]
+        return np.asarray((weights + kept + work) * waste + context)
+
+    def _seconds(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
+        """Return the step seconds of each row of ``design`` under each row of ``theta``."""
+        plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
+        effects, launches = np.split(theta[:, 3:], 2, axis=1)
+        compute = plain * np.exp(effects @ design.T)
+        share = np.minimum(samples / self._batch, 1.0)
+        compute = compute * (1.0 + rerun * (1.0 - np.minimum(samples / whole, 1.0))) * share
+        overhead = overhead * np.exp(launches @ design.T)
+        return np.asarray((compute**KNEE + overhead**KNEE) ** (1.0 / KNEE) / share)
+
+    def _wholes(self, plans: Sequence[Plan]) -> Array:
+        return np.array([self._whole(plan) for plan in plans])
+
+    def _whole(self, plan: Plan) -> float:
+        """Return the samples in a batch under ``plan``."""
+        return float(plan.samples(round(self._batch)))
+
+    def _bounds(self, trial: TrialRecord) -> list[Row]:
+        """Return the size of a trial that ran out of memory, if one did: it needs more."""
+        short = trial.report.out_of_memory if trial.report else None
+        if short is None:
+            return []
+        plan, whole = trial.plan.searched, self._whole(trial.plan)
+        split = trial.plan["micro_batch"]
+        smallest = {AS_IS: whole, AUTO: 1.0}.get(split) or float(split)
+        size = short.micro_batch or (smallest if trial.verdict is Verdict.OUT_OF_MEMORY else whole)
+        return [Row(plan, float(size), whole, float(trial.budget))]
+
+
+class _Fit:
+    """Parameters whose logarithms were fitted to points and bounds, each pulled to its prior."""
+
+    def __init__(
+        self,
+        predict: Callable[[Array, Array, Array, Array], Array],
+        prior: Array,
+        unsure: Array,
+        points: Sequence[Row],
+        bounds: Sequence[Row],
+    ) -> None:
+        rows = (*points, *bounds)
+        design = _design([row.plan for row in rows])
+        samples = np.array([row.samples for row in rows])
+        whole = np.array([row.whole for row in rows])
+        target = np.log([row.figure for row in rows])
+        whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
+        tie = np.linalg.inv(np.linalg.cholesky(unsure))
+        scale = DEVIATION
+
+        def residuals(theta: Array) -> Array:
+            pull = (theta - prior) @ tie.T
+            if not rows:
+                return pull
+            off = np.log(predict(theta, design, samples, whole)) - target
+            seen, short = off[:, : len(points)] @ whiten.T, off[:, len(points) :]
+            parts = np.hstack([seen, np.minimum(short, 0.0)]) / scale
+            return np.hstack([parts, pull])
+
+        self.mean, inverse = _least_squares(residuals, prior)
+        if points:  # as far off as they turned out to be, and no less than was expected
+            off = residuals(self.mean[None])[0, : len(points)]
+            scale *= max(1.0, float(np.sqrt(np.mean(off**2))))
+            self.mean, inverse = _least_squares(residuals, self.mean)
+        left = np.log(predict(self.mean[None], design, samples, whole))[0] - target
+        off = np.array([_mean(plan, points, left) for plan in {row.plan for row in points}])
+        self.deviation = max(DEVIATION, float(np.sqrt(np.mean(off**2))) if points else 0.0)
+        """Of a plan that was not measured from what the structure says, as a share."""
+        self._spread = np.linalg.cholesky(inverse)
+
+    def draw(self, rng: np.random.Generator) -> Array:
+        """Return draws from the posterior, one a row."""
+        return np.asarray(self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T)
+
+
+def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:
+    """Return how far a plan's points are from the structure, the surer ones counting for more."""
+    mine = [
+        (1 / row.noise**2, off) for row, off in zip(points, left, strict=False) if row.plan == plan
+    ]
+    return float(sum(weight * off for weight, off in mine) / sum(weight for weight, _ in mine))
+
+
+def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
+    """Return the parameters of the least squares, and the inverse of their curvature.
+
+    Levenberg and Marquardt's method; ``residuals`` takes one set of parameters a row. Written out
+    because nothing else here needs SciPy.
+    """
+    theta, damping, small = start, 1e-3, 1e-5
+    for _ in range(60):
+        now, moved = residuals(theta[None])[0], residuals(theta + small * np.eye(len(theta)))
+        slopes = (moved - now).T / small
+        curvature = slopes.T @ slopes
+        scaled = curvature + damping * np.diag(np.diag(curvature))
+        step = np.linalg.solve(scaled, -slopes.T @ now)
+        then = residuals((theta + step)[None])[0]
+        if then @ then <= now @ now:
+            theta, damping = theta + step, damping / 5
+            if np.abs(step).max() < 1e-4:
+                break
+        else:
+            damping *= 5
+    return theta, np.linalg.inv(curvature)
+
+
+def _covariance(points: Sequence[Row]) -> Array:
+    """Return how points deviate together, in deviations: those of one plan share its own."""
+    same = np.array([[one.plan == other.plan for other in points] for one in points], dtype=float)
+    noise = np.array([point.noise for point in points])
+    return same.reshape(len(points), len(points)) + np.diag((noise / DEVIATION) ** 2)
+
+
+def _design(plans: Sequence[Plan]) -> Array:
+    """Return which effects each plan has: one row a plan, one column an effect."""
+    rows = [[plan[strategy.name] == level.name for strategy, level in EFFECTS] for plan in plans]
+    return np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
+
+
+def _lowers() -> dict[Memory, Array]:
+    """Return which effects act on which memory; workspace counts where there is nothing else.
+
+    None of those that leave samples out: the others need as much as before.
+    """
+    lowered = [
+        frozenset() if strategy.leaves_out(level.name) else strategy.lowered(level.name)
+        for strategy, level in EFFECTS
+    ]
+    acts = [each - {Memory.WORKSPACE} or each for each in lowered]
+    return {kind: np.array([kind in each for each in acts], dtype=float) for kind in Memory}
+
+
+LOWERS = _lowers()
+KEEPS = [float(np.log(level.keeps)) for _, level in EFFECTS]
+"""Logarithms of what is expected of any script: the larger an effect is, the less it is known."""
+KERNELS = np.array(
+    [level.slowdown >= 1.0 or level.fidelity < Fidelity.ROUNDING for _, level in EFFECTS],
+    dtype=float,
+)
+"""Which effects change how long launching takes: not a precision's, whose kernels are faster."""
+
+
+def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> Array:
+    """Return how parameters vary together, before anything was measured.
+
+    ``plain``: deviations of those without a level. An effect is the less known the larger it is,
+    and levels of one strategy are off the same way: where bf16 gains more than usual, so does tf32.
+    """
+    widths = np.array([*plain, *(share * abs(effect) + 0.05 for effect in effects)])
+    names = [*range(len(plain)), *(strategy.name for strategy, _ in EFFECTS)]
+    alike = np.array([[ALIKE * (one == other) for other in names] for one in names])
+    np.fill_diagonal(alike, 1.0)
+    return np.asarray(alike * np.outer(widths, widths))
+
+
+def _apart(one: Array, other: Array) -> Array:
+    """Return two covariances as that of both, which vary apart."""
+    zeros = np.zeros((len(one), len(other)))
+    return np.block([[one, zeros], [zeros.T, other]])
+
+
+def _once(finished: Sequence[TrialRecord]) -> Array:
+    """Return the seconds that each level takes once: as it last did, or as it says itself."""
+    seconds = {(strategy.name, level.name): level.once for strategy, level in EFFECTS}
+    for trial in finished:
+        slow = [change for change in trial.plan.changes if seconds.get(change)]
+        if trial.measurement is not None and len(slow) == 1:
+            seconds[slow[0]] = trial.measurement.compile_seconds
+    return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
+
+
+def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
+    """Return what a trial measured; a size measured twice counts as it was last.
+
+    The seconds are those of as many samples as a step of the script has.
+    """
+    report = trial.report
+    found = {each.micro_batch: each for each in report.measurements} if report else {}
+    return [
+        Point(
+            plan=trial.plan.searched,
+            samples=float(size),
+            seconds=each.seconds
+            * (facts.effective_batch or each.effective_batch)
+            / each.effective_batch,
+            noise=max(_noise(each), each.spread),
+            peak=float(each.peak_device),
+        )
+        for size, each in found.items()
+    ]
+
+
+def _noise(measurement: Measurement) -> float:
+    if measurement.strained:
+        return STRAINED
+    return NOISE if len(measurement.step_seconds) > SHORT else 3 * NOISE

@@ -1,0 +1,1 @@
+"""How a search and its results look on a terminal."""

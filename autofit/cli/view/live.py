@@ -1,0 +1,113 @@
+"""The table in a terminal: finished rows scroll up, what runs is shown below them, live."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from autofit.cli.view import words
+from autofit.cli.view.transcript import Said, Transcript
+from autofit.plan import Plan
+from autofit.printable import printable
+from autofit.tuning.notices import (
+    Notice,
+    SizeMeasured,
+    StudyOpened,
+    TrialDropped,
+    TrialEnded,
+    TrialStarted,
+)
+from autofit.units import format_duration
+from autofit.worker.records.trials import Measurement
+
+STYLES = {"head": "bold", "best": "green", "bad": "yellow", "dim": "dim", "": ""}
+"""Rich's styles for the kinds of lines in ``Said.style``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """One trial in progress."""
+
+    plan: Plan
+    """With the micro-batch size measured last."""
+    since: float
+    """Seconds, by ``time.monotonic``: when it was begun."""
+    latest: Measurement | None = None
+    on: str = ""
+    """The card it runs on, where there are several."""
+
+
+class LiveTable:
+    """Shows a search on a terminal, with rich."""
+
+    def __init__(self, stream: TextIO, console: Console | None = None) -> None:
+        self._console = console or Console(file=stream, highlight=False, soft_wrap=False)
+        self._transcript = Transcript()
+        self._running: dict[int, Running] = {}
+        self._budget = 1
+        self._live = Live(
+            console=self._console, get_renderable=self.status, transient=True, auto_refresh=True
+        )
+
+    def __call__(self, notice: Notice) -> None:
+        """Show ``notice``: a line above what runs, or a change of it."""
+        self._follow(notice)
+        for said in self._transcript.lines(notice, self._console.width):
+            self._console.print(_text(said))
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._running.clear()
+        self._live.stop()
+
+    def status(self) -> Text:
+        """Return what runs now, a line a slot."""
+        now = time.monotonic()
+        running = list(self._running.values())  # a copy: this runs in rich's refresh thread
+        found = [running_line(each, now, self._budget) for each in running]
+        return Text("\n".join(found), style="cyan", no_wrap=True, overflow="ellipsis")
+
+    def _follow(self, notice: Notice) -> None:
+        match notice:
+            case StudyOpened(budget=budget):
+                self._budget = budget
+            case TrialStarted(slot=slot, plan=plan, on=on):
+                self._running[slot] = Running(plan=plan, since=time.monotonic(), on=on)
+            case SizeMeasured(slot=slot, plan=plan, measurement=latest):
+                running = self._running.get(slot) or Running(plan=plan, since=time.monotonic())
+                self._running[slot] = replace(running, plan=plan, latest=latest)
+            case TrialEnded(slot=slot) | TrialDropped(slot=slot):
+                self._running.pop(slot, None)
+            case _:
+                pass
+
+
+def running_line(running: Running, now: float, budget: int) -> str:
+    """Return the line for a launch that has been running until ``now``."""
+    on = f"{printable(running.on)}: " if running.on else ""
+    line = f"  .. {on}{running.plan}, {format_duration(now - running.since)}"
+    if running.latest is None:
+        return line
+    latest = running.latest
+    return (
+        f"{line}: {words.rate(latest.samples_per_second)} samples/s at micro "
+        f"{latest.micro_batch}, {words.of_budget(budget, latest.peak_device)}"
+    )
+
+
+def _text(said: Said) -> Text:
+    return Text(said.text, style=STYLES[said.style])

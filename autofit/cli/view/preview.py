@@ -1,0 +1,40 @@
+"""What ``autofit search --dry-run`` shows: the plans that would be tried, and what that takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autofit.cli.view import words
+
+if TYPE_CHECKING:
+    from autofit.tuning.options import Preview
+
+
+def lines(preview: Preview) -> list[str]:
+    """Return the preview as plain text."""
+    return [
+        *([preview.note] if preview.note else []),
+        *(f"{number:>3}  {plan}" for number, plan in enumerate(preview.plans)),
+        *words.left_out(preview.left_out),
+        _estimate(preview.minutes),
+    ]
+
+
+def as_document(preview: Preview) -> dict[str, Any]:
+    """Return the preview for ``--json``; ``minutes`` is ``[least, most]`` or ``null``."""
+    return {
+        "plans": [plan.levels for plan in preview.plans],
+        "left_out": [
+            {"strategy": strategy, "level": level, "reason": reason}
+            for strategy, level, reason in preview.left_out
+        ],
+        "note": preview.note,
+        "minutes": None if preview.minutes is None else list(preview.minutes),
+    }
+
+
+def _estimate(minutes: tuple[float, float] | None) -> str:
+    if minutes is None:
+        return "no estimate: nothing is known of this script yet"
+    least, most = minutes
+    return f"about {least:.0f} to {most:.0f} device minutes"

@@ -1,0 +1,103 @@
+"""What a search, or ``autofit best``, says in the end: the result, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+
+from autofit.cli.view import words
+from autofit.storage.url import shown
+from autofit.tuning.notices import Result
+from autofit.units import format_duration
+from autofit.worker.records.trials import Script, Verdict
+
+SAME = {
+    "exact": "the same training: equal updates up to the order of floating-point sums",
+    "redraw": "the same training with other random draws",
+    "rounding": "the same training in lower precision",
+    "recipe": "another training recipe",
+}
+"""What each fidelity means for the training."""
+
+
+def lines(result: Result, *, storage: str | None = None) -> list[str]:
+    """Return the closing lines; ``storage`` is repeated in the commands where it was given."""
+    speed = words.rate(result.measurement.samples_per_second)
+    peak = words.of_budget(result.budget, result.measurement.peak_device)
+    return [
+        f"{speed} samples/s in {peak}: {result.plan}",
+        _against_baseline(result),
+        *_memory(result),
+        _effort(result),
+        *_next(result.script, storage),
+    ]
+
+
+def _against_baseline(result: Result) -> str:
+    same = SAME[result.fidelity]
+    if result.plan.neutral and result.trials == 1:
+        return "No other plan was measured: nothing to change."
+    if result.plan.neutral:
+        return "As it is the script is the fastest of what was tried: nothing to change."
+    if result.baseline is None:
+        return f"As it is {_as_it_is(result.baseline_verdict)}; this is {same}."
+    before = result.baseline.samples_per_second
+    factor = result.measurement.samples_per_second / before
+    peak = words.in_unit_of(result.budget, result.baseline.peak_device)
+    unit = words.unit_of(result.budget)[0]
+    return (
+        f"{factor:.2f} times as fast as the script as it is ({words.rate(before)} samples/s in "
+        f"{peak} {unit}); {same}."
+    )
+
+
+def _memory(result: Result) -> list[str]:
+    """Return the line on what a peak is made of; on the CPU it is tensors alone."""
+    measured, unit = result.measurement, words.unit_of(result.budget)[0]
+    tensors, kept, outside = (
+        words.in_unit_of(result.budget, size)
+        for size in (
+            measured.peak_allocated,
+            measured.peak_reserved - measured.peak_allocated,
+            measured.peak_device - measured.peak_reserved,
+        )
+    )
+    if result.hardware.device == "cpu":
+        return []
+    return [
+        f"At the peak: tensors {tensors}, kept by torch's allocator {kept}, "
+        f"outside it (CUDA, libraries) {outside} {unit}."
+    ]
+
+
+def _as_it_is(verdict: Verdict) -> str:
+    if verdict is Verdict.OUT_OF_MEMORY:
+        return "this script does not fit"
+    return f"this script was not measured ({verdict.value.replace('_', ' ')})"
+
+
+def _effort(result: Result) -> str:
+    trials, launches = words.many(result.trials, "trial"), words.many(result.launches, "launch")
+    return (
+        f"{trials} in {launches}, memory ran out in {result.launches_out_of_memory} of these, "
+        f"{format_duration(result.search_seconds)}; study {result.study}."
+    )
+
+
+def _next(script: Script, storage: str | None) -> list[str]:
+    stored = () if storage is None else ("--storage", shown(storage))
+    commands = [
+        (_command(script, "run", *stored), "train with it"),
+        (_command(script, "best", *stored, "--format", "json"), "take it elsewhere"),
+        (_command(script, "best", *stored, "--format", "python"), "do the same by hand"),
+    ]
+    wide = max(len(command) for command, _ in commands)
+    return [f"   {command:<{wide}}   {purpose}" for command, purpose in commands]
+
+
+def _command(script: Script, name: str, *options: str) -> str:
+    if script.launcher:
+        line = (*script.launcher, script.target, *script.args)
+        return shlex.join(("autofit", name, *options, "--", *line))
+    target = ("-m", script.target) if script.module else (script.target,)
+    args = ("--", *script.args) if script.args else ()
+    return shlex.join(("autofit", name, *target, *options, *args))

@@ -1,0 +1,141 @@
+"""How figures and facts are put in words: pure functions, text out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from autofit.facts import Facts, RootFacts
+from autofit.strategies import Fidelity, get
+from autofit.tuning.notices import StudyOpened
+from autofit.units import format_duration, format_size
+from autofit.worker.records.trials import OutOfMemory, Script, TrialReport, Verdict
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_COUNTS = ((1e9, "B", 2), (1e6, "M", 1), (1e3, "K", 0))
+_FAILED = {
+    Verdict.REFUSED: "refused",
+    Verdict.PLAN_FAILED: "failed",
+    Verdict.SCRIPT_FAILED: "the script failed",
+    Verdict.TIMED_OUT: "timed out",
+    Verdict.INTERRUPTED: "interrupted",
+    Verdict.DRIFTED: "drifted",
+}
+
+
+def unit_of(budget: int) -> tuple[str, int]:
+    """Return the unit a budget is told in, and its bytes: every peak beside it uses the same."""
+    return next((unit for unit in _UNITS if budget >= unit[1]), _UNITS[-1])
+
+
+def in_unit_of(budget: int, size: int) -> str:
+    """Return ``size`` bytes as a bare number in the budget's unit: ``"23.1"``, ``"0.012"``."""
+    number = size / unit_of(budget)[1]
+    if number >= 0.995 or size == 0:
+        return f"{number:.1f}"
+    return f"{number:.{2 if number >= 0.095 else 3}f}" if number >= 0.0005 else "<0.001"
+
+
+def of_budget(budget: int, size: int) -> str:
+    """Return ``"23.1 of 24.0 GiB"``."""
+    return f"{in_unit_of(budget, size)} of {in_unit_of(budget, budget)} {unit_of(budget)[0]}"
+
+
+def rate(samples_per_second: float) -> str:
+    """Return samples a second with about three digits, never as a power of ten."""
+    digits = 0 if samples_per_second >= 99.95 else 1 if samples_per_second >= 9.995 else 3
+    return f"{samples_per_second:.{digits}f}"
+
+
+def change(factor: float) -> str:
+    """Return a factor as a signed percentage: ``"+13 %"``."""
+    return f"{(factor - 1) * 100:+.0f} %"
+
+
+def count(number: int) -> str:
+    """Return a number of parameters: ``"1.10 B"``."""
+    for size, letter, digits in _COUNTS:
+        if number >= size:
+            return f"{number / size:.{digits}f} {letter}"
+    return str(number)
+
+
+def many(number: int, noun: str) -> str:
+    """Return ``"1 launch"``, ``"6 launches"``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
+def device_line(opened: StudyOpened) -> str:
+    """Return the line that says where the search runs, within what, and under which study."""
+    hardware = opened.hardware
+    budget = f"{format_size(opened.budget)} {'as asked' if opened.asked else 'free'}"
+    study = f"{many(opened.resumed, 'trial')} stored" if opened.resumed else "new"
+    return (
+        f"{opened.devices} x {hardware.name}, {format_size(hardware.total_bytes)},"
+        f" budget {budget}; "
+        f"allowed: {allowed(opened.allow)}; study {opened.study} ({study})"
+    )
+
+
+def allowed(allow: str) -> str:
+    """Return every fidelity an allowance includes: ``"exact, redraw, rounding"``."""
+    return ", ".join(str(each) for each in Fidelity if each <= Fidelity[allow.upper()])
+
+
+def script_line(script: Script, facts: Facts) -> str:
+    """Return the line that says what the script trains, as far as it is known."""
+    parts = [
+        *(_root(root, times) for root, times in Counter(facts.roots).items()),
+        *dict.fromkeys(facts.optimizers),
+        *([samples] if (samples := _samples(facts)) else []),
+    ]
+    return f"{script.target}: {', '.join(parts) or 'nothing known yet'}"
+
+
+def _samples(facts: Facts) -> str:
+    """Return what rates in samples count; nothing before it is known."""
+    samples = facts.effective_batch
+    if samples is None:
+        return "a step counted as one sample, as no argument shows a batch" if facts.stepped else ""
+    known = facts.stepped or facts.calls_per_step > 1  # else memory ran out in the first of some
+    doubted = any(root.batch_doubted for root in facts.roots[:1])
+    sure = "if the first dimension is the batch" if doubted else "(from the script)"
+    return f"{many(samples, 'sample')} a {'step' if known else 'call'} {sure}"
+
+
+def _root(root: RootFacts, times: int) -> str:
+    named = f"Hugging Face model {root.name}" if root.transformers else root.name
+    blocks = f", {many(root.blocks, 'block')}" if root.blocks else ""
+    many_times = f"{times} x " if times > 1 else ""
+    return f"{many_times}{named}, {count(root.parameters)} parameters{blocks}"
+
+
+def left_out(reasons: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for each reason, with the levels it leaves out."""
+    by_reason: dict[str, list[str]] = {}
+    for strategy, level, reason in reasons:
+        by_reason.setdefault(reason, []).append(get(strategy).describe(level))
+    return [f"not tried: {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+
+
+def verdict(report: TrialReport, *, best: bool = False) -> str:
+    """Return what became of a trial, in a few words; the ``best`` so far has an arrow."""
+    short = report.out_of_memory
+    if report.verdict is Verdict.MEASURED:
+        size = short.micro_batch if short else None
+        notes = f" ({size} at a time ran out)" if size else ""
+        if report.measurement and report.measurement.compile_seconds >= 0.5:
+            notes += f" (compile {format_duration(report.measurement.compile_seconds)})"
+        return f"fits{'  <- best' * best}{notes}"
+    if report.verdict is Verdict.OUT_OF_MEMORY:
+        return shortage(short) if short else "out of memory"
+    blamed = f" ({report.blamed})" if report.blamed else ""
+    reason = f": {report.reason.splitlines()[0]}" if report.reason else ""
+    return f"{_FAILED[report.verdict]}{blamed}{reason}"
+
+
+def shortage(short: OutOfMemory) -> str:
+    """Return where memory ran out: ``"out of memory in backward (2.0 GiB asked)"``."""
+    asked = f" ({format_size(short.requested)} asked)" if short.requested else ""
+    return f"{short.where}{asked}"

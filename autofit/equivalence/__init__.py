@@ -1,0 +1,1 @@
+"""Tells from two traces of losses and updates whether they show the same training."""

@@ -1,0 +1,88 @@
+"""Norms and differences of the sketches in a trace (of ``fingerprint.py``). No torch."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from array import array
+from dataclasses import dataclass
+
+
+def unpack(text: str) -> array[float]:
+    """Return the sums in a sketch."""
+    sums = array("f", base64.b64decode(text))
+    if sys.byteorder == "big":
+        sums.byteswap()
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A found and an expected vector, by what can be said of them: squares of norms."""
+
+    found: float
+    expected: float
+    distance: float
+    """Square of the norm of their difference."""
+
+    def __add__(self, other: Pair) -> Pair:
+        return Pair(
+            self.found + other.found,
+            self.expected + other.expected,
+            self.distance + other.distance,
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Whether no entry of the found vector is NaN or infinite."""
+        return math.isfinite(self.found)
+
+    @property
+    def norm(self) -> float:
+        """Norm of the expected vector."""
+        return math.sqrt(self.expected)
+
+    @property
+    def apart(self) -> float:
+        """Norm of the difference."""
+        return math.sqrt(self.distance)
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference over that of the expected vector; ``inf`` over zero."""
+        if self.expected == 0.0:
+            return 0.0 if self.distance == 0.0 else math.inf
+        return math.sqrt(self.distance / self.expected)
+
+    @property
+    def ratio(self) -> float:
+        """Norm of the found over that of the expected vector; 1 where both are zero."""
+        if self.expected == 0.0:
+            return 1.0 if self.found == 0.0 else math.inf
+        return math.sqrt(self.found / self.expected)
+
+
+NOTHING = Pair(0.0, 0.0, 0.0)
+
+
+def pairs(found: str, expected: str, buckets: int) -> list[Pair]:
+    """Return the rows of two packed sketches, pair by pair; raise ``ValueError`` unless alike."""
+    ours, theirs = unpack(found), unpack(expected)
+    if len(ours) != len(theirs):
+        raise ValueError(f"sketches of {len(ours)} and {len(theirs)} sums")
+    rows = range(0, len(ours), buckets)
+    return [_pair(ours[row : row + buckets], theirs[row : row + buckets]) for row in rows]
+
+
+def _pair(found: array[float], expected: array[float]) -> Pair:
+    return Pair(
+        sum(x * x for x in found),
+        sum(x * x for x in expected),
+        sum((x - y) * (x - y) for x, y in zip(found, expected, strict=True)),
+    )
+
+
+def total(found: list[Pair]) -> Pair:
+    """Return all rows together."""
+    return sum(found, NOTHING)

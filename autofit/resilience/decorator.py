@@ -1,0 +1,383 @@
+"""The decorator as people use it: its forms, its switches and their types. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+from autofit.exceptions import UsageError
+from autofit.plan import Plan
+from autofit.resilience import switches
+from autofit.resilience.active_plan import ActivePlan, check_given
+from autofit.resilience.arguments import Place, name_of, parameters, without
+from autofit.resilience.fallback import BatchSizes, Ladder, Reduce
+from autofit.resilience.records import Hook
+from autofit.strategies import Fidelity
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
+
+ATTEMPTS = 20
+"""Most attempts in one call, unless told otherwise."""
+
+
+class Accumulating(Protocol[P, R_co]):
+    """A function that takes the batch size and how many of them make an optimizer step."""
+
+    def __call__(
+        self, batch_size: int, accumulation: int, *args: P.args, **kwargs: P.kwargs
+    ) -> R_co:
+        """Train."""
+
+
+class TakesBatchSize(Protocol):
+    """Decorates a function, or a method, whose first argument is the batch size."""
+
+    @overload
+    def __call__(self, function: Accumulating[P, R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[int, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, int, P], R], /
+    ) -> Callable[Concatenate[S, P], R]: ...
+
+
+class TakesPlan(Protocol):
+    """Decorates a function, or a method, whose first argument is the plan."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[ActivePlan, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, ActivePlan, P], R], /
+    ) -> Callable[Concatenate[S, P], R]: ...
+
+
+class Same(Protocol):
+    """Decorates a function and leaves its type as it is."""
+
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
+        """Decorate it."""
+
+
+class Resilient:
+    """``autofit.resilient``: runs a function again, leaner, when memory runs out in it.
+
+    Only what ``autofit.worker.oom`` calls out of memory is answered; every other exception passes
+    through untouched. Before the next attempt the failed one's frames are cleared and its memory is
+    given back, outside the ``except`` block. See ``docs/resilient.md``.
+
+    A plan is checked where it is used, in the user's process: a few samples run through the model
+    before its first step. Afterwards the state that the model's calls can reach is as it was
+    (buffers, attributes, what hooks keep, globals of the user's code, generators). A technique that
+    would leave another state than plain Python does is not used; ``Retry.refused`` tells.
+    """
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[ActivePlan, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, ActivePlan, P], R], /
+    ) -> Callable[Concatenate[S, P], R]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        plan: Plan | Mapping[str, str] | None = None,
+        allow: str = "rounding",
+        effective_batch: int | None = None,
+        storage: str | None = None,
+        attempts: int = ATTEMPTS,
+        on_retry: Hook | Iterable[Hook] = (),
+        checkpoint: object = None,
+        remember: bool = True,
+    ) -> TakesPlan: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        batch_size: int,
+        smallest: int = 1,
+        reduce: Reduce | None = None,
+        storage: str | None = None,
+        attempts: int = ATTEMPTS,
+        on_retry: Hook | Iterable[Hook] = (),
+        checkpoint: object = None,
+        remember: bool = True,
+    ) -> TakesBatchSize: ...
+    def __call__(
+        self,
+        function: Any = None,
+        *,
+        batch_size: int | None = None,
+        smallest: int = 1,
+        reduce: Reduce | None = None,
+        plan: Plan | Mapping[str, str] | None = None,
+        allow: str = "rounding",
+        effective_batch: int | None = None,
+        storage: str | None = None,
+        attempts: int = ATTEMPTS,
+        on_retry: Hook | Iterable[Hook] = (),
+        checkpoint: object = None,
+        remember: bool = True,
+    ) -> Any:
+        """Decorate a function that takes a plan, or with ``batch_size`` one that takes that.
+
+        *Batch size*: from ``batch_size`` down to ``smallest``; a function that also takes
+        ``accumulation`` is given as many batches as keep the effective batch. ``reduce``: from a
+        size that does not fit, the next.
+
+        *Plan*: from ``plan`` (levels by strategy), else the stored best of the running script, down
+        the ladder; nothing above ``allow`` is tried. ``effective_batch``: samples in an optimizer
+        step, for loops that cut their own batches.
+
+        Both: ``storage``: where what held is kept, ``$AUTOFIT_STORAGE`` when not given.
+        ``attempts``: the most in one call. ``on_retry``: hooks, told of each retry. ``checkpoint``:
+        what to put back before another attempt, objects with ``state_dict`` or names of arguments.
+        ``remember``: a call like one before starts at what held then.
+        """
+        options = Options(
+            attempts=attempts,
+            on_retry=on_retry,
+            checkpoint=checkpoint,
+            remember=remember,
+            storage=storage,
+        )
+        if batch_size is not None:
+            if plan is not None or effective_batch is not None:
+                raise UsageError(
+                    "give batch_size or plan, not both: a plan splits the batch itself"
+                )
+            return functools.partial(_sized, options, batch_size, smallest, reduce)
+        decorate = functools.partial(_planned, options, plan, allow, effective_batch)
+        return decorate if function is None else decorate(function)
+
+    @overload
+    def step(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+    @overload
+    def step(
+        self,
+        *,
+        dim: int = 0,
+        reduction: str | Callable[[Any], float] = "mean",
+        backward: Callable[[Any], object] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+        smallest: int = 1,
+        grow: bool = True,
+        mixes_samples: bool = False,
+        storage: str | None = None,
+        on_retry: Hook | Iterable[Hook] = (),
+        remember: bool = True,
+    ) -> Same: ...
+    def step(
+        self,
+        function: Any = None,
+        *,
+        dim: int = 0,
+        reduction: str | Callable[[Any], float] = "mean",
+        backward: Callable[[Any], object] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+        smallest: int = 1,
+        grow: bool = True,
+        mixes_samples: bool = False,
+        storage: str | None = None,
+        on_retry: Hook | Iterable[Hook] = (),
+        remember: bool = True,
+    ) -> Any:
+        """Decorate a function that takes a batch and returns its loss; the backward is done here.
+
+        When memory runs out the batch is cut along ``dim`` and the gradients of the parts add up
+        to that of the whole. ``reduction``: the loss is a ``"mean"`` over samples, a ``"sum"``, or
+        a mean over what a function of the batch counts (its tokens). ``backward``: instead of
+        ``torch.autograd.backward``, such as ``accelerator.backward``. ``join``: puts the outputs of
+        the parts together, instead of the rules in ``docs/resilient.md``. ``grow``: after 100 good
+        steps try twice as many samples. ``mixes_samples``: split under BatchNorm too.
+
+        Nothing is checked here, and no call is made but those of the parts. What the function
+        itself counts or keeps is therefore changed once for each part and each failed attempt.
+        """
+        options = Options(
+            attempts=1, on_retry=on_retry, checkpoint=None, remember=remember, storage=storage
+        )
+        if not callable(reduction) and reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction={reduction!r}: give mean, sum, or a function of the batch")
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            place = Place.first("batch", function, parameters(function))
+
+            def make() -> Any:
+                from autofit.resilience.step import Step
+
+                return Step(
+                    function=function,
+                    name=name_of(function),
+                    place=place,
+                    dim=dim,
+                    reduction=reduction,
+                    backward=backward,
+                    join=join,
+                    smallest=smallest,
+                    grows=grow,
+                    mixes_samples=mixes_samples,
+                    hooks=options.hooks,
+                    memory=_memory(name_of(function), options),
+                )
+
+            return _around(function, functools.cache(make), "autofit.resilience.step")
+
+        return decorate if function is None else decorate(function)
+
+    active = staticmethod(switches.active)
+    set_active = staticmethod(switches.set_active)
+    set_hooks = staticmethod(switches.set_hooks)
+
+    def inject(self, *at: int, after: bool = False) -> AbstractContextManager[None]:
+        """Let decorated functions run out of memory at the ``at``-th attempts made in a block.
+
+        For tests of what a training does then. ``after``: when the function has done its work.
+        """
+        return switches.inject(*at, after=after)
+
+    def forget(self, function: Callable[..., Any]) -> None:
+        """Let calls of a decorated function start where they were asked to again."""
+        protection = getattr(function, _ATTRIBUTE, None)
+        if protection is None:
+            raise UsageError(f"{name_of(function)} is not decorated with @resilient")
+        protection().forget()
+
+
+_ATTRIBUTE = "__autofit_resilient__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What every form can be told."""
+
+    attempts: int
+    on_retry: Hook | Iterable[Hook]
+    checkpoint: object
+    remember: bool
+    storage: str | None
+
+    def __post_init__(self) -> None:
+        """Raise ``UsageError`` for what makes no sense."""
+        if self.attempts < 1:
+            raise UsageError(f"attempts={self.attempts}: give at least 1")
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks of this function."""
+        return (self.on_retry,) if callable(self.on_retry) else tuple(self.on_retry)
+
+
+def _sized(
+    options: Options,
+    batch_size: int,
+    smallest: int,
+    reduce: Reduce | None,
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    found = parameters(function)
+    places = [Place.first("batch_size", function, found)]
+    accumulation = Place.named("accumulation", found)
+    if accumulation is not None:
+        places.append(accumulation)
+    ladder = BatchSizes(batch_size, smallest=smallest, reduce=reduce, accumulates=len(places) == 2)
+    return _wrapped(function, lambda: ladder, places, options)
+
+
+def _planned(
+    options: Options,
+    plan: Plan | Mapping[str, str] | None,
+    allow: str,
+    effective_batch: int | None,
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    given = Plan.of(plan) if isinstance(plan, Mapping) else plan
+    fidelity = next((each for each in Fidelity if str(each) == allow), None)
+    if fidelity is None:
+        names = ", ".join(str(each) for each in Fidelity)
+        raise UsageError(f"allow={allow!r}: give one of {names}")
+    check_given(given)
+
+    def ladder() -> Ladder:
+        from autofit.resilience.plan_fallback import Plans
+
+        return Plans(
+            given, storage=options.storage, allow=fidelity, effective_batch=effective_batch
+        )
+
+    place = Place.first("plan", function, parameters(function))
+    return _wrapped(function, ladder, [place], options)
+
+
+def _wrapped(
+    function: Callable[..., Any],
+    make_ladder: Callable[[], Ladder],
+    places: list[Place],
+    options: Options,
+) -> Callable[..., Any]:
+    """Return ``function`` protected; torch is imported when it is first called."""
+
+    @functools.cache
+    def protection() -> Any:
+        from autofit.resilience.attempts import Protected
+
+        name = name_of(function)
+        return Protected(
+            function=function,
+            name=name,
+            ladder=make_ladder(),
+            places=tuple(places),
+            memory=_memory(name, options),
+            attempts=options.attempts,
+            hooks=options.hooks,
+            checkpoint=options.checkpoint,
+        )
+
+    wrapper = _around(function, protection, "autofit.resilience.attempts")
+    wrapper.__signature__ = without(function, places)  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _memory(name: str, options: Options) -> Any:
+    from autofit.resilience.remembered import Memory
+
+    return Memory(name, options.storage) if options.remember else None
+
+
+def _around(
+    function: Callable[..., Any], protection: Callable[[], Any], home: str
+) -> Callable[..., Any]:
+    """Return ``function`` run by ``run`` or ``run_async`` of the module ``home``, imported late."""
+    run: Any = None
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal run
+            run = run or import_module(home).run_async
+            return await run(protection(), (args, kwargs))
+
+    else:
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal run
+            run = run or import_module(home).run
+            return run(protection(), (args, kwargs))
+
+    setattr(wrapper, _ATTRIBUTE, protection)
+    return wrapper
+
+
+resilient = Resilient()
+"""The one instance: ``autofit.resilient``."""

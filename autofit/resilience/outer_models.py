@@ -1,0 +1,138 @@
+"""The models a function uses but does not make, and what a failed call has left in their gradients.
+
+Found among its arguments, the attributes of its object, its closure and the globals it names.
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autofit.resilience.arguments import Arguments
+
+_PLAIN = (
+    *(str, bytes, int, float, complex, type(None), torch.Tensor, type),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
+
+Parameters = list["ref[torch.Tensor]"]
+
+_of_module: WeakKeyDictionary[nn.Module, Parameters] = WeakKeyDictionary()
+"""Walking a model takes longer than all else before a call, so it is done once."""
+
+
+class Gradients:
+    """The gradients of the parameters from outside, as they were before a call.
+
+    Holds no tensor: a function that drops its old gradients must get their memory back.
+    """
+
+    __slots__ = ("_before",)
+
+    def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
+        """Note for each parameter whether it has a gradient, and which."""
+        self._before: list[tuple[ref[torch.Tensor], tuple[int, int] | None]] = [
+            (each, _state(parameter.grad))
+            for each in parameters(function, arguments)
+            if (parameter := each()) is not None
+        ]
+
+    def take_back(self) -> bool:
+        """Drop the gradients a failed call has left; return whether all is as it was.
+
+        False where a gradient that was there before has been added to or replaced.
+        """
+        for reference, before in self._before:
+            parameter = reference()
+            if parameter is None:
+                continue
+            if before is None:
+                parameter.grad = None
+            elif parameter.grad is not None and _state(parameter.grad) != before:
+                return False
+        return True
+
+
+def _state(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def parameters(function: Callable[..., Any], arguments: Arguments) -> Parameters:
+    """Return the parameters of the models and optimizers that ``function`` can reach."""
+    found: dict[int, ref[torch.Tensor]] = {}
+    for value in _values(function, arguments):
+        if isinstance(value, nn.Module):
+            for each in _parameters(value):
+                found[id(each())] = each
+        elif isinstance(value, Optimizer):
+            for parameter in (p for group in value.param_groups for p in group["params"]):
+                found[id(parameter)] = ref(parameter)
+    return list(found.values())
+
+
+def _parameters(module: nn.Module) -> Parameters:
+    known = _of_module.get(module)
+    if known is None or any(each() is None for each in known):
+        known = _of_module[module] = [ref(parameter) for parameter in module.parameters()]
+    return known
+
+
+def modules(function: Callable[..., Any], arguments: Arguments) -> Iterator[nn.Module]:
+    """Yield the models that ``function`` can reach."""
+    return (each for each in _values(function, arguments) if isinstance(each, nn.Module))
+
+
+def _values(function: Callable[..., Any], arguments: Arguments) -> Iterator[Any]:
+    args, kwargs = arguments
+    yield from _opened(args)
+    yield from _opened(kwargs.values())
+    inner = _inner(function)
+    for cell in inner.__closure__ or () if inner else ():
+        try:
+            yield from _opened((cell.cell_contents,))
+        except ValueError:  # not assigned yet
+            continue
+    for name in _names(inner.__code__) if inner else ():
+        yield from _opened((inner.__globals__.get(name),) if inner else ())
+
+
+def _inner(function: Callable[..., Any]) -> types.FunctionType | None:
+    found: Any = function
+    while not isinstance(found, types.FunctionType):
+        found = getattr(found, "func", None) or getattr(found, "__func__", None)
+        if found is None:
+            return None
+    return found
+
+
+@cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals a function names, those of the functions inside it too."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in _names(each)))))
+
+
+def _opened(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values, and what lists, dictionaries and plain objects among them hold."""
+    for value in values:
+        if isinstance(value, _PLAIN):
+            continue
+        yield value
+        if isinstance(value, dict):
+            yield from value.values() if len(value) <= _LARGEST else ()
+        elif isinstance(value, (list, tuple, set)):
+            yield from value if len(value) <= _LARGEST else ()
+        elif not isinstance(value, (nn.Module, Optimizer)):
+            yield from getattr(value, "__dict__", {}).values()
+
+
+_LARGEST = 64
+"""A longer list holds data, not models."""

@@ -1,0 +1,149 @@
+"""The rungs of ``@autofit.resilient`` on ``train(plan, ...)``: plans, leaner and leaner."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autofit.analysis.fallback import Ground, next_rung
+from autofit.analysis.ranking import best
+from autofit.exceptions import AutofitError, UsageError
+from autofit.plan import Plan
+from autofit.resilience.active_plan import ON_OPTIMIZERS, ActivePlan, staying
+from autofit.resilience.fallback import Ladder
+from autofit.resilience.records import Rung
+from autofit.storage import default_url
+from autofit.storage.url import exists
+from autofit.strategies import AS_IS, Fidelity, RootFacts
+from autofit.worker import meter
+from autofit.worker.records.trials import Script
+
+log = logging.getLogger("autofit.resilient")
+
+UNKNOWN = RootFacts(name="", parameters=0, parameter_bytes=0, trainable=0, dtype="float32")
+"""A model that has shown nothing of itself yet."""
+
+
+class Plans(Ladder):
+    """Plans from the one given, or the stored best of the running script, down the ladder."""
+
+    def __init__(
+        self,
+        given: Plan | None = None,
+        *,
+        storage: str | None = None,
+        allow: Fidelity = Fidelity.ROUNDING,
+        effective_batch: int | None = None,
+    ) -> None:
+        self._given = given
+        self._storage = storage
+        self._allow = allow
+        self._effective_batch = effective_batch
+        self._ground: Ground | None = None
+        self._refused: set[tuple[str, str]] = set()
+
+    def start(self, remembered: Mapping[str, int | str] | None) -> Rung:
+        """Return the plan that is known to hold, else the one given, else the stored best."""
+        if remembered is not None:
+            try:
+                return self._rung(Plan.of(json.loads(str(remembered["plan"]))))
+            except (UsageError, ValueError, KeyError):
+                pass  # of another version
+        return self._rung(self._given if self._given is not None else self._stored())
+
+    def off(self) -> Rung:
+        """Return the script as it is."""
+        return self._rung(self._given or Plan())
+
+    def leaner(self, rung: Rung) -> Rung | None:
+        """Return the next plan that changes something the function follows."""
+        active = rung.values[0]
+        assert isinstance(active, ActivePlan)
+        plan, short = active.reached, active.short
+        if active.refused is not None:
+            strategy, level, _ = active.refused
+            self._refused.add((strategy, level))
+            plan = self._allowed(active.plan)
+            if plan not in short:
+                return self._rung(plan, short)
+        short |= {plan, active.plan} if active.refused is None else {plan}
+        ground, skipped = self._found(active), set(short)
+        while (following := next_rung(plan, ground, skipped)) is not None:
+            changed = {name for name in following.levels if following[name] != plan[name]}
+            follows = changed & active.used and changed & ON_OPTIMIZERS <= active.used
+            if follows and following == self._allowed(following):
+                return self._rung(following, short)
+            skipped.add(following)
+        return None
+
+    def finished(self, rung: Rung) -> None:
+        """Take the plan off the models of the attempt."""
+        active = rung.values[0]
+        assert isinstance(active, ActivePlan)
+        active.end()
+
+    def refused(self, rung: Rung) -> bool:
+        """Return whether a technique of the plan does not keep its promise on the model."""
+        active = rung.values[0]
+        return isinstance(active, ActivePlan) and active.refused is not None
+
+    def kept(self, rung: Rung) -> Mapping[str, int | str]:
+        """Return the plan that the attempt ended on."""
+        active = rung.values[0]
+        assert isinstance(active, ActivePlan)
+        return {"plan": json.dumps(dict(active.reached.changes), sort_keys=True)}
+
+    def _rung(self, plan: Plan, short: frozenset[Plan] = frozenset()) -> Rung:
+        """Return the rung of a plan; ``short``: those that have run out of memory in this call."""
+        plan = self._allowed(plan)
+        active = ActivePlan(plan, self._effective_batch, short)
+        return Rung(values=(active,), shown=f"plan: {plan}")
+
+    def _allowed(self, plan: Plan) -> Plan:
+        """Return the plan without what was refused before, and without what would stay."""
+        refused = [name for name, level in plan.changes if (name, level) in self._refused]
+        stays = [name for name, _ in staying(plan).changes]
+        return plan.replace(**dict.fromkeys((*refused, *stays), AS_IS))
+
+    def _found(self, active: ActivePlan) -> Ground:
+        """Return what the next plan is chosen from, with what this attempt has shown."""
+        if self._ground is None:
+            device = meter.default_device()
+            self._ground = Ground(hardware=meter.hardware(device), allow=self._allow)
+        facts = active.facts
+        batch = facts.batch or self._effective_batch
+        roots = facts.roots or (UNKNOWN,)
+        known = replace(facts, roots=(replace(roots[0], batch=batch), *roots[1:]))
+        return replace(self._ground, facts=known)
+
+    def _stored(self) -> Plan:
+        """Return the stored best of the script that is running; as it is where there is none."""
+        script = running_script()
+        if script is None or not exists(self._storage):
+            return Plan()
+        try:
+            result, _ = best(self._storage or default_url(), script)
+        except AutofitError:
+            return Plan()
+        self._effective_batch = self._effective_batch or result.measurement.effective_batch
+        early = [s.name for s, level in result.plan if s.environment(level)]
+        left = {*early, *(name for name, _ in staying(result.plan).changes)}
+        if left:
+            log.warning(
+                "%s: left out of the stored plan, since it is for a process from its start to its"
+                " end: `autofit run` has it",
+                Plan.of({name: result.plan[name] for name in left}),
+            )
+        return result.plan.replace(**dict.fromkeys(left, AS_IS))
+
+
+def running_script() -> Script | None:
+    """Return the script that this process runs; ``None`` in an interactive session."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        return None
+    return Script(target=os.path.abspath(file), args=tuple(sys.argv[1:]), cwd=os.getcwd())

@@ -1,0 +1,91 @@
+"""A plan on a model and its optimizer in a loop that nobody launched for us. Imports torch.
+
+The techniques see the same root as under ``autofit run``; only the process-wide seams of the
+harness are left out, because the caller says which model and which optimizer it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies import AS_IS
+from autofit.strategies.inspection import tf32
+from autofit.worker import meter
+from autofit.worker.harness.patching.optimizers import changes_of
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.session import Session
+from autofit.worker.records.trials import OutOfMemory
+
+log = logging.getLogger("autofit.resilient")
+
+
+class Applied(Session):
+    """One plan on one model and its optimizer, until ``end``."""
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
+        super().__init__(meter.for_device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.refusal: tuple[str, str, str] | None = None
+        """Strategy, level and reason."""
+        self._plan = plan
+        self._reached: int | None = None
+        self.new_root(model)
+        if optimizer is not None and changes_of(plan):
+            self.optimizers.attach_to(optimizer)
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The largest chunk now, or when it ended; ``None`` where the batch is not split."""
+        root = self.roots[0]
+        return root.elastic.micro_batch if root.elastic else self._reached or root.reached
+
+    def end(self) -> None:
+        """Leave the model and the optimizer as the function has them."""
+        self._reached = self.micro_batch
+        self.stop()
+
+    def plan_for(self, root: HarnessRoot) -> Plan:
+        """Return the one plan."""
+        return self._plan
+
+    def splits(self) -> bool:
+        """Return whether the plan splits the batch."""
+        return self._plan["micro_batch"] != AS_IS
+
+    def optimizer_plan(self) -> Plan:
+        """Return the one plan."""
+        return self._plan
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Note which technique it was; the attempt ends here."""
+        self.refused(self.roots[0], refusal)
+
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        """Note which technique it was; the attempt ends here."""
+        name = refusal.strategy or next((name for name, _ in self._plan.changes), "")
+        self.refusal = (name, self._plan[name] if name else AS_IS, str(refusal))
+        raise refusal
+
+    def shortage(self, found: OutOfMemory) -> None:
+        """Say so where the step goes on by itself, in smaller chunks."""
+        if (found.micro_batch or 0) > 1:
+            log.warning(
+                "out of memory in %s with %s samples at a time; smaller from here on",
+                found.phase,
+                found.micro_batch,
+            )
+
+
+def precision(level: str, device: str | None) -> AbstractContextManager[Any]:
+    """Return a context in which forwards run in the plan's precision."""
+    if level == "tf32":
+        return tf32.switched(True)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
+    return torch.autocast(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)

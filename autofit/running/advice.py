@@ -1,0 +1,112 @@
+"""Says where a run died for want of memory, and what would help: one line for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autofit import strategies
+from autofit.analysis.fallback import Ground
+from autofit.plan import Plan
+from autofit.strategies import AS_IS, Memory
+from autofit.units import format_size
+from autofit.worker.records.trials import CHECK, CHECK_STARVED, OutOfMemory
+
+BY_HAND = {
+    Memory.WEIGHTS: "a smaller model, weights in lower precision, or less data on the device",
+    Memory.OPTIMIZER_STATE: "an optimizer that keeps less (8-bit Adam, Adafactor, SGD)",
+    Memory.ACTIVATIONS: "a smaller batch in the script",
+    Memory.WORKSPACE: "a smaller batch in the script, or that work inside the model's forward",
+}
+"""What the user can do where no technique is left."""
+TAKEN = {
+    Memory.WEIGHTS: ("weights", "a smaller model, or less data on the device"),
+    Memory.OPTIMIZER_STATE: ("optimizer", "a smaller model, or an optimizer without state (SGD)"),
+}
+"""The same where the plan has a level of that strategy already."""
+
+PROCESS = "the process"
+"""Phase of a process that was killed, and could not say where it was."""
+
+
+def where(found: OutOfMemory, budget: int | None = None) -> str:
+    """Return where memory ran out: line, asked, held. ``budget``: bytes, ``None`` for no limit.
+
+    What tensors held is read once the error has left the script, and what they kept in the
+    allocator's cache, in pieces, is not in it. Where the sum is within the budget it would read as
+    if there had been room: the budget alone is named.
+    """
+    if found.phase == PROCESS:
+        return found.message
+    phase = found.phase
+    if found.place is not None:
+        source = f" (`{found.place.source}`)" if found.place.source else ""
+        phase = f"{found.place.line}{source}, {_phase(found)}"
+    size = f" with {found.micro_batch} samples at a time" if found.micro_batch else ""
+    parts = [CHECK_STARVED if found.phase == CHECK else f"out of memory in {phase}{size}"]
+    if found.requested:
+        parts.append(f"{format_size(found.requested)} asked")
+    if budget and (found.requested or 0) + (found.held or 0) <= budget:
+        parts.append(f"{format_size(budget)} allowed")
+    elif found.held is not None:
+        of = f" of {format_size(budget)}" if budget else ""
+        parts.append(f"{format_size(found.held)}{of} held by tensors")
+    return ", ".join(parts)
+
+
+def advice(found: OutOfMemory, plan: Plan, ground: Ground) -> str:
+    """Return what would help: the techniques that are left, else what the user can do by hand."""
+    short = lacking(found)
+    reach = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
+    left = list(_left(reach, plan, ground))
+    by_hand = BY_HAND[short]
+    if short in TAKEN and plan[TAKEN[short][0]] != AS_IS:
+        by_hand = TAKEN[short][1]
+    if short is Memory.WORKSPACE:
+        leads = "splitting the batch does not reach what is computed outside the model"
+        room = f"; {_either(left)} would leave it more room" if left else ""
+        return f"{leads}{room}; else {by_hand}"
+    if left:
+        return f"{_either(left)} would lower its {reach}"
+    return f"no technique lowers its {reach} further; what is left is {by_hand}"
+
+
+def lacking(found: OutOfMemory) -> Memory:
+    """Return the kind of memory that ran out; workspace for what the script computes itself."""
+    if found.phase == "optimizer step":
+        return Memory.OPTIMIZER_STATE
+    if found.phase == "outside the model":
+        return Memory.WORKSPACE if found.started else Memory.WEIGHTS
+    return Memory.ACTIVATIONS
+
+
+def _phase(found: OutOfMemory) -> str:
+    if found.phase == "outside the model" and not found.started:
+        return "before the model first ran"
+    return found.phase
+
+
+def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
+    """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it.
+
+    None that has turned out not to keep its promise here.
+    """
+    for strategy in strategies.REGISTRY:
+        if strategy.name == "micro_batch":
+            size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+            splits = size is not None and size > 1 and kind in strategy.lowers
+            levels = [str(-(-size // 2))] if size is not None and splits else []
+        else:
+            names = [level.name for level in strategy.levels]
+            further = names[names.index(plan[strategy.name]) + 1 :]
+            levels = [level for level in further if kind in strategy.lowered(level)]
+        allowed = (
+            level
+            for level in levels
+            if ground.allows(strategy.name, level)
+            and not ground.was_refused(plan.replace(**{strategy.name: level}))
+        )
+        yield from (strategy.describe(level) for level in list(allowed)[:1])
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

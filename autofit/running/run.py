@@ -1,0 +1,415 @@
+"""``autofit run``: the real training under the best plan, in the foreground, kept alive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from autofit.analysis.fallback import Ground
+from autofit.analysis.ranking import best, kept, standing
+from autofit.evidence.lookup import Evidence, key_of, stored
+from autofit.evidence.verify import Checked, verify
+from autofit.exceptions import StorageError, UsageError
+from autofit.plan import Plan
+from autofit.running.advice import PROCESS, where
+from autofit.running.foreground import Foreground, Unheard, started
+from autofit.running.supervisor import ATTEMPT, Ended, supervise
+from autofit.storage import EvidenceKey, State, Store, StudyRecord
+from autofit.strategies import Facts, Fidelity
+from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
+from autofit.worker.launch import rank_environment as rank
+from autofit.worker.launch.environment import launched, under
+from autofit.worker.meter.nvml import VISIBLE
+from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
+from autofit.worker.records.trials import (
+    ChildSpec,
+    LaunchRequest,
+    Learned,
+    OutOfMemory,
+    PlanEnded,
+    Pressed,
+    Proven,
+    Raised,
+    Ran,
+    Replaced,
+    Saved,
+    Script,
+    Shortage,
+    Verdict,
+    Wrote,
+)
+
+HELD = "held"
+"""Kind of the event that keeps the plan under which a run came to its end after all."""
+
+FALLBACKS = 8
+"""Plans of the study that a run may fall back to."""
+UNHEARD = (
+    "the script has closed every file descriptor (os.closerange?), autofit's too: it goes on, but"
+    " would not be started again if memory ran out"
+)
+
+Say = Callable[[str], None]
+
+
+def run(
+    script: Script,
+    *,
+    plan: Plan | None = None,
+    storage: str,
+    memory: int | None = None,
+    resume: str | None = None,
+    ranks: int | None = None,
+    verify_only: bool = False,
+    say: Say = lambda line: None,
+) -> int:
+    """Run ``script`` to its end; return its exit code, 128 + N where signal N ended it.
+
+    A plan for which the store has no evidence is verified first, in a launch of its own;
+    ``verify_only``: stop there, and return whether it does not keep its promise.
+
+    ``plan``: the stored best when not given, or the leaner one that held when it was last run.
+    ``memory``: bytes the run is held to on the device; the search's own when that was asked for.
+    ``resume``: what to add to the arguments when it is started again after it died for want of
+    memory, see ``supervisor``. ``ranks``: processes it consists of; as many as when it was searched
+    where a stored plan is taken, else one. Raises ``UsageError`` when no plan is stored, or there
+    are fewer devices than ranks.
+    """
+    device = meter.default_device()
+    ground = Ground(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
+    diary = _Diary(storage)
+    if plan is None:
+        result, which = best(storage, script, ranks=ranks, say=say)
+        diary = _Diary(storage, result.study)
+        study, trials = diary.study()
+        plan, memory = result.plan, memory or study.key.memory
+        ranks = ranks or study.key.gpus
+        script = as_searched(script, study.script)
+        say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
+        if (held := diary.held(study)) is not None and held != plan:
+            say(f"{held} in its place: it held when the script was last run")
+            plan = held
+        ground = replace(
+            ground,
+            allow=Fidelity[study.key.allow.upper()],
+            facts=study.facts or Facts(),
+            trials=trials,
+            budget=study.budget,
+            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
+        )
+    ranks = ranks or 1
+    others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
+    _enough(device, ranks)
+    ground = replace(ground, facts=replace(ground.facts, world_size=ranks))
+    shown = {} if others else _as_many_cards(device, ranks, say)
+    environment = {**os.environ, **shown, **launched(script, device, ranks)}
+    name = ground.hardware.name
+    key = key_of(script, gpu=name, gpus=ranks, versions=versions())
+    evidence = stored(storage, key, script)
+    attempts = _Attempts(
+        script=script,
+        device=device,
+        budget=memory,
+        environment=environment,
+        ranks=ranks,
+        resumes=resume is not None,
+        verifies=not others,
+        evidence=evidence,
+        fallbacks=tuple(_verified(ground, evidence)),
+        diary=diary,
+        say=say,
+    )
+    if verify_only:
+        checked = attempts.check(plan)
+        say(f"{plan}: {checked.refused or 'verified'}")
+        return int(bool(checked.refused))
+    if others > 0:
+        if code := attempts.start(1, plan, ()).code:
+            say(
+                f"one rank beside {others} that another launcher has started: it is not tried again"
+            )
+        return code if code >= 0 else 128 - code
+    code, last, attempt = supervise(
+        attempts.start, plan, ground, resume=resume, say=say, budget=memory
+    )
+    if (attempt > 1 or last != plan) and code == 0:
+        diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
+    return code if code >= 0 else 128 - code
+
+
+def as_searched(script: Script, searched: Script) -> Script:
+    """Return ``script`` launched as when it was ``searched``, where its line names no launcher.
+
+    What its line says of Python itself (``python -u``) is added.
+    """
+    if script.launcher:
+        return script
+    environment = dict(searched.environment) | dict(script.environment)
+    return replace(
+        script, environment=tuple(sorted(environment.items())), launcher=searched.launcher
+    )
+
+
+def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
+    """Return what shows the script as many cards as the search did: one for each rank.
+
+    A script that sees more may use them all, and would be another training than the one searched.
+    """
+    cards = meter.cards() if device == "cuda" else ()
+    if len(cards) <= ranks:
+        return {}
+    entries = [card.entry for card in cards[:ranks]]
+    say(f"{len(cards)} GPUs are visible; the script is shown {', '.join(entries)}, as searched")
+    return {VISIBLE: ",".join(entries)}
+
+
+def _verified(ground: Ground, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
+    """Yield the other plans of the study that were verified, the fastest first, with their peaks.
+
+    The script as it is comes last.
+    """
+    for trial in standing(ground.trials, ground.budget)[:FALLBACKS]:
+        if trial.measurement is not None and evidence.holds(found := kept(trial)):
+            yield found, trial.measurement.peak_device
+    yield Plan(), 0
+
+
+def _enough(device: str, ranks: int) -> None:
+    """Raise ``UsageError`` where there are fewer devices than ranks; on the CPU there is room."""
+    if device == "cuda" and (found := len(meter.cards())) < ranks:
+        raise UsageError(f"{ranks} ranks need as many GPUs, and {found} are visible here")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempts:
+    """Runs the script, once an attempt."""
+
+    script: Script
+    device: str
+    budget: int | None
+    environment: Mapping[str, str]
+    ranks: int
+    resumes: bool
+    verifies: bool
+    """Plans without evidence are verified first."""
+    evidence: Evidence
+    fallbacks: tuple[tuple[Plan, int], ...]
+    """What the run may go on under in the same process, with the peak of each."""
+    diary: _Diary
+    say: Say
+
+    def check(self, plan: Plan) -> Checked:
+        """Verify ``plan`` in a launch of its own, unless there is evidence."""
+        if not self.verifies or self.evidence.holds(plan):
+            return Checked()
+        self.say(f"{plan} is verified first, in a short launch: there is no evidence for it here")
+        return verify(
+            self.script,
+            plan,
+            self.evidence,
+            device=self.device,
+            ranks=self.ranks,
+            memory=self.budget,
+            environment=self.environment,
+            storage=self.diary.storage,
+        )
+
+    def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
+        """Run it under ``plan`` to its end; implements ``supervisor.Start``."""
+        checked = self.check(plan)
+        if checked.refused:
+            return Ended(code=1, shortage=None, refused=checked.refused, blamed=checked.blamed)
+        script = replace(self.script, args=(*self.script.args, *more))
+        others = [pair for pair in self.fallbacks if pair[0] != plan]
+        peaks = dict(self.fallbacks)
+        request = LaunchRequest(
+            script=script,
+            plans=(plan, *(other for other, _ in others)),
+            peaks=(peaks.get(plan, 0), *(peak for _, peak in others)),
+            device=self.device,
+            budget=self.budget or 0,
+            timeout=float("inf"),
+            ranks=self.ranks,
+            proven=self.evidence.proven,
+        )
+        spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
+        environment = under(plan, self.environment)
+        if self.budget is not None:
+            environment |= meter.environment(self.device, self.budget, environment)
+        if attempt > 1:  # at first the script finds what Python alone would show it
+            environment[ATTEMPT] = str(attempt)
+        kills = oom_kills()
+        with started(spec, self._each(environment)) as running:
+            heard = self._hear(running, request.plans)
+            code = running.code
+        self.diary.keep_evidence(self.evidence.key, heard.proven)
+        plan = heard.plan or plan
+        met = heard.facts is not None and heard.facts.called
+        if not (code or met) and any(strategy.changes_models for strategy, _ in plan):
+            self.say(f"the script called no model with gradients: {plan} was not put on any")
+        shortage, raised = None, None
+        if code and not running.signals:
+            raised = heard.telling(running.first, oom_kills() - kills)
+            shortage = self._why(code, raised, oom_kills() - kills)
+        broken = raised is not None and shortage is None and raised.blamed is not None
+        return Ended(
+            code=code,
+            shortage=shortage,
+            facts=heard.facts,
+            refused=raised.message if raised and broken else heard.refused if code else "",
+            blamed=raised.blamed if raised and broken else heard.blamed,
+            checkpoints=tuple(heard.saved),
+            wrote=heard.wrote,
+            plan=plan,
+        )
+
+    def _each(self, environment: Mapping[str, str]) -> list[Mapping[str, str]]:
+        """Return the environment of each rank."""
+        if self.ranks == 1:
+            return [environment]
+        port = rank.free_port()
+        return [rank.environment(each, self.ranks, port, environment) for each in range(self.ranks)]
+
+    def _hear(self, running: Foreground, plans: Sequence[Plan]) -> _Heard:
+        """Tell and keep what happens meanwhile."""
+        heard = _Heard()
+        told: set[tuple[int, str]] = set()
+        for number, event in running.events():
+            who, of = (f"rank {number}: ", {"rank": number}) if self.ranks > 1 else ("", {})
+            match event:
+                case Shortage(out_of_memory=found) if found.cleared:
+                    if (number, found.phase) not in told:  # it may happen in every step from now on
+                        told.add((number, found.phase))
+                        self.say(f"{who}{where(found)}; caches were cleared, and it went through")
+                        self.diary.short_of_memory(found, fatal=False)
+                case Pressed(micro_batch=size):
+                    self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
+                    self.diary.keep("pressed", asdict(event) | of)
+                case Unheard():
+                    self.say(f"{who}{UNHEARD}")
+                case Ran():
+                    self.diary.keep("ran", asdict(event) | of)
+                case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
+                    self.say(f"{who}{where(found)}; smaller from here on")
+                    self.diary.short_of_memory(found, fatal=False)
+                case Learned():
+                    if number == 0 or heard.facts is None:
+                        heard.facts = event.facts
+                case Saved():
+                    heard.saved.append(event.path)
+                    heard.wrote = True
+                case Wrote():
+                    heard.wrote = True
+                case Proven():
+                    heard.proven.append(self.evidence.add(event))
+                case Replaced(index=index, reason=reason):
+                    before, heard.plan = heard.plan or plans[0], plans[index]
+                    self.say(
+                        f"{before} does not hold here: {reason}; going on under {plans[index]}"
+                    )
+                    self.diary.keep("replaced", {"plan": before.levels, "reason": reason} | of)
+                case Raised():
+                    heard.raised[number] = event
+                case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
+                    heard.refused, heard.blamed = f"{who}{report.reason}", report.blamed
+        return heard
+
+    def _why(self, code: int, raised: Raised | None, kills: int) -> OutOfMemory | None:
+        """Return where a process that failed ran out of memory; ``None`` if it did not."""
+        if raised is None:
+            found = classify_exit(code, oom_kills=kills)
+            if found.kind is not Kind.OOM:
+                return None
+            shortage = OutOfMemory(phase=PROCESS, message=found.message)
+        elif raised.starved(kills):
+            shortage = raised.out_of_memory
+        else:
+            return None
+        self.diary.short_of_memory(shortage, fatal=True)
+        return shortage
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What the processes told."""
+
+    raised: dict[int, Raised] = field(default_factory=dict)
+    """By rank, in the order in which it was told."""
+    refused: str = ""
+    """Why the plan does not hold here."""
+    blamed: str | None = None
+    facts: Facts | None = None
+    saved: list[str] = field(default_factory=list)
+    wrote: bool = False
+    """The script has opened a file for writing."""
+    proven: list[Proven] = field(default_factory=list)
+    plan: Plan | None = None
+    """What it went on under; ``None`` while that is the plan it began with."""
+
+    def telling(self, first: int | None, kills: int) -> Raised | None:
+        """Return what ended the run: a rank's want of memory, else what ended the ``first``.
+
+        A rank that another one left waiting fails too, and may be heard of before it.
+        """
+        starved = (each for each in self.raised.values() if each.starved(kills))
+        return next(starved, None if first is None else self.raised.get(first))
+
+
+@dataclass(frozen=True, slots=True)
+class _Diary:
+    """What a run keeps in the store; training matters more than a store that cannot be written."""
+
+    storage: str
+    study_id: str | None = None
+
+    def study(self) -> tuple[StudyRecord, tuple[Any, ...]]:
+        """Return the study the plan comes from, and its finished trials."""
+        assert self.study_id is not None
+        with Store(self.storage, create=False) as store:
+            study = store.study(self.study_id)
+            return study, store.trials(study, state=State.FINISHED)
+
+    def held(self, study: StudyRecord) -> Plan | None:
+        """Return the plan that held when the script was run since its last search."""
+        with Store(self.storage, create=False) as store:
+            events = store.events(HELD, study=study)
+        if not events or events[-1].created < study.opened:
+            return None
+        try:
+            return Plan.of(events[-1].payload["plan"])
+        except (KeyError, UsageError):  # of another version, or edited: the study's best stands
+            return None
+
+    def keep_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
+        """Store what the run has verified by itself."""
+        if found:
+            with suppress(StorageError), Store(self.storage, create=False) as store:
+                store.add_evidence(key, found)
+
+    def short_of_memory(self, found: OutOfMemory, *, fatal: bool) -> None:
+        """Keep where memory ran out, and whether the process died of it."""
+        self.keep(
+            "out_of_memory",
+            {
+                "phase": found.phase,
+                "message": found.message,
+                "requested": found.requested,
+                "micro_batch": found.micro_batch,
+                "line": found.place.line if found.place else None,
+                "held": found.held,
+                "fatal": fatal,
+            },
+        )
+
+    def keep(self, kind: str, payload: Mapping[str, Any]) -> None:
+        """Store an event."""
+        try:
+            with Store(self.storage, create=False) as store:
+                study = store.study(self.study_id) if self.study_id else None
+                store.record_event(kind, payload, study=study)
+        except StorageError:
+            return

@@ -1,0 +1,58 @@
+"""Which levels of the catalogue stand beside one another: derived from what the strategies say.
+
+Imports no torch. What a pair does to a training is put to the test in
+``tests/strategies/test_pairs.py``; here is only what is refused before a launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autofit.plan import Plan
+from autofit.space.catalogue import clash
+from autofit.strategies import AS_IS, REGISTRY, Strategy
+
+Setting = tuple[str, str]
+"""``(strategy, level)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two changed levels of different strategies, in the catalogue's order."""
+
+    one: Setting
+    other: Setting
+    needs: tuple[tuple[Setting, Setting], ...] = ()
+    """A level of the two that cannot stand alone, and the first that it can stand beside."""
+    reason: str | None = None
+    """Why no plan holds both; ``None`` where they stand beside one another."""
+
+    @property
+    def plan(self) -> Plan:
+        """Both, and what they need."""
+        return Plan.of(dict((*(need for _, need in self.needs), self.one, self.other)))
+
+
+def pairs(registry: Sequence[Strategy] = REGISTRY) -> tuple[Pair, ...]:
+    """Return every pair of the catalogue."""
+    needs = {each: _needed(each, registry) for s in registry for each in _changed(s)}
+    found = (
+        Pair(one=a, other=b, needs=tuple((each, need) for each in (a, b) for need in needs[each]))
+        for one, other in itertools.combinations(registry, 2)
+        for a, b in itertools.product(_changed(one), _changed(other))
+    )
+    return tuple(replace(pair, reason=clash(pair.plan)) for pair in found)
+
+
+def _needed(level: Setting, registry: Sequence[Strategy]) -> tuple[Setting, ...]:
+    """Return what ``level`` cannot stand without; nothing as a rule."""
+    if clash(Plan.of(dict([level]))) is None:
+        return ()
+    others = (each for s in registry for each in _changed(s) if s.name != level[0])
+    return tuple(each for each in others if clash(Plan.of(dict((level, each)))) is None)[:1]
+
+
+def _changed(strategy: Strategy) -> list[Setting]:
+    return [(strategy.name, level.name) for level in strategy.levels if level.name != AS_IS]

@@ -1,0 +1,1 @@
+"""The search: asks for plans, launches trials, and confirms the winner."""

@@ -1,0 +1,163 @@
+"""The study as Optuna sees it: asked for proposals, told what became of them.
+
+Our tables are the truth. Optuna's are written after our commit and can be made again from ours, so
+a kill between the two loses nothing: ``Mirror.catch_up`` tells what was not told.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from autofit import strategies
+from autofit.plan import Plan
+from autofit.storage import Store, StudyRecord, TrialRecord
+from autofit.worker.records.trials import HORIZON, Verdict
+
+if TYPE_CHECKING:
+    import optuna
+
+    from autofit.analysis.acquisition import Situation
+
+OURS = "autofit_trial"
+"""User attribute of Optuna's trial: the row of ours that it mirrors."""
+MEMORY = "memory"
+"""The constraint: by what part of the budget a plan is too large; above zero where it is."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    strategy.name: tuple(level.name for level in strategy.levels)
+    for strategy in strategies.REGISTRY
+}
+"""Every level of every strategy, whatever may be tried now."""
+VERSION = f"{zlib.crc32(repr(CHOICES).encode()):08x}"
+"""Of these choices: Optuna refuses a parameter whose choices have changed."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _explained(
+    method: Callable[Concatenate[Mirror, P], T],
+) -> Callable[Concatenate[Mirror, P], T]:
+    """Let a method turn errors of the database, as Optuna raises them, into one clear line."""
+
+    @functools.wraps(method)
+    def explained(self: Mirror, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._store.explained():
+            return method(self, *args, **kwargs)
+
+    return explained
+
+
+class Mirror:
+    """Optuna's study of one of ours. Its methods raise ``StorageError`` as the store's do."""
+
+    def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
+        import optuna
+
+        from autofit.tuning.sampler import CostSampler
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna = optuna
+        self._store = store
+        self._budget = study.budget
+        self._horizon = horizon
+        self._asked: dict[Plan, optuna.Trial] = {}
+        with warnings.catch_warnings(), store.explained():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._sampler = CostSampler(CHOICES)
+            with store.alone():
+                storage = optuna.storages.RDBStorage(store.url)
+            self._study = optuna.create_study(
+                storage=storage,
+                study_name=f"autofit-{study.id}-space{VERSION}",
+                sampler=self._sampler,
+                direction="maximize",
+                load_if_exists=True,
+            )
+
+    @_explained
+    def catch_up(self, trials: Iterable[TrialRecord]) -> None:
+        """Tell what a killed search could not; end what it asked and never finished."""
+        states = self._optuna.trial.TrialState
+        told: dict[int, tuple[int, optuna.trial.TrialState]] = {}
+        for mirrored in self._study.get_trials(deepcopy=False):
+            if mirrored.state is states.RUNNING:
+                self._study.tell(mirrored.number, state=states.FAIL)
+            elif mirrored.state.is_finished() and OURS in mirrored.user_attrs:
+                told[mirrored.user_attrs[OURS]] = mirrored.number, mirrored.state
+        for trial in trials:
+            if trial.report is None or trial.optuna_number is not None:
+                continue
+            number, state = told.get(trial.id, (-1, None))
+            if state is self._outcome(trial)[0]:
+                self._store.set_optuna_number(trial, number)
+            else:  # not told, or given up half-told by a search that was killed as well
+                self.tell(trial)
+
+    @_explained
+    def ask(self, situation: Situation) -> Plan | None:
+        """Return the plan to measure next; ``None`` when no candidate is worth it."""
+        chosen = self._sampler.choose(situation)
+        if chosen is None:
+            return None
+        trial = self._study.ask()
+        levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
+        self._asked[chosen.plan] = trial
+        assert Plan.of(levels) == chosen.plan, "Optuna holds what is measured"
+        return chosen.plan
+
+    @_explained
+    def drop(self, plan: Plan) -> None:
+        """End what was asked and will not be told: its trial ended before its verdict."""
+        if (asked := self._asked.pop(plan, None)) is not None:
+            self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
+
+    @_explained
+    def tell(self, trial: TrialRecord) -> None:
+        """Tell a trial that has just been stored as finished."""
+        state, value, constraints = self._outcome(trial)
+        asked = self._asked.pop(trial.plan, None)
+        if asked is not None:
+            asked.set_user_attr(OURS, trial.id)
+            for name, excess in constraints.items():
+                asked.set_constraint(name, excess)
+            number = self._study.tell(asked, value, state).number
+        else:
+            self._study.add_trial(
+                self._optuna.trial.create_trial(
+                    state=state,
+                    value=value,
+                    params=trial.plan.searched.levels,
+                    distributions={
+                        name: self._optuna.distributions.CategoricalDistribution(choices)
+                        for name, choices in CHOICES.items()
+                    },
+                    user_attrs={OURS: trial.id},
+                    constraints=constraints or None,
+                )
+            )
+            number = self._study.get_trials(deepcopy=False)[-1].number
+        self._store.set_optuna_number(trial, number)
+
+    def _outcome(
+        self, trial: TrialRecord
+    ) -> tuple[optuna.trial.TrialState, float | None, dict[str, float]]:
+        """Return the state, the samples per second and the constraints of a finished trial.
+
+        Out of memory is pruned, never failed: a failed trial would be proposed again.
+        """
+        states = self._optuna.trial.TrialState
+        measurement = trial.measurement
+        if trial.verdict is Verdict.MEASURED and measurement is not None:
+            excess = measurement.peak_device / self._budget - 1.0
+            return states.COMPLETE, measurement.charged(self._horizon), {MEMORY: excess}
+        if trial.verdict is Verdict.OUT_OF_MEMORY:
+            shortage = trial.report.out_of_memory if trial.report else None
+            requested = (shortage.requested if shortage else None) or self._budget
+            return states.PRUNED, None, {MEMORY: max(requested / self._budget, 1e-3)}
+        return states.FAIL, None, {}

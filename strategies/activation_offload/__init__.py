@@ -1,0 +1,78 @@
+"""Activation offloading: what forward keeps for backward waits in host memory."""
+
+from __future__ import annotations
+
+from autofit.exceptions import Refused
+from autofit.facts import Hardware
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
+
+SHARES = {"half": 0.5, "all": 1.0}
+"""Level to the share of the bytes that leave the device."""
+
+
+class ActivationOffload(Strategy):
+    """Tensors that autograd saves go to pinned host memory, and come back ahead of backward.
+
+    On a stream of their own, beside the computation (Rhu et al., 2016). What is on the device all
+    the same stays there: weights, buffers, the batch; so do small tensors, and all that the host
+    has no room for. Under checkpointing only the blocks' inputs are saved, and those travel.
+    """
+
+    name = "activation_offload"
+    summary = "keeps activations in host memory between forward and backward"
+    source = "https://arxiv.org/abs/1602.08124"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(
+            name="half",
+            summary="half of the bytes, every other tensor",
+            slowdown=2.8,
+            keeps=0.6,
+            refines=True,
+        ),
+        Level(
+            name="all",
+            summary="all but small tensors and the last ones before backward",
+            slowdown=5.5,
+            keeps=0.2,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"activation offload"``, or ``"activation offload half"``."""
+        return "activation offload" if level == "all" else f"activation offload {level}"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """On a CPU there is nowhere to move them to."""
+        if hardware.device != "cuda":
+            return "the host's memory is what a CPU computes in"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell where torch allows no hooks on what autograd saves."""
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            return "the model is differentiated where torch allows no hooks on saved tensors"
+        return None
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Use torch's own context, which waits for each copy and moves the weights as well."""
+        if level != "all":
+            return None
+        return ByHand(around="torch.autograd.graph.save_on_cpu(pin_memory=True)")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Put the hooks around each forward."""
+        from autofit.strategies.activation_offload import saved_tensors
+
+        offload = saved_tensors.Offload(root.module, SHARES[level])
+        if not offload.room.known:
+            raise Refused("the system does not say how much memory the host has free")
+        take_back = root.around_forward(offload.around)
+
+        def undo() -> None:
+            take_back()
+            offload.release()
+
+        return undo

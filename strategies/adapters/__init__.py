@@ -1,0 +1,110 @@
+"""Adapters: small trainable matrices beside linear layers whose own weights are frozen."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    OptimizerHandle,
+    Root,
+    Strategy,
+    Undo,
+)
+
+RANK = 16
+"""Of the matrices; their product is multiplied by ``ALPHA / RANK``."""
+ALPHA = 32
+
+
+class Adapters(Strategy):
+    """LoRA in the linear layers of the repeated blocks (Hu et al., 2021), by peft.
+
+    Other training: the model's own weights are frozen, all of them, and the script's optimizer
+    steps the adapters, each with the settings that its layer's weight had. Under ``qlora`` the
+    frozen weights of these layers are kept in 4 bits (NF4; Dettmers et al., 2023), by bitsandbytes.
+    The model is changed in place; its ``state_dict`` holds the names that peft gives.
+    """
+
+    name = "adapters"
+    summary = "the weights are frozen, small matrices beside them are trained (LoRA)"
+    source = "https://arxiv.org/abs/2106.09685"
+    lowers = frozenset({Memory.WEIGHTS, Memory.GRADIENTS, Memory.OPTIMIZER_STATE})
+    levels = (
+        Level(name=AS_IS, summary="all that the script trains"),
+        Level(
+            name="lora",
+            summary=f"LoRA of rank {RANK} in the blocks' linear layers",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.08,
+            keeps=0.05,
+            lowers=frozenset({Memory.GRADIENTS, Memory.OPTIMIZER_STATE}),
+            undo=False,
+            refines=True,
+        ),
+        Level(
+            name="qlora",
+            summary="the same beside weights in 4 bits",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.2,
+            keeps=0.2,
+            undo=False,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"LoRA"`` or ``"QLoRA"``."""
+        return {"lora": "LoRA", "qlora": "QLoRA"}.get(level, self.name)
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """Both need peft, 4 bits need bitsandbytes."""
+        needed = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(level, ())
+        missing = next((name for name in needed if find_spec(name) is None), None)
+        return f"{missing} is not installed: pip install {missing}" if missing else None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It needs blocks, and a process that trains alone."""
+        if not facts.roots:
+            return None
+        if not any(root.blocks for root in facts.roots):
+            return "the model has no repeated blocks"
+        if facts.world_size > 1:
+            return "not under several ranks: what reduces gradients is made for the script's own"
+        if any(root.compiled for root in facts.roots):
+            return "the script compiles the model, whose layers would be replaced"
+        return None
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Inject before the optimizer is made; 4 bits take more than lines."""
+        if level != "lora":
+            return None
+        return ByHand(
+            prepare=f"""
+            from peft import LoraConfig, inject_adapter_in_model
+
+            layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+            config = LoraConfig(r={RANK}, lora_alpha={ALPHA}, target_modules=layers)
+            inject_adapter_in_model(config, model)
+            # in float32 where the model is in half precision; and make the optimizer of them
+            """
+        )
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Put adapters into the model, once."""
+        from autofit.strategies.adapters import lora
+
+        lora.inject(root.module, four_bit=level == "qlora")
+        return None
+
+    def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
+        """Let the script's optimizer step the adapters."""
+        from autofit.strategies.adapters import lora
+
+        lora.take_over(handle)
+        return None

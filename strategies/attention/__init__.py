@@ -1,0 +1,157 @@
+"""Attention in one kernel, in place of a matrix of all pairs of tokens."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from autofit.exceptions import Refused
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.precision import AMPERE
+
+EAGER, SDPA = "eager", "sdpa"
+"""What Hugging Face's models call attention written out, and torch's kernels for it."""
+KERNELS = {"flash": "flash", "cudnn": "cuDNN"}
+"""Levels that prefer one of torch's kernels, and how people write its name."""
+CUDNN_FIRST = ((9, 0), (10, 0))
+"""Compute capabilities on which torch 2.11 and later prefer cuDNN's kernel, with a recent cuDNN."""
+WRITTEN = "this is no Hugging Face model that writes its attention out"
+CAPS = ("attn_logit_softcapping",)
+"""Settings of models that torch's kernels would pass over in silence."""
+
+
+class Attention(Strategy):
+    """``scaled_dot_product_attention`` where a model writes it out, or another of its kernels.
+
+    Scores and their softmax are tokens times tokens for every head; the fused kernels never hold
+    them (Dao et al., 2022). A Hugging Face model is asked to switch by itself. The kernel that a
+    level names is preferred, the others stay for what it cannot do. Dropout inside attention is
+    drawn otherwise, from the same distribution.
+    """
+
+    name = "attention"
+    summary = "attention in one kernel, without the matrix of all pairs of tokens"
+    source = "https://arxiv.org/abs/2205.14135"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    redraws = True
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(
+            name="sdpa",
+            summary="torch's fused attention where a Hugging Face model writes it out",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=0.85,
+            keeps=0.7,
+            refines=True,
+        ),
+        Level(
+            name="flash",
+            summary="FlashAttention before torch's other kernels, for half precision",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=0.98,
+            refines=True,
+        ),
+        Level(
+            name="cudnn",
+            summary="cuDNN's attention before torch's other kernels, for half precision",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=0.98,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"flash attention"``."""
+        return f"{KERNELS.get(level, level)} attention"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """Only CUDA has several kernels, from Ampere on; torch prefers one of them by itself."""
+        if level not in KERNELS:
+            return None
+        if hardware.device != "cuda":
+            return f"{KERNELS[level]} attention needs a CUDA device"
+        capability = hardware.capability or (0, 0)
+        if capability < AMPERE:
+            return f"{level} attention needs compute capability 8.0, {hardware.name} has less"
+        if level == ("cudnn" if capability in CUDNN_FIRST else "flash"):
+            return f"torch prefers {KERNELS[level]} attention on {hardware.name} by itself"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """A script that chose a library's kernel keeps it; one that has SDPA needs no switch."""
+        if not facts.roots:
+            return None
+        kinds = {root.attention for root in facts.roots if root.attention is not None}
+        if others := sorted(kinds - {EAGER, SDPA}):
+            return f"the script has chosen its attention: {others[0]}"
+        if level == "sdpa" and EAGER not in kinds:
+            return WRITTEN
+        if not kinds:
+            return "no Hugging Face model, of which it is known that it calls torch's kernels"
+        if level in KERNELS and all(root.dtype == "float64" for root in facts.roots):
+            return f"{KERNELS[level]} attention is for half precision"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Ask a Hugging Face model to switch, or torch for the kernel."""
+        if level == "sdpa":
+            return ByHand(prepare='# a Hugging Face model: model.set_attn_implementation("sdpa")')
+        kernels = ", ".join(
+            f"torch.nn.attention.SDPBackend.{each}"
+            for each in (f"{level.upper()}_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+        )
+        return ByHand(around=f"torch.nn.attention.sdpa_kernel([{kernels}], set_priority=True)")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Switch the model that writes its attention out, then prefer the kernel."""
+        with ExitStack() as stack:
+            config = getattr(root.module, "config", None)
+            if getattr(config, "_attn_implementation", None) == EAGER:
+                stack.callback(_switch(root.module))
+            elif level == "sdpa":
+                raise Refused(WRITTEN)
+            if level in KERNELS:
+                from autofit.strategies.attention.kernels import First, preferring
+
+                stack.enter_context(preferring(level))
+                first = First(level, KERNELS[level], root.module)
+                stack.callback(root.around_forward(first.around))
+            return stack.pop_all().close
+        raise AssertionError("the stack swallows nothing")
+
+
+def _switch(model: Any) -> Undo:
+    """Let a Hugging Face model use torch's kernels; return how to take that back."""
+    configs = list(_configs(model).values())
+    if name := next((n for n in CAPS for each in configs if getattr(each, n, None)), None):
+        raise Refused(f"torch's kernels know nothing of the model's {name}")
+    if any(getattr(each, "output_attentions", False) for each in configs):
+        raise Refused("the model is to return its attention, which torch's kernels do not hold")
+    before = [(each, each._attn_implementation_internal) for each in configs]
+
+    def undo() -> None:
+        for each, implementation in before:
+            each._attn_implementation_internal = implementation
+
+    try:
+        model.set_attn_implementation(SDPA)
+    except ValueError as error:
+        undo()
+        raise Refused(f"this model has no other attention: {str(error).splitlines()[0]}") from None
+    if model.config._attn_implementation != SDPA:
+        undo()
+        raise Refused("this model's attention cannot be switched")
+    return undo
+
+
+def _configs(model: Any) -> dict[int, Any]:
+    """Return the configurations of a Hugging Face model and its parts, by ``id``."""
+    found: dict[int, Any] = {}
+    todo = [vars(each).get("config") for each in model.modules()]
+    while todo:
+        config = todo.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            todo += [getattr(config, name, None) for name in config.sub_configs]
+    return found

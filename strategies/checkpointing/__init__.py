@@ -1,0 +1,254 @@
+"""Activation checkpointing: keep the inputs of a block, recompute the rest in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from autofit.exceptions import Refused
+from autofit.facts import Facts
+from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.inspection.heads import share_of_logits
+
+EVERY = {"third": 3, "half": 2, "selective": 1, "all": 1}
+"""Level to stride: which blocks are checkpointed."""
+
+FAULTS = {
+    "cached during selective activation checkpoint has been mutated": (
+        "a block changes in place what one of its matrix products gave"
+    ),
+    "region computed under selective activation checkpoint": (
+        "the script goes backward through the same forward twice"
+    ),
+    "encountered during backward": ("a block runs other operations when it is run again"),
+}
+"""What torch's errors under the selective level say, and what they mean."""
+NO_OPERATIONS = "compiled blocks show no single operations whose results could be kept"
+
+INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
+"""Where a Hugging Face model keeps the handles of hooks on its embeddings."""
+LAYER = "GradientCheckpointingLayer"
+"""What transformers calls a block that its switch is for."""
+SELECTIVE = """
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+# Without attention that drops: kept, its draws would be missing when the rest runs again.
+aten = torch.ops.aten
+kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default]
+contexts = partial(create_selective_checkpoint_contexts, kept)
+# Norms in a block that keep statistics of the batches count each of them twice so.
+for block in blocks:
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+"""
+PLAIN = """
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+
+# A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
+# Norms in a block that keep statistics of the batches count each of them twice so.
+for block in blocks[::STRIDE]:
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+"""
+
+
+class Checkpointing(Strategy):
+    """Non-reentrant checkpointing of the repeated blocks (Chen et al., 2016).
+
+    Hugging Face models are asked to do it themselves, because theirs also keeps the key-value
+    cache from being written twice. Everywhere else each block's call goes through
+    ``torch.utils.checkpoint``, which replays the random draws, so the gradients are the same.
+
+    ``selective`` keeps the results of products with weights and of fused attention, which take
+    most of the time, and recomputes what is between them (Korthikanti et al., 2022).
+    """
+
+    name = "checkpointing"
+    summary = "keeps a block's input and recomputes its activations in backward"
+    source = "https://arxiv.org/abs/1604.06174"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(name="third", summary="every third block", slowdown=1.07, keeps=0.7, refines=True),
+        Level(name="half", summary="every second block", slowdown=1.12, keeps=0.55),
+        Level(
+            name="selective",
+            summary="every block, but the results of matrix products and attention are kept",
+            slowdown=1.6,  # in eager mode: what decides on each operation runs in Python
+            keeps=0.65,
+            refines=True,
+        ),
+        Level(name="all", summary="every block", slowdown=1.25, keeps=0.15),
+    )
+
+    def leaves(self, level: str, facts: Facts) -> float:
+        """The logits stay, whatever the blocks keep."""
+        logits = share_of_logits(facts) or 0.0
+        return logits + (1.0 - logits) * self.level(level).keeps
+
+    def describe(self, level: str) -> str:
+        """Return ``"checkpointing"``, or ``"checkpointing half"``."""
+        return self.name if level == "all" else f"{self.name} {level}"
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It needs blocks, whose calls it sees, in a script that does not checkpoint by itself."""
+        if not facts.roots:
+            return None
+        if any(root.checkpointing for root in facts.roots):
+            return "the script checkpoints already"
+        if not any(root.blocks for root in facts.roots):
+            return "the model has no repeated blocks"
+        if any(r.norms_again and (r.transformers or r.compiled) for r in facts.roots):
+            return "BatchNorm would update its statistics twice"
+        if level == "third" and max(root.blocks for root in facts.roots) < EVERY[level]:
+            return "the model has fewer than three blocks: half is the same"
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Compiled code does not show the operations one by one."""
+        if level == "selective" and levels.get("compile", AS_IS) != AS_IS:
+            return NO_OPERATIONS
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell what torch's selective checkpointing does not support."""
+        found = (reason for words, reason in FAULTS.items() if words in str(error))
+        return next(found, None) if isinstance(error, RuntimeError) else None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Checkpoint the blocks; a Hugging Face model has its own switch."""
+        if level == "selective":
+            return ByHand(prepare=SELECTIVE, blocks=True)
+        stride = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
+        return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride), blocks=True)
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Checkpoint every block, or some of them."""
+        module = root.module
+        if has_own_switch(module):
+            return _switch_on(module, level)
+        blocks = repeated_blocks(module)[:: EVERY[level]]
+        if not blocks:
+            return None  # another root of this script has the blocks
+        if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
+            raise Refused("SyncBatchNorm would wait for the other ranks once more in backward")
+        if root.hides(blocks):
+            return _in_graph(level, blocks)
+        from autofit.strategies.checkpointing.recompute import wrapper
+
+        run = _runs(level)
+        undos = [root.around_call(block, wrapper(run, block)) for block in blocks]
+
+        def undo() -> None:
+            for take_back in undos:
+                take_back()
+
+        return undo
+
+
+def _in_graph(level: str, blocks: Sequence[Any]) -> Undo:
+    """Let blocks checkpoint themselves: what the script has compiled shows their ``forward``."""
+    from torch.utils.checkpoint import checkpoint
+
+    if level == "selective":
+        raise Refused(NO_OPERATIONS)
+    before = [(block, vars(block).get("forward")) for block in blocks]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def undo() -> None:
+        for block, own in before:
+            del block.forward
+            if own is not None:
+                block.forward = own
+
+    return undo
+
+
+def has_own_switch(module: Any) -> bool:
+    """Return whether ``module`` is a Hugging Face model that checkpoints by its own method."""
+    return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
+        module, "gradient_checkpointing_enable"
+    )
+
+
+def run_again(module: Any, blocks: Sequence[Any]) -> Sequence[Any]:
+    """Return which of a model's modules run again in backward, all of it where that is not told."""
+    if not has_own_switch(module):
+        return blocks
+    layers = [m for m in module.modules() if any(c.__name__ == LAYER for c in type(m).__mro__)]
+    return layers or [module]
+
+
+def _switch_on(module: Any, level: str) -> Undo:
+    """Use the model's own switch, then switch it off again in the blocks that are left out."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    flags = [vars(each).get("gradient_checkpointing") for each in module.modules()]
+    handles = [
+        (each, {name: vars(each).get(name) for name in INPUT_HOOKS})
+        for each in module.modules()  # the model may be inside another, as PEFT's has it
+        if hasattr(type(each), "disable_input_require_grads")
+    ]
+    settings = {"use_reentrant": False}
+    if hasattr(module, "activation_checkpointing_enable"):  # transformers 5.20 renamed it
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    for each, before in handles:
+        _drop_input_hooks(each, before)
+    layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % EVERY[level] == 0
+    _replace_calls(module, level)
+
+    def undo() -> None:
+        for each, flag in zip(module.modules(), flags, strict=True):
+            vars(each).pop("_gradient_checkpointing_func", None)
+            if flag is None:
+                vars(each).pop("gradient_checkpointing", None)
+            else:
+                each.gradient_checkpointing = flag
+
+    if EVERY[level] > 1 and not layers:
+        undo()
+        raise Refused("this model's own checkpointing has no switch for each block")
+    return undo
+
+
+def _runs(level: str) -> Forward:
+    """Return what runs a block so that it runs again in backward."""
+    if level == "selective":
+        from autofit.strategies.checkpointing.selective import selectively
+
+        return selectively
+    from autofit.strategies.checkpointing.recompute import plainly
+
+    return plainly
+
+
+def _replace_calls(module: Any, level: str) -> None:
+    """Have the model's layers call our way to checkpoint in the place of torch's."""
+    from autofit.strategies.checkpointing.recompute import Switched
+
+    for each in module.modules():
+        if "_gradient_checkpointing_func" in vars(each):
+            each._gradient_checkpointing_func = Switched(_runs(level))
+
+
+def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:
+    """Take the model's new hooks off its embeddings: a local function that cannot be pickled.
+
+    They make the inputs of the first block require gradients, which only reentrant checkpointing
+    needs. ``before``: the handles that the script had there, if any.
+    """
+    if any(vars(module).get(name) is not handle for name, handle in before.items()):
+        module.disable_input_require_grads()
+    for name, handle in before.items():
+        vars(module).pop(name, None)
+        if handle is not None:
+            setattr(module, name, handle)

@@ -1,0 +1,78 @@
+"""Worker processes fetch the next batches while the model computes."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import AS_IS, ByHand, Level, Root, Strategy, Undo
+
+
+class DataLoading(Strategy):
+    """Batches of a ``DataLoader`` without workers are fetched ahead, by processes it forks.
+
+    The same samples in the same order, and the script's own draws: the sampler stays in the
+    script's process, and a data set that draws random numbers, reads from an open file, holds a
+    connection, or keeps something from one sample to the next is refused, for its workers would
+    give other data. The first batches are fetched both ways and compared; from then on whatever
+    goes wrong in a worker is fetched again in the script's process.
+
+    The workers are forked for each pass over the data, so what the script changes in the data set
+    between two passes reaches them.
+    """
+
+    name = "data_loading"
+    summary = "worker processes fetch the next batches while the model computes"
+    source = "https://docs.pytorch.org/docs/stable/data.html"
+    levels = (
+        Level(name=AS_IS, summary="the script's own loader"),
+        Level(
+            name="workers",
+            summary="up to four worker processes, two batches ahead each",
+            slowdown=0.85,
+            refines=True,
+        ),
+        Level(
+            name="pinned",
+            summary="the same, into memory from which a GPU copies at full speed",
+            slowdown=0.84,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"loader workers"``, or ``"pinned loader workers"``."""
+        return "pinned loader workers" if level == "pinned" else "loader workers"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """Processes must fork, to have the data set; only CUDA has use for pinned memory."""
+        if "fork" not in multiprocessing.get_all_start_methods():
+            return "processes cannot be forked on this system"
+        if level == "pinned" and hardware.device != "cuda":
+            return "only a CUDA device copies from pinned memory"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """A loader with workers of its own needs none of ours."""
+        if facts.workers:
+            return f"the script's loader has {facts.workers} workers already"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Say how the loader is made."""
+        more = ", pin_memory=True" if level == "pinned" else ""
+        return ByHand(prepare=f"# and make the DataLoader with num_workers=4{more}")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Read the loaders ahead from their next batch on."""
+        from autofit.strategies.data_loading.workers import Reading
+
+        reading = Reading(root, pinned=level == "pinned")
+        undos = [root.around_next(reading.next), root.around_forward(reading.watch)]
+
+        def undo() -> None:
+            for take_back in reversed(undos):
+                take_back()
+            reading.close()
+
+        return undo

@@ -1,0 +1,108 @@
+"""The optimizer's step inside backward: no gradient waits for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
+
+BY_ITSELF = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""Classes of ``torch.optim`` that update each parameter from its own gradient and state alone."""
+HOSTED = "hosted"
+
+
+class GradientRelease(Strategy):
+    """Each parameter is updated as soon as its gradient is complete, and the gradient is freed.
+
+    The update is that of the script's own optimizer, with the rates that its groups hold during
+    backward; its later ``step`` does what is left. Where a batch is split, a gradient is complete
+    with the last part: until then it waits on the device, or in host memory (``hosted``).
+    """
+
+    name = "gradient_release"
+    summary = "the optimizer steps inside backward, each gradient is freed at once"
+    source = "https://arxiv.org/abs/2306.09782"
+    lowers = frozenset({Memory.GRADIENTS})
+    levels = (
+        Level(name=AS_IS, summary="gradients wait for the optimizer's step"),
+        Level(
+            name="released",
+            summary="each parameter steps when its gradient is complete",
+            slowdown=1.03,
+            keeps=0.1,
+            refines=True,
+        ),
+        Level(
+            name=HOSTED,
+            summary="the same; gradients of a part of the batch wait in host memory",
+            slowdown=1.1,
+            keeps=0.08,
+            refines=True,
+        ),
+    )
+
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """Of a batch that is split, gradients wait on the device for the last part."""
+        split = levels.get("micro_batch", AS_IS) != AS_IS
+        return 1.0 if split and level == "released" else super().keeps(level, kind, levels)
+
+    def describe(self, level: str) -> str:
+        """Return ``"gradients released"`` or ``"gradients hosted"``."""
+        return f"gradients {level}"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """On the CPU gradients are in host memory as it is."""
+        if level == HOSTED and hardware.device == "cpu":
+            return "gradients are in host memory already"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """One backward pass a step, of one model and optimizer, and nobody looks at gradients."""
+        others = [name for name in facts.optimizers if name not in BY_ITSELF]
+        reasons = {
+            "the script accumulates gradients over several calls": facts.calls_per_step > 1,
+            "the script trains several models": len(facts.roots) > 1,
+            "the script has several optimizers": len(facts.optimizers) > 1,
+            "the script scales its loss, and unscales all gradients before a step": facts.scaler,
+            "the script clips or reads the gradients before its step": facts.gradients_read,
+            "a gradient that the script has set to zero counts as one": facts.gradients_zeroed,
+            "the script calls torch.autograd.grad on the model's parameters": facts.autograd_grad,
+            "gradients are averaged over ranks after they have come": facts.world_size > 1,
+            f"{', '.join(others)} may update parameters together": bool(others),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Loss scaling looks at all gradients first; a batch in one piece leaves none waiting."""
+        if levels["precision"] == "fp16":
+            return "gradient_release: under fp16 a step that overflowed is left out as a whole"
+        if level == HOSTED and levels["micro_batch"] == AS_IS:
+            return "gradient_release: of a batch in one piece no gradients wait"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """A weight was updated that backward still needed: it came through there twice."""
+        if "modified by an inplace operation" in str(error):
+            return "a weight is needed in backward after its gradient is complete"
+        return None
+
+    def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
+        """Step in backward; refused where that would not be the script's own training."""
+        from autofit.strategies.gradient_release.steps import release
+
+        return release(handle, hosted=level == HOSTED)

@@ -1,0 +1,136 @@
+"""When an optimizer may step inside backward, and gradients that wait in host memory for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.gradient_release import BY_ITSELF
+from autofit.strategies.optimizer_offload.host_steps import ROOM
+
+CLASSES: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name) for name in BY_ITSELF if hasattr(torch.optim, name)
+)
+IN_FLIGHT = 2
+"""Gradients on their way to the host before the next one waits for the first of them."""
+
+
+def release(handle: OptimizerHandle, *, hosted: bool) -> Undo:
+    """Let the parameters of an optimizer step in backward."""
+    if reason := why_not(handle.optimizer):
+        raise Refused(reason)
+    if not hosted:
+        return handle.step_in_backward()
+    aside = Hosted()
+    undo_step = handle.step_in_backward(aside)
+
+    def undo() -> None:
+        undo_step()
+        aside.clear()
+
+    return undo
+
+
+def why_not(optimizer: Optimizer) -> str | None:
+    """Return why steps of single parameters would not be the step of all, or ``None``."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in CLASSES:
+        return f"{name} may update parameters together; torch's own {', '.join(BY_ITSELF)} do not"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable: backward leads through its step"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "gradients are averaged over ranks after they have come"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, nn.Parameter):
+                return "the optimizer holds tensors that are not parameters of a module"
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            if any(not str(hook.__module__).startswith("autofit.") for hook in hooks):
+                return "a hook of the script takes the gradients as they come"
+    return None
+
+
+class Hosted:
+    """Gradients of parts of a batch, added up in host memory; implements ``Aside``.
+
+    On CUDA the copies run on a stream of their own. A gradient is freed once the copy is through:
+    the main stream waits for it a few gradients later, so that freed memory is used in order.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, torch.Tensor] = {}
+        """By ``id`` of the parameter, pinned where it lies on a GPU."""
+        self._taken: list[int] = []
+        """Of the host's memory."""
+        self._full: set[int] = set()
+        """Those that hold something."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._leaving: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def put(self, parameter: torch.Tensor) -> None:
+        """Take away what ``parameter.grad`` holds, and add it to what was put aside before."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        parameter.grad = None
+        if gradient.is_cuda:
+            self._leave(id(parameter), gradient)
+        else:
+            self._add(id(parameter), gradient)
+
+    def bring(self, parameter: torch.Tensor) -> None:
+        """Add what was put aside, if anything was, to ``parameter.grad``."""
+        if id(parameter) not in self._full:
+            return
+        self._full.discard(id(parameter))
+        if stream := self._streams.get(parameter.device):
+            torch.cuda.current_stream(parameter.device).wait_stream(stream)
+            self._leaving.clear()
+        sums = self._sums[id(parameter)]
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter, dtype=sums.dtype).copy_(sums)
+        else:
+            parameter.grad.add_(sums.to(parameter.device, non_blocking=True))
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._leaving.clear()
+        self._sums.clear()
+        self._full.clear()
+        while self._taken:
+            ROOM.give_back(self._taken.pop())
+
+    def _leave(self, key: int, gradient: torch.Tensor) -> None:
+        """Add a gradient on the device, beside what else runs there."""
+        main = torch.cuda.current_stream(gradient.device)
+        stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
+        if len(self._leaving) >= IN_FLIGHT:
+            through, _ = self._leaving.pop(0)
+            main.wait_event(through)
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            self._add(key, gradient)
+        self._leaving.append((stream.record_event(), gradient))
+
+    def _add(self, key: int, gradient: torch.Tensor) -> None:
+        sums = self._sums.get(key)
+        if sums is None:
+            ROOM.look()
+            if ROOM.known and not (taken := ROOM.take(gradient.nbytes)):
+                raise Refused("the host's memory has no room for the gradients", "gradient_release")
+            self._taken += [taken] if ROOM.known else []
+            sums = self._sums[key] = torch.empty_like(
+                gradient, device="cpu", pin_memory=gradient.is_cuda
+            )
+        if key in self._full:
+            sums.copy_(
+                sums.to(gradient.device, non_blocking=True).add_(gradient), non_blocking=True
+            )
+        else:
+            sums.copy_(gradient, non_blocking=True)
+        self._full.add(key)

@@ -1,0 +1,1 @@
+"""What a model consists of: blocks, heads, token embeddings, convolutions."""

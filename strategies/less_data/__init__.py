@@ -1,0 +1,1 @@
+"""Strategies that train on other data: smaller batches, shorter sequences."""

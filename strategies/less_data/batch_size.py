@@ -1,0 +1,73 @@
+"""A smaller batch: the model sees the first half, or the first quarter, of the samples."""
+
+from __future__ import annotations
+
+from autofit.facts import Facts
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+
+PARTS = {"half": 2, "quarter": 4}
+"""Level to the part of the samples that is left: one in so many."""
+
+
+class BatchSize(Strategy):
+    """Each call of the model with gradients is given the first samples of its batch alone.
+
+    Other training: more noise in each gradient, and the script's learning rate is not adapted
+    (McCandlish et al., 2018, on what that does). Only where the model itself returns the loss: one
+    that the script computes from all its labels would find outputs for some of them. Evaluation
+    sees the whole batch.
+    """
+
+    name = "batch_size"
+    summary = "a smaller batch: the rest of the samples is left out of training"
+    source = "https://arxiv.org/abs/1812.06162"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="the script's own batch"),
+        Level(
+            name="half",
+            summary="the first half of each batch",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.03,
+            keeps=0.5,
+            refines=True,
+        ),
+        Level(
+            name="quarter",
+            summary="the first quarter of each batch",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.1,
+            keeps=0.25,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"half the batch"``."""
+        return f"{'half' if level == 'half' else 'a quarter of'} the batch"
+
+    def samples(self, level: str, batch: int) -> int:
+        """Return the samples that are left, one at least."""
+        return batch if level == AS_IS else -(-batch // PARTS[level])
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """There must be samples to leave out."""
+        if not facts.roots:
+            return None
+        if all((root.batch or 1) < PARTS[level] for root in facts.roots):
+            return f"the model sees fewer than {PARTS[level]} samples at a time"
+        return None
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Say where: the script's own line, which is not known here."""
+        return ByHand(prepare=f"# and make the loader with a batch_size of one {level}")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Leave samples out before anything else is done with a call."""
+        from autofit.strategies.less_data import arguments
+
+        return root.around_whole(
+            lambda call: arguments.trained_on(
+                call, lambda leaves: arguments.samples(leaves, self, level)
+            )
+        )

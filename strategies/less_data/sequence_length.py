@@ -1,0 +1,48 @@
+"""Shorter sequences: the model sees the first half of each sample's tokens."""
+
+from __future__ import annotations
+
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+
+
+class SequenceLength(Strategy):
+    """Arguments with a dimension for tokens are cut in it, in calls with gradients.
+
+    Other training: what depends on the later tokens is not learned (Press et al., 2021, train on
+    short sequences first). The tokens are whole numbers, ``(batch, tokens)``, as Hugging Face's
+    models take them; their masks and labels are cut with them. Only where the model itself returns
+    the loss. Half a sample counts as half a sample, so that no plan wins by what it leaves out.
+    """
+
+    name = "sequence_length"
+    summary = "shorter sequences: the rest of the tokens is left out of training"
+    source = "https://arxiv.org/abs/2012.15832"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="the script's own sequences"),
+        Level(
+            name="half",
+            summary="the first half of each sample's tokens",
+            fidelity=Fidelity.RECIPE,
+            keeps=0.5,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"half the tokens"``."""
+        return "half the tokens"
+
+    def share(self, level: str) -> float:
+        """Return the part of each sample that is left."""
+        return 1.0 if level == AS_IS else 0.5
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Say where: the script's own lines, which are not known here."""
+        return ByHand(prepare="# and cut each sample's tokens, mask and labels to their first half")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Leave tokens out before anything else is done with a call."""
+        from autofit.strategies.less_data import arguments
+
+        return root.around_whole(lambda call: arguments.trained_on(call, arguments.tokens))

@@ -1,0 +1,113 @@
+"""The loss of a language model in chunks of tokens, so that its logits never exist as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autofit.exceptions import Refused
+from autofit.facts import Facts
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.inspection.heads import WIDE, find_head, share_of_logits
+
+
+class Loss(Strategy):
+    """Head and cross-entropy together, a chunk of tokens at a time (Hsu et al., 2024).
+
+    What a vocabulary of 100,000 words makes of a batch is by far the largest tensor of a step, and
+    exists several times. Here a chunk's gradients follow its logits at once, so nothing is computed
+    twice. What the head would have returned is computed when something else uses it: the script's
+    own metrics see the same logits, and pay for them.
+
+    The cross-entropy has to be the model's own, of hidden states and one linear layer, as in
+    Hugging Face's models that are given ``labels`` and in nanoGPT.
+    """
+
+    name = "loss"
+    summary = "head and cross-entropy in chunks of tokens: no logits of the whole batch"
+    source = "https://arxiv.org/abs/2410.10989"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(
+            name="chunked",
+            summary="gradients in forward, chunk by chunk",
+            slowdown=0.98,
+            keeps=0.6,
+            refines=True,
+        ),
+    )
+
+    def leaves(self, level: str, facts: Facts) -> float:
+        """Chunks of logits are a tenth of them or less."""
+        logits = share_of_logits(facts)
+        if logits is None:
+            return super().leaves(level, facts)
+        return 1.0 - 0.9 * logits
+
+    def describe(self, level: str) -> str:
+        """Return ``"chunked loss"``."""
+        return f"{level} loss"
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Exact in float32; in less, gradients of chunks are added up in more."""
+        if facts is None:
+            return self.level(level).fidelity
+        return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It needs a wide head that is called by itself, and a loss that is not scaled."""
+        if facts.scaler or any(root.dtype == "float16" for root in facts.roots):
+            return "in float16 gradients would vanish before the loss is scaled"
+        if any(root.compiled for root in facts.roots):
+            return "the script compiles its model: in one graph the head is not called by itself"
+        if facts.roots and all(root.classes < WIDE for root in facts.roots):
+            widest = max(root.classes for root in facts.roots)
+            if not widest:
+                return "the model has no linear layer at its end that its loss could be joined with"
+            return f"the model's head has {widest} outputs: too few to be large"
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """It needs the head's own call, and gradients that do not vanish unscaled."""
+        if levels.get("compile") in ("full", "budget"):
+            return "a chunked loss needs the call of the head, which one graph does not have"
+        if levels.get("precision") == "fp16":
+            return "in fp16 gradients would vanish before the loss is scaled"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Name a library's kernel that does the same."""
+        return ByHand(
+            prepare="# and compute the loss by LigerFusedLinearCrossEntropyLoss of liger-kernel,\n"
+            "# of the hidden states and the head's weight"
+        )
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Let the head's call wait for what its output is used for."""
+        from autofit.strategies.loss.lazy_logits import Watch
+
+        module = root.module
+        watch = Watch(_plain(find_head(module)), lambda: module.training)
+        undo_head = root.around_call(watch.layer, watch.head)
+        undo_root = root.around_forward(watch.root)
+
+        def undo() -> None:
+            undo_root()
+            undo_head()
+
+        return undo
+
+
+def _plain(head: Any) -> Any:
+    """Return ``head`` where calling it is nothing but a product with its own weight."""
+    from torch import nn
+
+    if head is None:
+        raise Refused("the model has no linear layer at its end that is wider than its input")
+    listened = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
+    if type(head) is not nn.Linear or "forward" in vars(head) or any(listened):
+        raise Refused("the model's head does more than a linear layer")
+    if type(head.weight) is not nn.Parameter:
+        raise Refused("the weight of the model's head is not a plain one")
+    return head

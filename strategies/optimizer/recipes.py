@@ -1,0 +1,227 @@
+"""Another algorithm behind the script's own Adam or AdamW: other training, with less state.
+
+The object stays, and with it the groups, the schedule, clipping and what reads the rates. Those
+rates are made for Adam, so each algorithm here takes them as Adam's: none needs others to train at
+all, each trains differently, and the best rate of each is another one. Weights decay as the script
+says, in the gradient (Adam) or on the weights (AdamW). One parameter is stepped after the other.
+
+``state_dict`` holds the state of the algorithm that trained, and its name under ``"algorithm"``. A
+parameter with state of another, loaded from a checkpoint of the script's own, begins anew.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.optimizer.fused import parameters
+
+State = dict[str, Any]
+
+UNKNOWN = ("maximize", "capturable", "differentiable")
+"""Flags of a group that are not followed."""
+
+
+class Recipe(ABC):
+    """An algorithm: what it keeps for a parameter, and how it steps.
+
+    Beside the number of steps taken, which Adam's class looks for in all that it loads.
+    """
+
+    @abstractmethod
+    def kept(self, parameter: torch.Tensor) -> State:
+        """Return what is kept before the first step."""
+
+    def fresh(self, parameter: torch.Tensor) -> State:
+        """Return the state before the first step."""
+        return {"step": torch.tensor(0.0), **self.kept(parameter)}
+
+    @abstractmethod
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, rate: float
+    ) -> None:
+        """Move ``parameter``, whose weights have decayed, and renew the state."""
+
+
+class Lion(Recipe):
+    """The sign of a moment (Chen et al., 2023), at a tenth of Adam's rate: so its paper tunes it.
+
+    Weights decay by the product of the script's rate and decay, as that paper keeps it.
+    """
+
+    BETAS = (0.9, 0.99)
+    SHARE = 0.1
+
+    def kept(self, parameter: torch.Tensor) -> State:
+        """One moment."""
+        return {"exp_avg": torch.zeros_like(parameter)}
+
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, rate: float
+    ) -> None:
+        """Each weight moves as far as any other."""
+        moment = state["exp_avg"]
+        direction = moment.lerp(gradient, 1 - self.BETAS[0]).sign_()
+        parameter.sub_(direction, alpha=self.SHARE * rate)
+        moment.lerp_(gradient, 1 - self.BETAS[1])
+
+
+class Momentum(Recipe):
+    """SGD with momentum, each tensor's step as long as Adam's usually is.
+
+    Plain SGD at Adam's rates moves next to nothing. So the mean square of a tensor's step is set,
+    as LARS does (You et al., 2017), to that of AdamW's steps (Liu et al., 2025, measure 0.2 to 0.4
+    of the rate).
+    """
+
+    BETA = 0.9
+    LENGTH = 0.2
+
+    def kept(self, parameter: torch.Tensor) -> State:
+        """One moment."""
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, rate: float
+    ) -> None:
+        """All weights of a tensor share one divisor."""
+        moment = state["momentum_buffer"].lerp_(gradient, 1 - self.BETA)
+        length = torch.linalg.vector_norm(moment, dtype=_precise(moment)) / moment.numel() ** 0.5
+        scale = (self.LENGTH * rate) / length.clamp_min(1e-30)
+        parameter.addcmul_(moment, scale.to(moment.dtype), value=-1)
+
+
+class Adafactor(Recipe):
+    """The second moment as rows and columns (Shazeer and Stern, 2018), no first one.
+
+    At the script's rates: no relative steps, no scaling by the size of the parameter, as Hugging
+    Face's ``Trainer`` runs it (torch's own class always scales).
+    """
+
+    DECAY = -0.8
+    TINY = 1e-30
+    THRESHOLD = 1.0
+
+    def kept(self, parameter: torch.Tensor) -> State:
+        """Sums along the last two dimensions; of a vector, or a number, each square."""
+        zeros = partial(parameter.new_zeros, dtype=_precise(parameter))
+        if parameter.dim() < 2:
+            return {"exp_avg_sq": zeros(parameter.shape)}
+        *others, rows, columns = parameter.shape
+        return {
+            "exp_avg_sq_row": zeros((*others, rows)),
+            "exp_avg_sq_col": zeros((*others, columns)),
+        }
+
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, rate: float
+    ) -> None:
+        """Divide by the root of the second moment; a step that is too long is cut."""
+        new = float(state["step"]) ** self.DECAY
+        gradient = gradient.to(_precise(gradient))
+        square = gradient.square().add_(self.TINY)
+        if "exp_avg_sq" in state:
+            update = state["exp_avg_sq"].lerp_(square, new).rsqrt().mul_(gradient)
+        else:
+            row = state["exp_avg_sq_row"].lerp_(square.mean(-1), new)
+            column = state["exp_avg_sq_col"].lerp_(square.mean(-2), new)
+            share = (row / row.mean(-1, keepdim=True)).rsqrt_()
+            update = torch.mul(share.unsqueeze(-1), column.rsqrt().unsqueeze(-2), out=square)
+            update.mul_(gradient)
+        length = update.square().mean().sqrt_()
+        parameter.sub_(update.div_((length / self.THRESHOLD).clamp_min_(1.0)), alpha=rate)
+
+
+def _precise(tensor: torch.Tensor) -> torch.dtype:
+    """Return the precision that sums are made in: at least 32 bits."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+RECIPES: dict[str, Recipe] = {"lion": Lion(), "sgd": Momentum(), "adafactor": Adafactor()}
+"""By the name of the level."""
+
+
+def replace(handle: OptimizerHandle, level: str) -> Undo:
+    """Let the script's optimizer train as another would."""
+    if reason := why_not(handle.optimizer):
+        raise Refused(reason)
+    return Replaced(handle, level).undo
+
+
+def why_not(optimizer: Optimizer) -> str | None:
+    """Return why another algorithm cannot stand in, or ``None``."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (Adam, AdamW):
+        return f"{name} is not torch's Adam or AdamW, whose rates are understood"
+    for group in optimizer.param_groups:
+        for flag in UNKNOWN:
+            if group[flag]:
+                return f"{name} is {flag}"
+        if isinstance(group["lr"], torch.Tensor):
+            return "its learning rate is a tensor"
+    for parameter in parameters(optimizer):
+        if type(parameter) not in (nn.Parameter, torch.Tensor):
+            return f"a parameter is a {type(parameter).__name__}"
+        if not parameter.is_floating_point():
+            return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            return "a gradient is sparse"
+    return None
+
+
+class Replaced:
+    """Another algorithm behind one optimizer; its state is in the optimizer's own ``state``."""
+
+    def __init__(self, handle: OptimizerHandle, level: str) -> None:
+        self._handle = handle
+        self._recipe = RECIPES[level]
+        optimizer = handle.optimizer
+        hooks = (
+            optimizer.register_state_dict_post_hook(
+                lambda _, document: {**document, "algorithm": level}
+            ),
+            optimizer.register_load_state_dict_post_hook(self._settle),
+        )
+        self._undos: list[Undo] = [*(hook.remove for hook in hooks), handle.around_step(self.step)]
+        self._settle(optimizer)
+
+    def undo(self) -> None:
+        """Let the script's own algorithm begin anew."""
+        while self._undos:
+            self._undos.pop()()
+        self._handle.optimizer.state.clear()
+
+    def step(self, optimizer: Any, plain: Callable[[], None]) -> None:
+        """Step each parameter that has a gradient; ``plain`` is not called."""
+        if reason := why_not(optimizer):
+            raise Refused(reason, "optimizer")
+        for group in optimizer.param_groups:
+            rate, decay = group["lr"], group["weight_decay"]
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                if not (state := optimizer.state[parameter]):
+                    state.update(self._recipe.fresh(parameter))
+                if decay and not group["decoupled_weight_decay"]:
+                    gradient = gradient.add(parameter, alpha=decay)
+                elif decay:
+                    parameter.mul_(1 - rate * decay)
+                state["step"] += 1
+                self._recipe.step(parameter, gradient, state, rate)
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        """Keep what state there is of this algorithm, in its own precision, and drop any other."""
+        for parameter in parameters(optimizer):
+            state = optimizer.state.pop(parameter, {})
+            fresh = self._recipe.fresh(parameter.detach().to("meta"))
+            if state.keys() == fresh.keys():
+                own = {name: value.to(fresh[name].dtype) for name, value in state.items()}
+                optimizer.state[parameter] = own

@@ -1,0 +1,81 @@
+"""The optimizer's state in host memory, brought to the device piece by piece for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
+
+ELEMENTWISE = {
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "Adam": 3,
+    "AdamW": 3,
+    "Adamax": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "RMSprop": 3,
+    "SGD": 1,
+}
+"""Classes of ``torch.optim`` whose update of an element needs nothing of the others.
+
+With the most numbers of state that they keep for each: a third of Adam's is ``amsgrad``'s.
+"""
+BESIDE = (AS_IS, "fused", "single")
+"""Levels of ``optimizer`` that step with the script's own state."""
+
+
+class OptimizerOffload(Strategy):
+    """State lies in pinned host memory; a piece at a time goes up, is stepped, and goes down.
+
+    The step is the script's own optimizer's, on the device. Two streams take turns, so that one
+    piece is on its way down while the next is on its way up, and both beside what else runs: in
+    backward, under ``gradient_release``. The idea is ZeRO-Offload's (Ren et al., 2021), which
+    steps on the CPU instead; over today's buses moving the state takes less time.
+    """
+
+    name = "optimizer_offload"
+    summary = "the optimizer's state waits in host memory"
+    source = "https://arxiv.org/abs/2101.06840"
+    lowers = frozenset({Memory.OPTIMIZER_STATE})
+    levels = (
+        Level(name=AS_IS, summary="state lies on the device"),
+        Level(
+            name="streamed",
+            summary="state goes up and down, piece by piece, beside the computation",
+            slowdown=1.55,
+            keeps=0.05,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"optimizer state streamed"``."""
+        return f"optimizer state {level}"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """On a CPU there is nowhere to move it to."""
+        if hardware.device != "cuda":
+            return "the host's memory is what a CPU computes in"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """Only optimizers that treat each element for itself."""
+        others = [name for name in facts.optimizers if name not in ELEMENTWISE]
+        if not others:
+            return None
+        return f"{others[0]} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Another algorithm, or other kernels, keep state of their own form."""
+        other = levels["optimizer"]
+        if other not in BESIDE:
+            return f"optimizer_offload: the state of optimizer {other} has a form of its own"
+        return None
+
+    def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
+        """Keep the state on the host from now on; refused where it cannot be cut in pieces."""
+        from autofit.strategies.optimizer_offload.host_steps import offload
+
+        return offload(handle)

@@ -1,0 +1,332 @@
+"""Steps of an optimizer whose state lies in host memory.
+
+A parameter is stepped in pieces: each is a view of its elements with a part of the gradient, and
+the state of a piece is a copy on the device. To the optimizer, and to whatever else the plan does
+around its step, a piece is a parameter like any other. Small parameters keep their state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autofit.exceptions import Refused
+from autofit.strategies.activation_offload.saved_tensors import Room
+from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.optimizer.fused import parameters
+from autofit.strategies.optimizer_offload import ELEMENTWISE
+from autofit.strategies.weights import split_float32
+
+CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in ELEMENTWISE)
+SMALL = 1 << 16
+"""Elements below which a parameter keeps its state on the device."""
+PIECE = 1 << 24
+"""Elements of a piece: two are on the device at a time, with all that is kept for them."""
+IN_FLIGHT = 4
+"""Pieces whose gradients are held before what is computed next waits for the first of them."""
+
+ROOM = Room()
+"""Of all optimizers."""
+
+State = dict[str, Any]
+
+
+def offload(handle: OptimizerHandle) -> Undo:
+    """Keep the state of an optimizer in host memory from its next step on."""
+    if reason := why_not(handle.optimizer):
+        raise Refused(reason)
+    return Offload(handle).undo
+
+
+def why_not(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer cannot be stepped piece by piece, or ``None``."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in CLASSES:
+        return f"{name} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable: backward leads through its step"
+    if not any(_worth(parameter) for parameter in parameters(optimizer)):
+        kinds = {type(each) for each in parameters(optimizer)} - {nn.Parameter, torch.Tensor}
+        if kinds:
+            return f"a parameter is a {kinds.pop().__name__}"
+        return "its parameters are too small to be worth it"
+    return None
+
+
+def take_room(optimizer: Optimizer) -> list[int]:
+    """Return what the state will take of the host's memory; raise ``Refused`` if it has no room."""
+    kinds = ELEMENTWISE[type(optimizer).__name__]
+    if isinstance(optimizer, (Adam, AdamW)) and not optimizer.defaults["amsgrad"]:
+        kinds -= 1
+    ROOM.look()
+    sizes = [4 * parameter.numel() for parameter in parameters(optimizer) if _worth(parameter)]
+    taken = [ROOM.take(size) for size in sizes * kinds] if ROOM.known else []
+    if all(taken):
+        return taken
+    for each in taken:
+        ROOM.give_back(each)
+    raise Refused("the host's memory has no room for the optimizer's state")
+
+
+class Offload:
+    """The state of one optimizer, in its ``state`` as ever, but for where it lies."""
+
+    def __init__(self, handle: OptimizerHandle) -> None:
+        self._handle = handle
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._hosted = WeakTensorKeyDictionary()
+        """State that lies on the host."""
+        self._loading: tuple[dict[int, State], list[int]] = {}, []
+        optimizer = handle.optimizer
+        self._taken = take_room(optimizer)
+        hooks = (
+            optimizer.register_load_state_dict_pre_hook(self._load_begins),
+            optimizer.register_load_state_dict_post_hook(self._load_ends, prepend=True),
+        )
+        self._undos: list[Undo] = [
+            *(hook.remove for hook in hooks),
+            handle.around_step(self.step),
+        ]
+        for parameter in parameters(optimizer):
+            if _worth(parameter):
+                self._send(optimizer.state.get(parameter, {}), parameter)
+
+    def undo(self) -> None:
+        """Bring all state back to where it would have been."""
+        while self._undos:
+            self._undos.pop()()
+        while self._taken:
+            ROOM.give_back(self._taken.pop())
+        optimizer = self._handle.optimizer
+        for parameter in parameters(optimizer):
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value in self._hosted:
+                    like = torch.empty_like(parameter, dtype=value.dtype)
+                    state[name] = like.detach().copy_(value)
+            rest = split_float32.rest_of(parameter)
+            if rest is not None and rest in self._hosted:
+                like = torch.empty_like(parameter, dtype=rest.dtype)
+                split_float32.put_rest(parameter, like.detach().copy_(rest))
+
+    def step(self, optimizer: Any, plain: Callable[[], None]) -> None:
+        """Step what has a gradient: in pieces what has its state on the host."""
+        groups = optimizer.param_groups
+        params = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            for group, held in zip(groups, params, strict=True):
+                for parameter in held:
+                    if parameter.grad is not None and _worth(parameter):
+                        self._step(optimizer, group, parameter, plain)
+                group["params"] = []
+            for group, held in zip(groups, params, strict=True):
+                group["params"] = [each for each in held if not _worth(each)]
+            if any(each.grad is not None for each in parameters(optimizer)):
+                plain()
+        finally:
+            for group, held in zip(groups, params, strict=True):
+                group["params"] = held
+        if not self._handle.in_backward:
+            for lanes in self._lanes.values():
+                lanes.join()
+
+    def _step(
+        self, optimizer: Any, group: Any, parameter: torch.Tensor, plain: Callable[[], None]
+    ) -> None:
+        """Step one parameter, piece after piece."""
+        state = optimizer.state[parameter]
+        self._send(state, parameter)
+        weights, gradient = _flat(parameter, parameter), _flat(parameter, parameter.grad)
+        before = dict(state)
+        count = parameter.numel()
+        for start in range(0, count, PIECE):
+            part = slice(start, min(start + PIECE, count))
+            piece = weights[part]
+            with self._lane(parameter, gradient):
+                piece.grad = gradient[part]
+                with self._up(optimizer, parameter, piece, part, before):
+                    group["params"] = [piece]
+                    plain()
+                    group["params"] = []
+
+    @contextmanager
+    def _up(
+        self,
+        optimizer: Any,
+        parameter: torch.Tensor,
+        piece: torch.Tensor,
+        part: slice,
+        before: State,
+    ) -> Iterator[None]:
+        """Within it, a piece has its state on the device; then it goes down.
+
+        ``before``: of the whole parameter, as the step found it. There was none before the first.
+        """
+        state, rest = optimizer.state[parameter], split_float32.rest_of(parameter)
+        optimizer.state[piece] = {
+            name: _to_device(_flat(parameter, value)[part], piece)
+            if _like(value, parameter)
+            else _copied(value)
+            for name, value in before.items()
+        }
+        if rest is not None:
+            above = _to_device(_flat(parameter, rest)[part], piece)
+            split_float32.put_rest(piece, above)
+        try:
+            yield
+            for name, value in optimizer.state[piece].items():
+                if not _like(value, piece):
+                    state[name] = value
+                    continue
+                if name not in state:
+                    state[name] = self._room(parameter, value.dtype)
+                _flat(parameter, state[name])[part].copy_(value, non_blocking=True)
+            if rest is not None:
+                _flat(parameter, rest)[part].copy_(above, non_blocking=True)
+        finally:
+            del optimizer.state[piece]
+
+    def _lane(
+        self, parameter: torch.Tensor, gradient: torch.Tensor
+    ) -> AbstractContextManager[object]:
+        if not parameter.is_cuda:
+            return nullcontext()
+        if parameter.device not in self._lanes:
+            self._lanes[parameter.device] = Lanes(parameter.device)
+        return self._lanes[parameter.device].next(gradient)
+
+    def _send(self, state: State, parameter: torch.Tensor) -> None:
+        """See that what is kept for a parameter lies on the host."""
+        for name, value in list(state.items()):
+            if _like(value, parameter):
+                state[name] = self._on_host(parameter, value)
+        if (rest := split_float32.rest_of(parameter)) is not None:
+            split_float32.put_rest(parameter, self._on_host(parameter, rest))
+
+    def _on_host(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` on the host, in the parameter's order; itself if it lies there so."""
+        if value in self._hosted and value.stride() == parameter.stride():
+            return value
+        return self._room(parameter, value.dtype).copy_(value)
+
+    def _room(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory in a parameter's shape and order."""
+        if parameter.is_cuda:
+            row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
+        else:  # a CPU stands in for a device: memory of Python's own, which no cap counts
+            memory = bytearray(parameter.numel() * dtype.itemsize)
+            row = torch.frombuffer(memory, dtype=dtype)
+        found = row.as_strided(parameter.shape, parameter.stride())
+        self._hosted[found] = True
+        return found
+
+    def _load_begins(self, optimizer: Any, document: dict[str, Any]) -> dict[str, Any]:
+        """Keep the state from being put on the device."""
+        order = [index for group in document["param_groups"] for index in group["params"]]
+        self._loading = document["state"], order
+        return {**document, "state": {}}
+
+    def _load_ends(self, optimizer: Any) -> None:
+        """Take what was loaded as torch would, but for where it lies."""
+        saved, order = self._loading
+        self._loading = {}, []
+        optimizer.state.clear()
+        for index, parameter in zip(order, parameters(optimizer), strict=True):
+            state: State = {}
+            for name, value in saved.get(index, {}).items():
+                if not _like(value, parameter) or not _worth(parameter):
+                    state[name] = _placed(name, value, parameter)
+                else:
+                    dtype = split_float32.type_of(parameter)
+                    state[name] = self._room(parameter, dtype).copy_(value)
+            if state:
+                optimizer.state[parameter] = state
+
+
+class Lanes:
+    """Two streams of a device that take turns, and the gradients that they still read.
+
+    What a lane allocates is its own. A gradient belongs to the main stream, which waits for a lane
+    to be through with it before its memory is used again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lanes = deque([torch.cuda.Stream(device), torch.cuda.Stream(device)])
+        self._flying: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+
+    @contextmanager
+    def next(self, gradient: torch.Tensor) -> Iterator[None]:
+        """Within it, work goes to the next lane, after what the main stream has been given."""
+        main = torch.cuda.current_stream(self._device)
+        lane = self._lanes[0]
+        self._lanes.rotate()
+        lane.wait_stream(main)
+        with torch.cuda.stream(lane):
+            yield
+        self._flying.append((lane.record_event(), gradient))
+        while len(self._flying) > IN_FLIGHT:
+            through, _ = self._flying.popleft()
+            main.wait_event(through)
+
+    def join(self) -> None:
+        """Wait for both: the script may read the host's memory now, to save it."""
+        for lane in self._lanes:
+            lane.synchronize()
+        self._flying.clear()
+
+
+def _worth(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is worth the way, and lies in memory without gaps."""
+    if parameter.numel() < SMALL or not parameter.is_floating_point():
+        return False
+    return _dense(parameter) and type(parameter) in (nn.Parameter, torch.Tensor)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _like(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether something of the state has a number for each element of a parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _flat(parameter: torch.Tensor, other: Any) -> torch.Tensor:
+    """Return ``other``, of the parameter's shape, as one row in the order of its memory."""
+    other = other.detach()
+    if other.stride() != parameter.stride():
+        other = torch.empty_like(parameter, dtype=other.dtype).detach().copy_(other)
+    row: torch.Tensor = other.as_strided((other.numel(),), (1,))
+    return row
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy; on CUDA, of what another lane may have made, and gets the memory of back."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_cuda:
+        value.record_stream(torch.cuda.current_stream(value.device))
+    return value.clone()
+
+
+def _to_device(part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(piece, dtype=part.dtype).copy_(part, non_blocking=True)
+
+
+def _placed(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    """Return something loaded where torch would put it."""
+    if not isinstance(value, torch.Tensor) or name == "step":
+        return value
+    if parameter.is_floating_point():
+        return value.to(device=parameter.device, dtype=split_float32.type_of(parameter))
+    return value.to(device=parameter.device)

@@ -1,0 +1,85 @@
+"""Tokens at the end of a batch that every sample masks are not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autofit.facts import Facts
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
+
+WORTH = 0.05
+"""Share of padding in the first batch from which it is worth a try."""
+
+
+class Padding(Strategy):
+    """The common padding of a batch is cut off where the model is called.
+
+    What a collator that pads each batch to its longest sample does, without touching the collator:
+    the order of the samples, and so the training, stays. (Grouping samples of like lengths would
+    save more, and be other training.) The tokens that are left out are those after the last that
+    ``attention_mask`` or ``labels`` names, to a multiple of eight. Outputs that have a place for
+    each token wait; a script that uses one gets it whole, and pays for a second forward.
+
+    It lowers the memory of most batches, but not that of the longest.
+    """
+
+    name = "padding"
+    summary = "tokens that all samples of a batch mask at their end are not computed"
+    source = "https://huggingface.co/docs/transformers/main_classes/data_collator"
+    levels = (
+        Level(name=AS_IS, summary="each batch as long as the script pads it"),
+        Level(
+            name="trimmed",
+            summary="to the longest sample of each batch, or of each part of one",
+            slowdown=0.95,
+            refines=True,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return ``"trimmed padding"``."""
+        return f"{level} padding"
+
+    def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
+        """Exact, but for other random draws where the model has dropout: it drops fewer values."""
+        if facts is None or not any(root.dropout for root in facts.roots):
+            return Fidelity.EXACT
+        return Fidelity.REDRAW
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It needs a mask with zeros at the end, and a model that may be called once more."""
+        if not facts.roots:
+            return None
+        if any(root.compiled for root in facts.roots):
+            return "the script compiles its model, which would be compiled anew for each length"
+        if any(root.batch_norm for root in facts.roots):
+            return "BatchNorm in training mode: padding counts in its statistics"
+        if all(root.padding < WORTH for root in facts.roots):
+            return "the first batch has next to no padding that an attention_mask shows"
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Every length would be another graph."""
+        if levels.get("compile", AS_IS) != AS_IS:
+            return "batches of many lengths: each would be compiled anew"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Say where it is done by hand: in the collator."""
+        return ByHand(
+            prepare="# and pad each batch to its longest sample, not to a fixed length:\n"
+            "# transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)"
+        )
+
+    def telling(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the call with the last quarter of each sample masked."""
+        from autofit.strategies.padding.trim import masked
+
+        return args, masked(kwargs)
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Cut each forward in training short; calls in evaluation stay as they are."""
+        from autofit.strategies.padding.trim import Trimming
+
+        return root.around_forward(Trimming(root).wrap)

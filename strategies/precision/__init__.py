@@ -1,0 +1,140 @@
+"""Lower precision in the matrix products: TF32, bf16 or fp16 autocast around the root."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Forward,
+    Level,
+    Memory,
+    Root,
+    Strategy,
+    Undo,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+AMPERE = (8, 0)
+"""The first CUDA compute capability with TF32 and bf16 matrix units."""
+
+
+class Precision(Strategy):
+    """Autocast around each forward of the root, its floating-point outputs returned in fp32.
+
+    Weights, gradients and the optimizer stay in fp32, as in Micikevicius et al., 2018. The loss
+    outside the root sees fp32, as under ``accelerate``'s mixed precision.
+    """
+
+    name = "precision"
+    summary = "matrix products in lower precision; weights and optimizer stay in fp32"
+    source = "https://arxiv.org/abs/1710.03740"
+    lowers = frozenset({Memory.ACTIVATIONS})
+    redraws = True  # attention that drops runs other kernels in half precision
+    levels = (
+        Level(name=AS_IS, summary="the script's own precision"),
+        Level(
+            name="tf32",
+            summary="fp32 matrix products on TF32 tensor cores",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=0.35,
+        ),
+        Level(
+            name="bf16",
+            summary="bfloat16 autocast",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=0.2,
+            keeps=0.6,
+        ),
+        Level(
+            name="fp16",
+            summary="float16 autocast with loss scaling inside the root",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=0.21,
+            keeps=0.6,
+        ),
+    )
+
+    def describe(self, level: str) -> str:
+        """Return the level's own name: it says enough."""
+        return level
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """TF32 and fp16 want a GPU; TF32 and bf16 one from Ampere on, fp16 an older one."""
+        if hardware.device != "cuda":
+            return None if level == "bf16" else f"{level} needs a CUDA device"
+        if level != "fp16" and (hardware.capability or (0, 0)) < AMPERE:
+            return f"{level} needs compute capability 8.0, {hardware.name} has less"
+        if level == "fp16" and (hardware.capability or (0, 0)) >= AMPERE:
+            return "bf16 is as fast here and needs no loss scaling"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """A script that chose its precision keeps it."""
+        if facts.autocast:
+            return "the script runs under autocast already"
+        dtypes = {root.dtype for root in facts.roots}
+        if dtypes and dtypes != {"float32"}:
+            return f"the model's weights are {', '.join(sorted(dtypes))}, not float32"
+        if level == "fp16" and facts.scaler:
+            return "the script scales its loss already"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Autocast around the forward; TF32 is a switch of the process."""
+        if level == "tf32":
+            return ByHand(
+                prepare='torch.set_float32_matmul_precision("high")\n'
+                "torch.backends.cudnn.allow_tf32 = True"
+            )
+        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[level]
+        around = f"torch.autocast(x.device.type, dtype={dtype})"
+        return ByHand(around=around, scaled=level == "fp16")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Enter autocast around each forward; under fp16 scale the gradients inside the root."""
+        if level == "tf32":
+            from autofit.strategies.inspection import tf32
+
+            return root.outliving(tf32.switch(True))
+        import torch
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
+        undo = root.around_forward(lambda forward: autocast(forward, dtype))
+        if level == "bf16":
+            return undo
+        from autofit.strategies.precision.loss_scaling import scale_inside
+
+        undo_scaling = scale_inside(root)
+
+        def undo_both() -> None:
+            undo_scaling()
+            undo()
+
+        return undo_both
+
+
+def autocast(forward: Forward, dtype: torch.dtype) -> Forward:
+    """Return ``forward`` under autocast; what it returns is float32."""
+    import torch
+    from accelerate.utils import convert_to_fp32
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(_device_type(args, kwargs), dtype=dtype):
+            output = forward(*args, **kwargs)
+        return convert_to_fp32(output)
+
+    return call
+
+
+def _device_type(args: Any, kwargs: Any) -> str:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device.type for tensor in tensors), "cpu")

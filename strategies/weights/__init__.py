@@ -1,0 +1,149 @@
+"""Weights in bfloat16, with what is missing to float32 beside them, or without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autofit.facts import Facts, Hardware
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    OptimizerHandle,
+    Process,
+    Root,
+    Strategy,
+    Undo,
+)
+from autofit.strategies.precision import AMPERE
+
+OF_TYPES = ("dtype", "scalar type", "BFloat16")
+"""What torch's errors name where numbers are of another type than an operation wants."""
+
+
+class Weights(Strategy):
+    """The model's float32 parameters hold bfloat16; they stay the script's own objects.
+
+    Under ``bf16_master`` the 16 bits that each weight has more in float32 lie beside it, and a
+    step of the optimizer joins both, so that the update is float32's (Micikevicius et al., 2018,
+    with the two halves of Kalamkar et al., 2019). Gradients take half the bytes, and so do the
+    weights once something keeps their other halves elsewhere. What is saved is float32.
+
+    Under ``bf16`` there is nothing beside them: weights and the optimizer's state are rounded
+    stochastically after each step (Zamirai et al., 2020), and what is saved is bfloat16.
+
+    The forward runs under autocast, since models make tensors of float32 of their own.
+
+    Where there is no room for the model in float32 it is made in bfloat16, and no proof can run it
+    plainly: that all else in the plan changes nothing is shown beside bf16 weights under autocast,
+    what bf16 itself changes is not.
+    """
+
+    name = "weights"
+    summary = "the model's weights and gradients in bfloat16"
+    source = "https://arxiv.org/abs/1905.12322"
+    lowers = frozenset(
+        {Memory.WEIGHTS, Memory.GRADIENTS, Memory.OPTIMIZER_STATE, Memory.ACTIVATIONS}
+    )
+    levels = (
+        Level(name=AS_IS, summary="float32, as the script has them"),
+        Level(
+            name="bf16_master",
+            summary="bf16 for forward and backward, the update in float32",
+            fidelity=Fidelity.ROUNDING,
+            slowdown=1.5,
+            keeps=0.55,
+            lowers=frozenset({Memory.GRADIENTS, Memory.ACTIVATIONS}),
+            made=0.5,
+            refines=True,
+        ),
+        Level(
+            name="bf16",
+            summary="bf16 throughout, rounded stochastically; what is saved is bf16",
+            fidelity=Fidelity.RECIPE,
+            slowdown=1.12,
+            keeps=0.5,
+            made=0.5,
+            undo=False,
+            refines=True,
+        ),
+    )
+
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """What is missing to float32 goes to host memory with the optimizer's state."""
+        if level == "bf16_master" and kind is Memory.WEIGHTS:
+            return 1.0 if levels.get("optimizer_offload", AS_IS) == AS_IS else 0.5
+        return super().keeps(level, kind, levels)
+
+    def describe(self, level: str) -> str:
+        """Return ``"bf16 weights"``, or ``"bf16 weights with masters"``."""
+        return "bf16 weights with masters" if level == "bf16_master" else "bf16 weights"
+
+    def unavailable(self, level: str, hardware: Hardware) -> str | None:
+        """Bfloat16 needs a GPU from Ampere on, or a CPU."""
+        if hardware.device != "cuda":
+            return None
+        if (hardware.capability or (0, 0)) < AMPERE:
+            return f"bf16 needs compute capability 8.0, {hardware.name} has less"
+        return None
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """The weights are float32, one process trains them, and no loss is scaled."""
+        dtypes = {root.dtype for root in facts.roots}
+        if dtypes and dtypes != {"float32"}:
+            return f"the model's weights are {', '.join(sorted(dtypes))}, not float32"
+        if facts.world_size > 1:
+            return "not under several ranks: what reduces gradients is made for the script's own"
+        if facts.scaler:
+            return "the script scales its loss, which bf16 has no need of"
+        if facts.autograd_grad and level == "bf16_master":
+            return "the script differentiates by hand: the weights it makes then would be rounded"
+        if "LBFGS" in facts.optimizers:
+            return "LBFGS calls the model within its step"
+        return None
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Beside bf16 autocast, which it enters anyway, no other precision has a meaning."""
+        precision = levels.get("precision", AS_IS)
+        if precision not in (AS_IS, "bf16"):
+            return f"the weights are bf16, so {precision} has nothing to do"
+        return None
+
+    def fault(self, error: BaseException) -> str | None:
+        """Tell an operation that wants all its numbers of one type."""
+        line = (str(error).splitlines() or [""])[0]
+        if isinstance(error, RuntimeError) and any(words in line for words in OF_TYPES):
+            return f"an operation of the model does not take weights in bf16: {line}"
+        return None
+
+    def by_hand(self, level: str) -> ByHand | None:
+        """Convert the model; masters take more than lines."""
+        if level == "bf16_master":
+            return None
+        return ByHand(
+            prepare="model.to(torch.bfloat16)  # rounded to nearest: autofit rounds stochastically",
+            around="torch.autocast(x.device.type, dtype=torch.bfloat16)",
+        )
+
+    def on_process(self, level: str, process: Process) -> Undo | None:
+        """Convert while the model is made, where its weights alone would fill the device."""
+        from autofit.strategies.weights.while_made import Early
+
+        return Early(process).attach()
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Convert the parameters, and run each forward under autocast."""
+        from autofit.strategies.weights import bf16, split_float32
+
+        if level == "bf16":
+            return bf16.convert(root)
+        split_float32.split(root)
+        return None
+
+    def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
+        """Let each step see float32."""
+        from autofit.strategies.weights import bf16, split_float32
+
+        return split_float32.join(handle) if level == "bf16_master" else bf16.around(handle)

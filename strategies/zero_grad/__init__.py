@@ -1,0 +1,62 @@
+"""Gradients that are dropped between two steps, where a script sets them to zero in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autofit.facts import Facts
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
+
+
+class ZeroGrad(Strategy):
+    """``zero_grad(set_to_none=False)`` frees the gradients, as torch's own default does.
+
+    Zeros are held through the next forward, when activations are largest, and are read and written
+    once more in backward. A parameter that receives no gradient before its optimizer steps is given
+    its zeros back then: momentum and weight decay go on as the script has it.
+    """
+
+    name = "zero_grad"
+    summary = "gradients are dropped, not set to zero, where the script asks for zeros"
+    source = "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html"
+    lowers = frozenset({Memory.GRADIENTS})
+    levels = (
+        Level(name=AS_IS, summary="as the script has it"),
+        Level(
+            name="set_to_none",
+            summary="no gradients during forward",
+            slowdown=0.95,
+            keeps=0.5,
+            refines=True,
+        ),
+    )
+
+    def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
+        """When the optimizer steps all gradients are there; the room is gained during forward."""
+        return 1.0
+
+    def describe(self, level: str) -> str:
+        """Return ``"gradients dropped"``."""
+        return "gradients dropped"
+
+    def inapplicable(self, level: str, facts: Facts) -> str | None:
+        """It changes what a script says, where it says so."""
+        if facts.gradients_zeroed or not facts.optimizers:
+            return None
+        return "the script does not set gradients to zero: they are dropped as it is"
+
+    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
+        """Where gradients are freed in backward none is left, and none is to be given back."""
+        if levels.get("gradient_release", AS_IS) != AS_IS:
+            return "gradients that are released in backward are not there to be dropped"
+        return None
+
+    def by_hand(self, level: str) -> ByHand:
+        """Leave out the argument."""
+        return ByHand(prepare="# and call `optimizer.zero_grad()` without `set_to_none=False`")
+
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Change what ``zero_grad`` does, for the whole process."""
+        from autofit.strategies.zero_grad.gradients import Dropped
+
+        return root.outliving(Dropped().attach(root))

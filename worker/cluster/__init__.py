@@ -1,0 +1,1 @@
+"""Ray: the nodes, their versions, and the actors that launch trials on them."""

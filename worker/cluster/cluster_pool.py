@@ -1,0 +1,197 @@
+"""Slots on the machines of a Ray cluster, which come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from typing import Any
+
+from autofit.exceptions import UsageError, WorkerError
+from autofit.worker.cluster import archive
+from autofit.worker.cluster.actor import Found, Setting, moved
+from autofit.worker.cluster.local_ray import RaySession
+from autofit.worker.cluster.nodes import Node, look
+from autofit.worker.cluster.pool import Pool, first_line
+from autofit.worker.records.trials import Script
+
+_ATTEMPTS = 3
+"""Actors that are started for a slot before it is given up."""
+
+Arrival = tuple[int, Found | WorkerError | UsageError]
+"""A slot that can be used from now on, or why it cannot be and is given up."""
+
+
+class Fleet(Pool):
+    """A pool on the Ray cluster at ``address``; a context manager.
+
+    Nothing runs before ``settle`` has said on what, and ``add`` where. ``script``: what will run;
+    where a machine does not see its working directory, a copy of that is sent there. autofit's own
+    code is sent to every other machine, so that all run the same.
+    Entering raises ``WorkerError`` when the cluster cannot be joined.
+    """
+
+    def __init__(self, address: str, script: Script) -> None:
+        super().__init__(0)
+        self.slots: list[int] = []
+        self._script = script
+        self._folder = archive.identity(script.cwd)
+        self._ray = RaySession(address=address)
+        self._numbers = itertools.count()
+        self._nodes: dict[int, Node] = {}
+        self._failed: Counter[int] = Counter()
+        """Times on end that a slot's actor was lost before it had answered."""
+        self._beside: dict[str, int] = {}
+        """Slots that were started on a node, by its id."""
+        self._apart: set[str] = set()
+        """Nodes, by id, that do not see the working directory."""
+        self._sent: dict[str, str] = {}
+        """URIs of what was put into the cluster's store: ``"code"`` and ``"folder"``."""
+
+    def settle(self, device: str, gpus: int) -> None:
+        """Say what slots are of: ``"cpu"``, or ``"cuda"`` for so many GPUs each."""
+        self._device, self._gpus = device, gpus if device == "cuda" else 0
+
+    def add(self, node: Node, count: int) -> None:
+        """Start ``count`` slots on a machine; ``arrivals`` tells when they are there."""
+        from ray.util import placement_group
+
+        self._beside[node.id] = count
+        for slot in itertools.islice(self._numbers, count):
+            self._nodes[slot] = node
+            if self._gpus:
+                bundle = {"GPU": self._gpus, f"node:{node.address}": 0.001}
+                self._groups[slot] = placement_group([bundle], strategy="STRICT_PACK")
+            self._begin(slot)
+
+    def drop(self, slot: int) -> None:
+        """Give a slot up; nothing may be running there that is still to be heard of."""
+        import ray
+        from ray.util import remove_placement_group
+
+        ray.kill(self._actors.pop(slot))
+        if slot in self._groups:
+            remove_placement_group(self._groups.pop(slot))
+        self._coming = {ref: other for ref, other in self._coming.items() if other != slot}
+        self._retire(slot)
+        del self._nodes[slot]
+
+    @property
+    def size(self) -> int:
+        """Slots that are there or on their way."""
+        return len(self._nodes)
+
+    @property
+    def coming(self) -> bool:
+        """Whether there are slots whose machine has not answered yet."""
+        return bool(self._coming)
+
+    def where(self, slot: int) -> Node | None:
+        """Return the machine of a slot; ``None`` when the slot was given up."""
+        return self._nodes.get(slot)
+
+    def arrivals(self, timeout: float) -> list[Arrival]:
+        """Return the slots that have come, and those that never will; wait for the first."""
+        import ray
+
+        if not self._coming:
+            return []
+        ray.wait(list(self._coming), num_returns=1, timeout=timeout)
+        ready, _ = ray.wait(list(self._coming), num_returns=len(self._coming), timeout=0)
+        found = [self._arrived(self._coming.pop(each), each) for each in ready]
+        return [each for each in found if each is not None]
+
+    def gone(self, alive: set[str]) -> list[int]:
+        """Return the slots on which nothing runs, and whose machine is not ``alive`` any more."""
+        busy = set(self._streams.values())
+        return [s for s, node in self._nodes.items() if node.id not in alive and s not in busy]
+
+    def _arrived(self, slot: int, answer: Any) -> Arrival | None:
+        import ray
+
+        try:
+            found: Found = ray.get(answer)
+            if self._is_apart(slot, found):
+                ray.kill(self._actors[slot])
+                self._begin(slot)
+                return None
+        except ray.exceptions.RayTaskError as error:
+            return slot, WorkerError(first_line(error.cause))
+        except ray.exceptions.RayError as error:
+            self._failed[slot] += 1
+            if self._failed[slot] < _ATTEMPTS and self._nodes[slot].id in look():
+                ray.kill(self._actors[slot])
+                self._begin(slot)
+                return None
+            return slot, WorkerError(first_line(error))
+        except (UsageError, WorkerError) as error:  # the folder cannot be sent there
+            return slot, error
+        self._failed[slot] = 0
+        self.slots = sorted([*self.slots, slot])
+        self.labels[slot] = found.label
+        return slot, found
+
+    def _is_apart(self, slot: int, found: Found) -> bool:
+        """Return whether a machine has just turned out not to see the working directory."""
+        node = self._nodes[slot].id
+        now = archive.identity(self._script.cwd)
+        apart = node not in self._apart and not archive.is_seen(found.folder, self._folder, now)
+        if apart:
+            self._apart.add(node)
+        return apart
+
+    def _open(self) -> None:
+        pass  # `add` starts them
+
+    def _begin(self, slot: int) -> None:
+        self._actors[slot] = self._start(slot)
+        self._coming[self._actors[slot].look.remote(self._script.cwd)] = slot
+
+    def _retire(self, slot: int) -> None:
+        self.slots = [other for other in self.slots if other != slot]
+
+    def _replace(self, slot: int) -> None:
+        """Start the actor of a slot anew, where its machine lives; ``arrivals`` tells."""
+        import ray
+
+        ray.kill(self._actors[slot])
+        self._retire(slot)
+        if self._nodes[slot].id in look():
+            self._begin(slot)
+
+    def _start(self, slot: int) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node = self._nodes[slot]
+        apart = node.id in self._apart
+        if self._gpus:
+            options = self._within(self._groups[slot])
+        else:
+            affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            options = {"num_cpus": 1, "scheduling_strategy": affinity}
+        carried: dict[str, Any] = {}
+        if not node.here:
+            carried["py_modules"] = [self._uri("code")]
+        if apart:
+            carried["working_dir"] = self._uri("folder")
+        setting = Setting(
+            device=self._device,
+            environment=self._environment,
+            here=node.here,
+            folder=self._script.cwd if apart else None,
+            beside=1 if self._gpus > 1 else self._beside[node.id],
+        )
+        return self._actor({**options, "runtime_env": carried}, setting)
+
+    def _uri(self, what: str) -> str:
+        """Return where the cluster keeps a parcel; it is put there when first asked for."""
+        if what not in self._sent and what == "code":
+            self._sent[what] = archive.send_code()
+        elif what not in self._sent:
+            moved(self._script, self._script.cwd, self._script.cwd)  # refuses one that lies outside
+            self._sent[what] = archive.send_folder(self._script.cwd)
+        return self._sent[what]
+
+    def _leave(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the cluster may be gone
+            super()._leave()

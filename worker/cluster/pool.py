@@ -1,0 +1,253 @@
+"""Slots on which launches run side by side: one Ray actor each (``slot.py``).
+
+The driver hands a request to a slot and hears, in one stream, what happens on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from autofit.exceptions import WorkerError
+from autofit.worker.cluster.actor import GOODBYE, Setting, Slot, share
+from autofit.worker.cluster.local_ray import RaySession
+from autofit.worker.launch.launcher import HARNESS
+from autofit.worker.meter import nvml
+from autofit.worker.meter.nvml import VISIBLE
+from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
+
+Happening = tuple[int, LaunchEvent | WorkerError]
+"""A slot, and what happened there; after a ``WorkerError`` the slot is free and usable again."""
+
+_READY = 60.0
+"""Seconds Ray is given to find the GPUs of every slot."""
+
+
+class Pool:
+    """Runs launches on ``slots`` slots of this machine; a context manager.
+
+    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot: those that ``cards`` names, as
+    ``CUDA_VISIBLE_DEVICES`` does (the first ones when not given). Ray is started on loopback only,
+    and is gone when the pool is left or this process ends, however it ends. In a program that has
+    Ray running the pool is its guest, and takes the GPUs that Ray assigns.
+    Entering raises ``WorkerError`` when Ray, or a GPU for every slot, is not to be had.
+    """
+
+    def __init__(
+        self,
+        slots: int = 1,
+        device: str = "cpu",
+        *,
+        gpus: int = 1,
+        cards: Sequence[str] = (),
+        harness: Path = HARNESS,
+    ) -> None:
+        self.slots: Sequence[int] = range(slots)
+        self.labels: dict[int, str] = dict.fromkeys(self.slots, "")
+        """What each slot runs on, for people; empty where there is nothing to tell apart."""
+        self._device = device
+        self._gpus = gpus if device == "cuda" else 0
+        self._harness = harness
+        self._environment = dict(os.environ)  # the user's own, before Ray touches it
+        self._cards = list(cards)
+        self._ray = RaySession()
+        self._groups: dict[int, Any] = {}
+        self._actors: dict[int, Any] = {}
+        self._streams: dict[Any, int] = {}
+        self._coming: dict[Any, int] = {}
+        """Slots whose actor has not answered yet."""
+
+    @property
+    def free(self) -> list[int]:
+        """The slots on which nothing runs."""
+        return [slot for slot in self.slots if slot not in self._streams.values()]
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._ray)
+            self._open()
+            stack.pop_all()
+        return self
+
+    def _open(self) -> None:
+        """Start the actors."""
+        if self._gpus and self._ray.ours:
+            self._hand_out()
+        elif self._gpus:
+            self._groups = {slot: self._reserve() for slot in self.slots}
+        self._actors = {slot: self._start(slot) for slot in self.slots}
+        if not self._ray.ours:  # where others may hold what we ask for
+            self._wait_for_actors()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._leave()
+        finally:
+            self._ray.close()
+
+    def submit(self, slot: int, request: LaunchRequest) -> None:
+        """Start ``request`` on ``slot``, which must be free."""
+        if slot not in self.free:
+            raise WorkerError(f"slot {slot} is taken; free ones: {self.free}")
+        self._streams[self._actors[slot].launch.remote(request)] = slot
+
+    def answer(self, slot: int, answer: Answer) -> None:
+        """Answer the launch on ``slot``, which is asking; nothing if it has ended meanwhile."""
+        self._heard(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
+
+    def cancel(self, slot: int) -> None:
+        """End what runs on ``slot``; its plan is reported as interrupted, then the launch ends."""
+        if slot not in self.free:
+            self._heard(self._actors[slot].stop.options(concurrency_group="control").remote())
+
+    def events(self, timeout: float | None = None) -> list[Happening]:
+        """Return what has happened, in order for each slot; nothing when nothing runs.
+
+        Waits up to ``timeout`` seconds (forever when ``None``) for something to happen.
+        """
+        import ray
+
+        if not self._streams:
+            return []
+        ready, _ = ray.wait([*self._streams, *self._coming], num_returns=1, timeout=timeout)
+        more, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0)
+        ready = [each for each in ready if each in self._streams]
+        return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]
+
+    def _heard(self, said: Any) -> None:
+        """Wait until a slot has heard: another launch there would take it for its own."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):  # the stream says what has happened
+            ray.get(said)
+
+    def _cancel(self, slot: int) -> Any:
+        return self._actors[slot].cancel.options(concurrency_group="control").remote()
+
+    def _next(self, stream: Any) -> Happening:
+        import ray
+
+        slot = self._streams[stream]
+        try:
+            event: LaunchEvent = ray.get(next(stream))
+        except ray.exceptions.RayTaskError as error:  # the actor lives, its launcher raised
+            del self._streams[stream]
+            return slot, WorkerError(f"slot {slot}: {error.cause}")
+        except (ray.exceptions.RayError, StopIteration) as error:
+            del self._streams[stream]
+            self._replace(slot)
+            reason = first_line(error).removesuffix(".")
+            return slot, WorkerError(f"the worker of slot {slot} died: {reason}")
+        if isinstance(event, LaunchEnded):
+            del self._streams[stream]
+        return slot, event
+
+    def _replace(self, slot: int) -> None:
+        """Start the actor of a slot anew."""
+        import ray
+
+        ray.kill(self._actors[slot])
+        self._actors[slot] = self._start(slot)
+
+    def _hand_out(self) -> None:
+        """Settle which of this machine's cards each slot has."""
+        need = len(self.slots) * self._gpus
+        self._cards = self._cards or [card.entry for card in nvml.cards(self._environment)]
+        if len(self._cards) < need:
+            raise WorkerError(f"{need} GPUs were asked for, {len(self._cards)} are visible here")
+        self.labels = {slot: f"GPU {self._own(slot)}" for slot in self.slots}
+
+    def _own(self, slot: int) -> str:
+        """Return the cards of a slot on this machine, as CUDA reads them."""
+        return ",".join(self._cards[slot * self._gpus : (slot + 1) * self._gpus])
+
+    def _threads(self) -> dict[str, str]:
+        """Return each slot's share of the cores, where the user has said nothing.
+
+        Side by side, trainings that each start a thread for every core wait for one another.
+        Ranks have one each, as in the real run.
+        """
+        if len(self.slots) == 1 or self._gpus > 1:
+            return {}
+        return {"OMP_NUM_THREADS": share(len(self.slots))}
+
+    def _start(self, slot: int) -> Any:
+        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+        environment = self._environment
+        if self._ray.ours:
+            options = {"num_cpus": 0}
+            if self._gpus:
+                environment = {**self._threads(), **environment, VISIBLE: self._own(slot)}
+        elif self._gpus:
+            options = self._within(self._groups[slot])
+        setting = Setting(
+            device=self._device,
+            environment=environment,
+            harness=self._harness,
+            scratch=None if self._ray.folder is None else str(self._ray.folder),
+        )
+        return self._actor(options, setting)
+
+    def _within(self, group: Any) -> dict[str, Any]:
+        """Return what puts an actor into its placement group."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group)
+        return {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
+
+    def _actor(self, options: dict[str, Any], setting: Setting) -> Any:
+        import ray
+
+        remote: Any = ray.remote  # its stubs know no concurrency groups
+        return remote(concurrency_groups={"control": 1}, **options)(Slot).remote(setting)
+
+    def _wait_for_actors(self) -> None:
+        import ray
+
+        ready = [actor.ready.remote() for actor in self._actors.values()]
+        done, _ = ray.wait(ready, num_returns=len(ready), timeout=_READY)
+        if len(done) < len(ready):
+            asked = f"one CPU for each of {len(ready)} slots"
+            raise WorkerError(f"Ray has no room for {asked}: ask for fewer, or free some")
+        self.labels = dict(zip(self._actors, ray.get(ready), strict=True))
+
+    def _reserve(self) -> Any:
+        """Return a placement group with the GPUs of one slot, on one machine."""
+        import ray
+        from ray.util import placement_group
+
+        group = placement_group([{"GPU": self._gpus}], strategy="STRICT_PACK")
+        if not group.wait(_READY):
+            resources: Any = ray.cluster_resources  # it has no types
+            have = resources().get("GPU", 0)
+            asked = f"{len(self.slots)} x {self._gpus}"
+            raise WorkerError(f"Ray has {have:g} GPUs, and {asked} were asked for: lower --gpus")
+        return group
+
+    def _leave(self) -> None:
+        """End running launches in good order, and give back what is held in a foreign Ray."""
+        import ray
+        from ray.util import remove_placement_group
+
+        running = [self._cancel(slot) for slot in self._streams.values()]
+        if running:
+            ray.wait(running, num_returns=len(running), timeout=GOODBYE)
+        if not self._ray.ours:
+            for actor in self._actors.values():
+                ray.kill(actor)
+            for group in self._groups.values():
+                remove_placement_group(group)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error: Ray's go on for many."""
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,1 @@
+"""A batch in chunks: how it is cut, run, and joined again."""

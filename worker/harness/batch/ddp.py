@@ -1,0 +1,183 @@
+"""A split batch under ``DistributedDataParallel``: chunks stay local, one reduction follows them.
+
+A rank that runs out of memory splits its batch further, and the other ranks know nothing of it. So
+nothing may be communicated between chunks. They run the module inside the wrapper: the wrapper's
+hooks on the gradients ignore what arrives while its reducer is not prepared, and ``.grad`` adds up
+locally. What ``DistributedDataParallel.forward`` does around its module (buffers sent to every
+rank, buckets rebuilt, ``Join``) is done once a call. At the end of the script's own backward pass
+the reducer is prepared, and a backward pass that carries no gradient at all visits each parameter
+that received one: the wrapper's own hooks then reduce ``.grad`` as they would have, whatever was
+registered to do it. The ranks send the same buckets in the same order, split or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.torch_state.modules import is_sharded
+
+
+class Ranks:
+    """What ``DistributedDataParallel`` does around forward and backward, for a split root."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+        self._expected = False
+        """A call has been made whose backward pass ends in a reduction."""
+        self._queued = False
+        """The running backward pass will end in it."""
+        self._received: set[int] = set()
+        """Parameters (by ``id``) that have received a gradient since the call was made."""
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether gradients must not arrive but in a real backward pass, which marks them used."""
+        return bool(self._wrapper.find_unused_parameters)
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Run the root's chunks as the wrapper runs its module.
+
+        See ``_pre_forward``, ``_post_forward`` in ``torch/nn/parallel/distributed.py``.
+        """
+        wrapper = self._wrapper
+        self._queued = False
+        if not self._expected:
+            self._received.clear()
+        wrapper._pre_forward(None)  # it would move the arguments, which have been moved
+        reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        output = run()
+        if wrapper._check_sync_bufs_post_fwd():
+            wrapper._sync_buffers()
+        wrapper.require_forward_param_sync = reduces
+        self._expected = self._expected or reduces
+        return output
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Notice that a parameter has received a gradient."""
+        self._received.add(id(parameter))
+
+    def came_back(self) -> None:
+        """Notice that a call's backward is done, within the script's own backward pass."""
+        if self._expected and not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._reduce)
+
+    def _reduce(self) -> None:
+        """Let the wrapper's hooks reduce what has arrived on this rank."""
+        self._queued = False
+        found = [p for p in self._wrapper.module.parameters() if id(p) in self._received]
+        if not found:
+            return
+        self._expected = False
+        with torch.enable_grad():
+            visit = _Visit.apply(*found)  # type: ignore[no-untyped-call]
+        self._wrapper.reducer.prepare_for_backward([visit] if self.finds_unused else [])
+        torch.autograd.backward(visit)
+
+
+class _Visit(torch.autograd.Function):
+    """Depends on parameters, and sends none of them a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        ctx.set_materialize_grads(False)
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[None, ...]:
+        """Visit the parameters without a gradient: their hooks run, ``.grad`` stays."""
+        return (None,) * int(ctx.count)
+
+
+def moved(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments on the wrapper's device, as its module sees them."""
+    if not wrapper.device_ids or not (args or kwargs):
+        return args, kwargs
+    from torch.distributed.utils import _to_kwargs
+
+    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+    stream = wrapper.use_side_stream_for_tensor_copies
+    found, named = _to_kwargs(args, kwargs, device, stream)
+    return found[0], named[0]
+
+
+def refuse_what_cannot_be_split(root: nn.Module) -> None:
+    """Raise ``Refused`` with the reason where chunks would be communicated, or not at all."""
+    if reason := _sharded(root) or _wrapped_out_of_reach(root):
+        raise Refused(reason, "micro_batch")
+    if isinstance(root, DistributedDataParallel) and (reason := _unsupported(root)):
+        raise Refused(f"the batch is not split under DistributedDataParallel {reason}")
+
+
+def _sharded(root: nn.Module) -> str | None:
+    if is_sharded(root):
+        return (
+            "the batch is not split under FSDP: every chunk would gather the weights and "
+            "reduce the gradients, with ranks that may run another number of chunks"
+        )
+    return None
+
+
+def _wrapped_out_of_reach(root: nn.Module) -> str | None:
+    if any(isinstance(m, DistributedDataParallel) for m in root.modules() if m is not root):
+        return "the batch is not split where DistributedDataParallel is inside the model called"
+    return None
+
+
+def _unsupported(wrapper: DistributedDataParallel) -> str | None:
+    """Return with which setting of the wrapper a split does not work."""
+    if wrapper.static_graph:
+        return "with static_graph: it counts the gradients that arrive in the first step"
+    if wrapper.mixed_precision is not None:
+        return "with its own mixed_precision: it casts the weights in every forward"
+    if wrapper._use_python_reducer or wrapper._delay_all_reduce_all_params:
+        return "with a reducer that is not torch's usual one"
+    if any(hasattr(p, "_in_backward_optimizers") for p in wrapper.module.parameters()):
+        return "with an optimizer that steps in backward"
+    forward = vars(wrapper.module).get("forward")
+    if str(getattr(forward, "__module__", "")).startswith(("lightning.", "pytorch_lightning.")):
+        return "with Lightning, which redirects the module's forward for one call"
+    return None
+
+
+def quiet(forward: Forward) -> Forward:
+    """Return ``forward``, which raises ``Refused`` where ranks communicate in it.
+
+    In another number of chunks they would hang. After the first such call, which every rank makes:
+    how many more a proof makes depends on a rank's own samples.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _collectives()
+        output = forward(*args, **kwargs)
+        if _collectives() != before:
+            reason = "the model communicates with other ranks in its forward"
+            raise Refused(reason, "micro_batch")
+        return output
+
+    return call
+
+
+def _collectives() -> dict[str, int]:
+    """Return how many collectives each group has counted."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
+    from torch.distributed.distributed_c10d import _world
+
+    groups: dict[Any, str] = {**_world.pg_names}
+    return {
+        name: int(group._get_sequence_number_for_group())
+        for group, name in groups.items()
+        if hasattr(group, "_get_sequence_number_for_group")  # not in groups left out on this rank
+    }

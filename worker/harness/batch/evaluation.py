@@ -1,0 +1,131 @@
+"""Calls of a root without gradients (evaluation): in parts once they do not fit in one piece.
+
+A call is tried as it is. When memory runs out in it, the split is proven by values alone, on a few
+samples and in the module's own mode, and the call runs in halves, quarters, ... until it fits. The
+size is kept for calls of the same structure. Where no split can be proven the error is the
+script's own, as it would have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from traceback import clear_frames
+from typing import Any, Protocol
+
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
+from autofit.worker.harness.batch.outputs import Parts
+from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.torch_state.rng import RandomState
+
+PHASE = "evaluation"
+"""How a report names where memory ran out."""
+
+
+class FindValues(Protocol):
+    """Says how a call is split; raises ``Refused`` where it cannot be."""
+
+    def __call__(self, batch: Batch, *, gradients: bool) -> Layout:
+        """Without ``gradients`` by values alone."""
+
+
+class Evaluation:
+    """Runs one root's calls without gradients."""
+
+    def __init__(
+        self, find_layout: FindValues, on_shortage: Callable[[BaseException, str, int], bool]
+    ) -> None:
+        self._find_layout = find_layout
+        self._on_shortage = on_shortage
+        self._largest: dict[TreeSpec, int] = {}
+        """Samples that fit, for the structures of arguments with which memory has run out."""
+
+    def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call, in parts where it does not fit whole; raise its own error otherwise."""
+        start = RandomState.now(elsewhere=False)
+        if not self._largest:
+            try:
+                return forward(*args, **kwargs)
+            except Exception as raised:  # noqa: BLE001 - raised again unless it is an OOM
+                error = raised
+            return self._go_on(error, forward, Batch.of(args, kwargs), start)
+        return self._run(forward, Batch.of(args, kwargs), start)
+
+    def _go_on(self, error: Exception, forward: Forward, batch: Batch, start: RandomState) -> Any:
+        """Run a call in parts after it failed whole."""
+        clear_frames(error.__traceback__)
+        if self._smaller(error, batch, None) is None:
+            raise error
+        start.restore()
+        return self._run(forward, batch, start)
+
+    def _run(self, forward: Forward, batch: Batch, start: RandomState) -> Any:
+        layout = self._layout(batch) if batch.spec in self._largest else None
+        while True:
+            size = self._largest.get(batch.spec) if layout is not None else None
+            output, error = _attempt(forward, batch, layout, size)
+            if error is None:
+                return output
+            clear_frames(error.__traceback__)
+            if isinstance(error, Refused):  # the parts do not fit together after all
+                layout = None
+                continue
+            smaller = self._smaller(error, batch, size)
+            if smaller is None:
+                raise error
+            layout = smaller
+            start.restore()
+
+    def _layout(self, batch: Batch) -> Layout | None:
+        try:
+            layout = self._find_layout(batch, gradients=False)
+        except Refused:
+            return None
+        if layout.moved:  # the call that failed may have moved it on already
+            return None
+        return layout if layout.fits(batch) and layout.size(batch) > 1 else None
+
+    def _smaller(self, error: Exception, batch: Batch, size: int | None) -> Layout | None:
+        """Note that memory ran out with ``size`` samples; return how to go on with fewer."""
+        whole = size is None
+        layout = self._layout(batch) if whole or (size or 0) > 1 else None
+        tried = size or (layout.size(batch) if layout is not None else 1)
+        if not self._on_shortage(error, PHASE, tried) or layout is None or tried <= 1:
+            return None
+        self._largest[batch.spec] = -(-tried // 2)
+        return layout
+
+
+def _attempt(
+    forward: Forward, batch: Batch, layout: Layout | None, size: int | None
+) -> tuple[Any, Exception | None]:
+    try:
+        if layout is None or size is None:
+            args, kwargs = batch.call(batch.leaves)
+            return forward(*args, **kwargs), None
+        return _in_parts(forward, batch, layout, size), None
+    except Exception as error:  # noqa: BLE001 - raised again by the caller unless it is an OOM
+        return None, error
+
+
+def _in_parts(forward: Forward, batch: Batch, layout: Layout, size: int) -> Any:
+    samples = layout.size(batch)
+    if samples <= size:
+        args, kwargs = batch.call(batch.leaves)
+        return forward(*args, **kwargs)
+    bounds = cuts(0, samples, size)
+    found: list[list[Any]] = []
+    spec: TreeSpec | None = None
+    for cut in bounds:
+        leaves, spec = _part(forward, batch, layout, cut)
+        found.append(leaves)
+    assert spec is not None
+    return tree_unflatten(Parts(layout, samples).join(batch, bounds, found), spec)
+
+
+def _part(forward: Forward, batch: Batch, layout: Layout, cut: Cut) -> tuple[list[Any], TreeSpec]:
+    args, kwargs = batch.call(layout.take(batch, cut))
+    return flatten(forward(*args, **kwargs))

@@ -1,0 +1,167 @@
+"""Puts the outputs of chunks together, and takes what comes back for them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Deferred
+from autofit.worker.harness.batch.layout import Batch, Cut, Join, Layout, Rule, Weights, joined
+
+Gradients = list[torch.Tensor | None]
+
+
+class Parts:
+    """The outputs of one call's chunks, by the rules of a layout."""
+
+    def __init__(self, layout: Layout, size: int) -> None:
+        self._layout = layout
+        self._size = size
+        self._weights: dict[Join, Weights] = {}
+        self._rows: dict[int, _Rows] = {}
+        """Outputs whose rows are put together as they come."""
+
+    def weight(self, batch: Batch, output: int, cut: Cut) -> float:
+        """Return the weight of a chunk's number in that of the whole."""
+        join = self._layout.joins[output]
+        if join not in self._weights:
+            self._weights[join] = self._layout.weights(join, batch)
+        return self._weights[join].of(cut)
+
+    def take(self, cut: Cut, outputs: list[Any]) -> list[Any]:
+        """Return a chunk's outputs without the rows, which are put to those before at once.
+
+        A language model's logits for the whole batch are as large as its weights, and would exist
+        twice if they were put together in the end.
+        """
+        if cut == (0, self._size) or len(outputs) != len(self._layout.joins):
+            return outputs
+        for index, (join, output) in enumerate(zip(self._layout.joins, outputs, strict=True)):
+            if join.rule is Rule.CONCATENATE and _lies_there(output):
+                rows = self._rows.setdefault(index, _Rows(join.dim))
+                rows.add(output, self._size / (cut[1] - cut[0]))
+                outputs[index] = None
+        return outputs
+
+    def drop(self) -> None:
+        """Forget the rows of an attempt that failed."""
+        self._rows = {}
+
+    def join(self, batch: Batch, cuts: Sequence[Cut], parts: list[list[Any]]) -> list[Any]:
+        """Return the outputs of the whole; takes them out of ``parts``.
+
+        Raises ``Refused`` where they do not fit together.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        if any(len(part) != len(self._layout.joins) for part in parts):
+            raise Refused("the model's output has another structure for a part of the batch")
+        outputs: list[Any] = []
+        for index, join in enumerate(self._layout.joins):
+            rows = self._rows.pop(index, None)
+            column = rows.parts() if rows else [part[index] for part in parts]
+            for part in parts:
+                part[index] = None  # a joined output and its parts need not exist together
+            weights = [self.weight(batch, index, cut) for cut in cuts] if join.scalar else []
+            outputs.append(joined(join, column, cuts, weights))
+        return outputs
+
+    def shares(
+        self, batch: Batch, incoming: Mapping[int, torch.Tensor | None], cut: Cut
+    ) -> dict[int, torch.Tensor]:
+        """Return the part of each output's incoming gradient that belongs to some samples."""
+        found = {}
+        for index, cotangent in incoming.items():
+            join = self._layout.joins[index]
+            if cotangent is None:
+                continue
+            if join.rows:
+                view, dim = join.by_sample(cotangent, self._size)
+                found[index] = join.flat(view.narrow(dim, cut[0], cut[1] - cut[0]))
+            elif weight := self.weight(batch, index, cut):
+                found[index] = cotangent * weight
+        return found
+
+    def join_arguments(
+        self, batch: Batch, inputs: Sequence[int], found: Sequence[tuple[Cut, Gradients]]
+    ) -> Gradients:
+        """Return the gradients of the arguments at ``inputs``."""
+        gradients_of_all: Gradients = []
+        for position, index in enumerate(inputs):
+            whole = torch.zeros_like(batch.leaves[index])
+            for (start, stop), gradients in found:
+                gradient = gradients[position]
+                if gradient is None:
+                    continue
+                if index in self._layout.batched:
+                    whole.narrow(self._layout.dim, start, stop - start).add_(gradient)
+                else:
+                    whole.add_(gradient)
+            gradients_of_all.append(whole)
+        return gradients_of_all
+
+
+def without_graph(output: Any) -> Any:
+    """Return one output of a chunk as the script is to hold it: its graph is not the script's."""
+    if isinstance(output, Deferred):
+        return output.detached()
+    return output.detach() if isinstance(output, torch.Tensor) else output
+
+
+def multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients in place, those that are plain tensors in few kernels."""
+    plain = [each for each in gradients if type(each) is torch.Tensor and not each.is_sparse]
+    if plain:
+        torch._foreach_mul_(plain, factor)
+    together = {id(each) for each in plain}
+    for each in gradients:
+        if id(each) not in together:
+            each.mul_(factor)
+
+
+def _lies_there(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and not isinstance(output, Deferred)
+
+
+class _Rows:
+    """One output of the whole, filled from its start as the chunks come."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._whole: torch.Tensor | None = None
+        self._filled = 0
+        self._rest: list[torch.Tensor] = []
+        """What does not fit behind the rows before: rows of another shape, more than expected."""
+
+    def add(self, part: torch.Tensor, times: float) -> None:
+        """Put ``part`` behind the others; the whole has ``times`` as many rows as the first."""
+        rows = part.shape[self._dim]
+        if self._whole is None:
+            self._whole = _like(part, self._dim, round(rows * times))
+        room = not self._rest and self._filled + rows <= self._whole.shape[self._dim]
+        place = self._whole.narrow(self._dim, self._filled, rows) if room else None
+        if place is not None and (place.shape, place.dtype) == (part.shape, part.dtype):
+            place.copy_(part)
+            self._filled += rows
+        else:
+            self._rest.append(part)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return the whole, or what it is put together of, in order."""
+        assert self._whole is not None, "there was a first part"
+        if self._filled == self._whole.shape[self._dim]:
+            return [self._whole, *self._rest]
+        return [self._whole.narrow(self._dim, 0, self._filled), *self._rest]
+
+
+def _like(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """Return memory for ``rows`` such rows, laid out as ``torch.cat`` would."""
+    shape = [*part.shape]
+    shape[dim] = rows
+    last = part.ndim == 4 and not part.is_contiguous()
+    last = last and part.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=form)

@@ -1,0 +1,1 @@
+"""What the child tells its parent, and what its ranks agree on."""

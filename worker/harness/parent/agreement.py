@@ -1,0 +1,121 @@
+"""What the ranks of a launch tell one another, through their parent, so that all decide alike.
+
+Every rank runs the same trial on the same figures: those of the slowest, the largest, of any. It
+says what it has seen and hears what all have; one that is gone ends them all (``group.py``),
+so nobody waits for ever. A rank that stands alone says nothing to anybody. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+from autofit.exceptions import WorkerError
+from autofit.facts import RootFacts
+from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.process import sandbox
+from autofit.worker.records.trials import Agreed, Agreeing, OutOfMemory
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of the launch, as one of them sees them."""
+
+    def __init__(self, reporter: Reporter, ranks: int) -> None:
+        self.ranks = ranks
+        self.leads = reporter.rank == 0
+        """Tells the parent what is the same for all."""
+        self._reporter = reporter
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.ranks == 1
+
+    def agree(self, what: str, value: T, patience: float | None = None) -> tuple[T, ...]:
+        """Return every rank's value, by rank, once all stand at ``what``.
+
+        Nothing where they do not come within ``patience`` seconds. Raises ``WorkerError`` where
+        another one stands somewhere else.
+        """
+        if self.alone:
+            return (value,)
+        said = self._reporter.agree(Agreeing(what=what, value=value), patience)
+        if len({each.what for each in said}) > 1:
+            where = ", ".join(f"rank {rank} is at {each.what}" for rank, each in enumerate(said))
+            raise WorkerError(f"the ranks do not do the same: {where}")
+        values: tuple[T, ...] = tuple(each.value for each in said)  # type: ignore[misc]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank, or all of them, saw of an optimizer step."""
+
+    seconds: float
+    wait: float
+    """Seconds spent waiting for data."""
+    losses: tuple[float, ...]
+    calls: int
+    """Of the first root."""
+    proven: bool
+    """Something was proven in it."""
+    compiled: bool
+    """Something was compiled in it."""
+    shortage: OutOfMemory | None
+
+    @classmethod
+    def by_all(cls, ranks: Sequence[Seen]) -> Seen:
+        """Return what counts for all: the slowest, the worst, and the mean of the losses."""
+        if len(ranks) == 1:
+            return ranks[0]
+        losses = itertools.zip_longest(*(rank.losses for rank in ranks))
+        present = ([loss for loss in each if loss is not None] for each in losses)
+        return cls(
+            seconds=max(rank.seconds for rank in ranks),
+            wait=max(rank.wait for rank in ranks),
+            losses=tuple(sum(each) / len(each) for each in present),
+            calls=max(rank.calls for rank in ranks),
+            proven=any(rank.proven for rank in ranks),
+            compiled=any(rank.compiled for rank in ranks),
+            shortage=next((rank.shortage for rank in ranks if rank.shortage), None),
+        )
+
+
+def common(ranks: Sequence[RootFacts]) -> tuple[RootFacts, float]:
+    """Return the facts of a root that all go by, and the mean share of its batch that a rank has.
+
+    The batch is the largest: what fits that rank fits all.
+    """
+    batches = [rank.batch for rank in ranks]
+    known = [batch for batch in batches if batch]
+    if len(known) < len(batches):
+        return replace(ranks[0], batch=None), 1.0
+    largest = max(known)
+    return replace(ranks[0], batch=largest), sum(known) / len(known) / largest
+
+
+def contain(scratch: Path, rank: int, ranks: int, reporter: Reporter, control: int) -> bool:
+    """Send what this process writes to disk to ``scratch``, where all ranks find it.
+
+    ``control``: the descriptor on which the parent answers; nobody listens there yet, because this
+    must come before any thread. Returns whether that could be done.
+    """
+    if ranks == 1:
+        return sandbox.isolate(scratch)
+    leader = os.getpid() if rank == 0 and sandbox.isolate(scratch) else None
+    reporter.send(Agreeing(what="the start", value=leader))
+    parent = Connection(os.dup(control), writable=False)
+    agreed = parent.recv()
+    parent.close()
+    assert isinstance(agreed, Agreed)
+    leader = agreed.said[0].value  # type: ignore[assignment]
+    if leader is not None and rank > 0:
+        sandbox.join(leader)
+    return leader is not None

@@ -1,0 +1,1 @@
+"""What is put on torch while a script runs, and taken off again."""

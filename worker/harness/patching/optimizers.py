@@ -1,0 +1,393 @@
+"""The seam at the optimizers: each one steps under the plan of the moment.
+
+The script keeps its own optimizer object. The way in is the ``step`` of its *class*, replaced as
+the first object of the class is made: inside torch's own step hooks, so that whatever a scheduler,
+a scaler or a framework captures of an optimizer leads here.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import Aside, Stepper, Strategy, Undo, View
+from autofit.worker.harness.patching.observers import Seams
+from autofit.worker.harness.patching.step_in_backward import Release
+from autofit.worker.harness.torch_state.undo import take_back
+
+Changes = tuple[tuple[Strategy, str], ...]
+"""The part of a plan that changes optimizers."""
+
+
+def changes_of(plan: Plan) -> Changes:
+    """Return the strategies of ``plan`` that change optimizers, with their levels."""
+    return tuple(pair for pair in plan if pair[0].changes_optimizers)
+
+
+class Owner(Protocol):
+    """Says what the optimizers are to do: a session."""
+
+    seams: Seams
+
+    def optimizer_plan(self) -> Plan:
+        """Return the plan under which the next step is taken."""
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Answer a strategy that cannot keep its promise; raise, or have another plan ready."""
+
+    def optimizer_broke(self, error: Exception) -> bool:
+        """Return whether a step that failed, and changed nothing, is taken under another plan."""
+
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Return the roots met so far."""
+
+
+class HarnessOptimizer:
+    """One optimizer of the script; implements ``strategies.base.OptimizerHandle``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        owner: Owner,
+        plain: Callable[..., Any] | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """``alone``: nobody would notice what else its gradients are read for."""
+        self._optimizer = weakref.ref(optimizer)
+        self._owner = owner
+        self._plain = plain
+        """The step of its class."""
+        self._alone = alone
+        self._release: Release | None = None
+        self._plan = Plan()
+        self._changes: Changes = ()
+        self._steppers: list[Stepper] = []
+        self._views: list[View] = []
+        self._undos: list[Undo] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer itself."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "an optimizer outlives its steps"
+        return optimizer
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the step that is taken now is that of some parameters, in backward."""
+        return self._release is not None and self._release.steps
+
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Return the roots met so far."""
+        return self._owner.modules()
+
+    def apply(self, plan: Plan) -> None:
+        """Take what another plan did back and apply this one; raise ``Refused`` with the reason.
+
+        After a refusal the optimizer is as the script has it.
+        """
+        if self.under(plan):
+            return
+        changes = changes_of(plan)
+        if changes != self._changes:
+            self.take_back()
+            try:
+                for strategy, level in changes:
+                    self._change(strategy, level)
+            except BaseException:
+                self.take_back()
+                raise
+        self._plan, self._changes = plan, changes
+
+    @property
+    def changed(self) -> bool:
+        """Whether a plan has changed it."""
+        return bool(self._changes)
+
+    def under(self, plan: Plan) -> bool:
+        """Return whether ``plan`` is what has been applied."""
+        return plan is self._plan
+
+    def take_back(self) -> None:
+        """Leave the optimizer as the script has it; raise ``NotTakenBack`` if memory runs out."""
+        take_back(self._undos)
+        self._plan, self._changes = Plan(), ()
+
+    def step(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Take a step as the plan has it; returns what the script's closure returned."""
+        optimizer, self._plain = self.optimizer, plain
+        if not self._steppers and self._release is None:
+            return plain(optimizer, *args, **kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if self._release is not None:
+                self._release.step()
+            else:
+                self.take()
+        return loss
+
+    def take(self) -> None:
+        """Take a step of what the optimizer holds now, inside all that the plan does around it."""
+        optimizer, plain = self.optimizer, self._plain
+        assert plain is not None, "its class has a step"
+        take = functools.partial(plain, optimizer)
+        for stepper in self._steppers:
+            take = functools.partial(stepper, optimizer, take)
+        take()
+
+    # --- seams for strategies --------------------------------------------------------------
+
+    def around_step(self, stepper: Stepper) -> Undo:
+        """Let ``stepper`` take each step, around those that were given before."""
+        self._steppers.append(stepper)
+        return lambda: self._steppers.remove(stepper)
+
+    def step_in_backward(self, aside: Aside | None = None) -> Undo:
+        """Let each parameter step as soon as its gradient is complete, and free that.
+
+        Raises ``Refused`` where nobody would notice what else the gradients are read for.
+        """
+        if self._alone:
+            raise Refused("steps inside backward need the whole process: use `autofit run`")
+        release = self._release = Release(self, self._owner.seams, aside)
+
+        def undo() -> None:
+            release.stop()
+            self._release = None
+
+        return undo
+
+    def show_state(self, view: View) -> Undo:
+        """Pass the state through ``view`` wherever it leaves the optimizer."""
+        reference = self._optimizer
+        optimizer = self.optimizer
+
+        def shown(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+            state = document["state"]
+            for index, parameter in enumerate(_parameters(optimizer)):
+                if state.get(index):
+                    state[index] = view(parameter, state[index])
+            return document
+
+        def getstate() -> dict[str, Any]:
+            held = reference()
+            assert held is not None, "it is being pickled"
+            state = type(held).__getstate__(held)
+            shown = {p: view(p, each) if each else each for p, each in held.state.items()}
+            return {**state, "state": defaultdict(dict, shown)}
+
+        handle = optimizer.register_state_dict_post_hook(shown)
+        optimizer.__getstate__ = getstate  # type: ignore[method-assign]
+
+        def undo() -> None:
+            handle.remove()
+            if (held := reference()) is not None:
+                del held.__getstate__
+
+        return undo
+
+    def _change(self, strategy: Strategy, level: str) -> None:
+        try:
+            undo = strategy.on_optimizer(level, self)
+        except Refused as refusal:
+            raise Refused(str(refusal), strategy.name) from None
+        if undo is not None:
+            self._undos.append(undo)
+
+
+class Optimizers:
+    """All optimizers of the process, from ``attach`` to ``detach``."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._held: weakref.WeakKeyDictionary[Optimizer, HarnessOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those whose making was seen."""
+        self._undos: list[Undo] = []
+        self._dispatching: dict[type[Optimizer], Callable[..., Any]] = {}
+        """Classes whose step leads here, and their own step."""
+        self._all = True
+        """Every optimizer is the owner's; else those it has attached to."""
+
+    def attach(self) -> None:
+        """Patch torch: the classes that are made from now on, and those that have been."""
+        torchs: Any = Optimizer  # its methods are replaced
+        patch_step, load = Optimizer._patch_step_function, Optimizer.load_state_dict
+
+        def patch(optimizer: Optimizer) -> None:
+            self._take_over(type(optimizer))
+            self._made.add(optimizer)
+            patch_step(optimizer)
+
+        @functools.wraps(load)
+        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            with suppress(Refused):  # said at its first step, where it can be answered
+                self._handle(optimizer).apply(self._owner.optimizer_plan())
+            load(optimizer, *args, **kwargs)
+
+        def undo() -> None:
+            torchs._patch_step_function = patch_step
+            torchs.load_state_dict = load
+
+        torchs._patch_step_function = patch
+        torchs.load_state_dict = load_state_dict
+        self._undos.append(undo)
+        for cls in _with_hooked_steps(Optimizer):
+            self._take_over(cls)
+
+    def attach_to(self, optimizer: Optimizer) -> None:
+        """Take charge of one optimizer that exists, and of one it holds; no other is."""
+        self._all = False
+        for each in (optimizer, *_held_by(optimizer)):
+            self._made.add(each)
+            self._take_over(type(each))
+
+    def detach(self) -> None:
+        """Leave torch, and every optimizer, as they were."""
+        for handle in list(self._held.values()):
+            handle.take_back()
+        while self._undos:
+            self._undos.pop()()
+        self._dispatching.clear()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the class of each optimizer that exists and holds parameters of the roots.
+
+        Not one that has another step for it, as far as can be seen before a step.
+        """
+        own = {id(p) for module in self._owner.modules() for p in module.parameters()}
+        steps = (o for o in self._made if not _has_another(o))
+        found = (o for o in steps if any(id(p) in own for p in _parameters(o)))
+        return tuple(sorted({type(optimizer).__name__ for optimizer in found}))
+
+    def prepare(self) -> bool:
+        """Apply the plan of the moment to the optimizers of the roots' parameters that exist.
+
+        Before a forward, so that it holds for the first backward; raise ``Refused`` with the
+        reason. Another optimizer is changed at its first step; none where nothing was attached.
+        Nor is one that has another step for it, but that other. Return whether there was anything
+        to apply.
+        """
+        if not self._undos:
+            return False
+        plan = self._owner.optimizer_plan()
+        new = [each for each in self._made if not self._handle(each).under(plan)]
+        found = [each for each in new if not _has_another(each)]
+        if not found:
+            return False
+        own = {id(p) for module in self._owner.modules() for p in module.parameters()}
+        for optimizer in found:
+            if any(id(p) in own for p in _parameters(optimizer)):
+                self._handle(optimizer).apply(plan)
+        return True
+
+    def _take_over(self, cls: type[Optimizer]) -> None:
+        """Put our dispatch inside torch's step hooks of ``cls``, and of all that inherit them."""
+        owner: Any = next(base for base in cls.__mro__ if "step" in vars(base))
+        if owner in self._dispatching:
+            return
+        before: Any = vars(owner)["step"]
+        plain = before.__wrapped__ if getattr(before, "hooked", False) else before
+        self._dispatching[owner] = plain
+        owner.step = _hooked(self._dispatch(plain))
+
+        def undo() -> None:
+            owner.step = _hooked(plain)
+
+        self._undos.append(undo)
+
+    def _dispatch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            ours = self._undos and (self._all or optimizer in self._made)  # until it is detached
+            if not ours or torch.compiler.is_compiling():
+                return plain(optimizer, *args, **kwargs)
+            while True:
+                handle = self._ready(optimizer)
+                before = _versions(optimizer)
+                try:
+                    return handle.step(plain, args, kwargs)
+                except Refused:
+                    raise
+                except Exception as error:
+                    closure = any(map(callable, (*args, *kwargs.values())))  # it has trained
+                    spoilt = closure or _versions(optimizer) != before or not handle.changed
+                    if spoilt or not self._owner.optimizer_broke(error):
+                        raise
+
+        return step
+
+    def _ready(self, optimizer: Optimizer) -> HarnessOptimizer:
+        """Return the optimizer under the plan of the moment."""
+        handle = self._handle(optimizer)
+        while True:
+            try:
+                handle.apply(self._owner.optimizer_plan())
+            except Refused as refusal:
+                self._owner.optimizer_refused(refusal)
+            else:
+                return handle
+
+    def _handle(self, optimizer: Optimizer) -> HarnessOptimizer:
+        handle = self._held.get(optimizer)
+        if handle is None:
+            plain = next(
+                (self._dispatching[c] for c in type(optimizer).__mro__ if c in self._dispatching),
+                None,
+            )
+            handle = self._held[optimizer] = HarnessOptimizer(
+                optimizer, self._owner, plain, alone=not self._all
+            )
+        return handle
+
+
+def _hooked(step: Callable[..., Any]) -> Any:
+    """Return ``step`` inside torch's step hooks, marked as torch marks it."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked
+
+
+def _with_hooked_steps(cls: type[Optimizer]) -> Iterable[type[Optimizer]]:
+    for each in cls.__subclasses__():
+        if getattr(vars(each).get("step"), "hooked", False):
+            yield each
+        yield from _with_hooked_steps(each)
+
+
+def _has_another(optimizer: Optimizer) -> bool:
+    """Return whether it holds another one of its own parameters, which steps for it (SAM's)."""
+    held = _held_by(optimizer)
+    own = {id(p) for p in _parameters(optimizer)} if held else set()
+    return any(id(p) in own for each in held for p in _parameters(each))
+
+
+def _held_by(optimizer: Optimizer) -> list[Optimizer]:
+    held = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+    return [each for each in held if each is not optimizer]
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _versions(optimizer: Optimizer) -> int:
+    """Return a number that grows when the parameters change."""
+    return sum(0 if each.is_inference() else each._version for each in _parameters(optimizer))

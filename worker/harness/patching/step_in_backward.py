@@ -1,0 +1,210 @@
+"""The optimizer's step inside backward: a gradient is used as soon as it is complete, and freed.
+
+A hook of torch's own (``register_post_accumulate_grad_hook``) tells that a parameter's gradient has
+come in. In a call that is split it is complete with the last part, which the bridge says. Then the
+plan's step is taken for that parameter, small ones together, and when the script steps there is
+little left to do.
+
+What the script would see otherwise is noticed, and refused: gradients read or changed before its
+step, a second gradient, a rate that is set in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Aside
+from autofit.worker.harness.patching import gradient_reads
+from autofit.worker.harness.patching.observers import Seams
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.patching.optimizers import HarnessOptimizer
+
+STRATEGY = "gradient_release"
+READ = "the script reads the gradients between its backward and its step: it clips or logs them"
+AGAIN = "a second gradient comes before the optimizer's step"
+TOGETHER = 32 << 20
+"""Bytes of gradients that wait for one another, at most: a step takes some 0.2 ms of Python and of
+kernel launches, however little it is for."""
+PART = 32
+"""Of all gradients, no more than one in so many waits for others."""
+RATES = "the script changes the optimizer's settings between its backward and its step"
+
+
+class Release:
+    """The steps in backward of one optimizer, from its making until ``stop``."""
+
+    def __init__(self, handle: HarnessOptimizer, seams: Seams, aside: Aside | None) -> None:
+        self._handle = handle
+        self._seams = seams
+        self._aside = aside
+        self._hooks: list[RemovableHandle] = []
+        self._groups: dict[int, int] = {}
+        """Parameters (by ``id``) with a hook of ours, and the group of each."""
+        self._waiting: dict[int, torch.Tensor] = {}
+        """Parameters whose gradient is complete, by ``id``: they step together."""
+        self._most = 0
+        """Bytes of gradients at which they do."""
+        self._stepped: set[int] = set()
+        """Those that have taken the step that the script has not asked for yet."""
+        self._settings: list[dict[str, Any]] = []
+        """Of the groups, when the first of them did."""
+        self.steps = False
+        """Some parameters take their step, in backward."""
+        self._ours = False
+        """We read gradients ourselves."""
+        self._look_again()
+        self._undo_listening = gradient_reads.listen(self._read)
+        seams.stepping += 1
+        self._end = weakref.finalize(handle.optimizer, self._stop)
+
+    def stop(self) -> None:
+        """Leave the parameters as the script has them; so it is when the optimizer is freed."""
+        self._end()
+
+    def _stop(self) -> None:
+        self._seams.stepping -= 1
+        self._undo_listening()
+        self._forget()
+
+    def step(self) -> None:
+        """Take the step that the script asks for: of what has not stepped in backward."""
+        optimizer = self._handle.optimizer
+        self._waiting.clear()
+        with self._by_us():
+            if self._stepped:
+                if not _alike(self._settings, _settings(optimizer)):
+                    raise Refused(RATES, STRATEGY)
+                if any(
+                    p.grad is not None for p in _parameters(optimizer) if id(p) in self._stepped
+                ):
+                    raise Refused(AGAIN, STRATEGY)
+            if self._aside is not None:  # what the last part of the batch did not use
+                for parameter in _parameters(optimizer):
+                    self._aside.bring(parameter)
+            self._handle.take()
+        self._stepped.clear()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Put a hook on each parameter; groups may have been added."""
+        optimizer = self._handle.optimizer
+        found = {
+            id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        if found == self._groups:
+            return
+        self._forget()
+        self._groups = found
+        trained = [p for p in _parameters(optimizer) if p.requires_grad]
+        self._most = min(TOGETHER, sum(p.nbytes for p in trained) // PART)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
+
+    def _forget(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        """Take in that the gradient of ``parameter`` has come: in backward, maybe its thread."""
+        if torch.is_grad_enabled():
+            raise Refused("the script differentiates gradients (create_graph)", STRATEGY)
+        if id(parameter) in self._stepped:
+            raise Refused(AGAIN, STRATEGY)
+        with self._by_us():
+            if self._seams.parts_follow:
+                if self._aside is not None:
+                    self._aside.put(parameter)
+                return
+            if self._aside is not None:
+                self._aside.bring(parameter)
+            self._waiting[id(parameter)] = parameter
+            if sum(each.nbytes for each in self._waiting.values()) >= self._most:
+                self._step_together()
+
+    def _step_together(self) -> None:
+        """Step for those whose gradients wait, and free these."""
+        optimizer = self._handle.optimizer
+        complete = {key: each for key, each in self._waiting.items() if each.grad is not None}
+        self._waiting.clear()
+        if not self._stepped:
+            self._settings = _settings(optimizer)
+        for parameter in complete.values():
+            self._seams.handler.parameter_steps(optimizer, parameter)
+        with self._stepping(), alone(optimizer, complete):
+            self._handle.take()
+        self._stepped.update(complete)
+        for parameter in complete.values():
+            parameter.grad = None
+            torch.autograd.graph.increment_version(parameter)  # whoever wrote it, and however
+
+    def _read(self, parameter: nn.Parameter) -> None:
+        if self._stepped and not self._ours and id(parameter) in self._groups:
+            raise Refused(READ, STRATEGY)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self.steps = True
+        try:
+            yield
+        finally:
+            self.steps = False
+
+    @contextmanager
+    def _by_us(self) -> Iterator[None]:
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+
+@contextmanager
+def alone(optimizer: Optimizer, some: Container[int]) -> Iterator[None]:
+    """Within it, ``optimizer`` holds no parameters but ``some``, given by ``id``."""
+    whole = [each["params"] for each in optimizer.param_groups]
+    for each in optimizer.param_groups:
+        each["params"] = [parameter for parameter in each["params"] if id(parameter) in some]
+    try:
+        yield
+    finally:
+        for each, params in zip(optimizer.param_groups, whole, strict=True):
+            each["params"] = params
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups without their parameters."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

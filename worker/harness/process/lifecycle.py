@@ -1,0 +1,177 @@
+"""Leads a session through the life of the script: from its import of torch to its end.
+
+The session itself needs torch, which only the script may import first; until then, and for a
+script that never does, this stands in its place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.process import error_source, import_hooks, program
+from autofit.worker.harness.process.saved_files import Saves
+from autofit.worker.harness.torch_state.undo import NotTakenBack
+from autofit.worker.harness.verification.short_of_memory import in_check
+from autofit.worker.meter import Meter
+from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.records.trials import (
+    CHECK,
+    ChildSpec,
+    Finished,
+    PlanEnded,
+    Raised,
+    TrialReport,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.measurement.trial import Trial
+    from autofit.worker.harness.session.real_run import RealRun
+
+SWITCHES = "autofit.resilience.switches"
+BATCH_SIZES = "accelerate.utils.memory"
+
+
+class Conduct:
+    """Leads a trial or a real run, and says how the script ended."""
+
+    def __init__(self, spec: ChildSpec, reporter: Reporter, meter: Meter, started: float) -> None:
+        self._spec = spec
+        self._reporter = reporter
+        self._meter = meter
+        self._started = started
+        self._session: Trial | RealRun | None = None
+
+    def wait_for_torch(self) -> None:
+        """Start the session as soon as the script has imported torch."""
+        if self._spec.mode == "run":
+            Saves(self._reporter).attach(checkpoints=self._spec.report_saves)
+        import_hooks.after_import(SWITCHES, _switch_off)
+        if self._spec.mode == "trial":
+            import_hooks.after_import(BATCH_SIZES, _keep_batch_size)
+        import_hooks.after_import("torch", self._start)
+
+    def ended(self) -> None:
+        """The script came to its own end without an error."""
+        if self._session is not None:
+            self._session.script_ended()
+        else:
+            self._reporter.send(Finished(steps=0, stopped=False))
+
+    def stopped(self, error: BaseException) -> bool:
+        """Return whether the script has been told to end, so that any error is its answer."""
+        return self._session is not None and self._session.over
+
+    def raised(self, error: BaseException) -> None:
+        """Report what left the script; its traceback shows none of our frames."""
+        if isinstance(error, NotTakenBack):
+            error = error.error
+        index = self._session.index if self._session is not None else 0
+        held = self._held()
+        checked = in_check(error)
+        where = None if checked else program.place(error)
+        fault = error_source.fault_of(error, self._plan(index))
+        culprit = (
+            fault.strategy if fault else error_source.blamed(error.__traceback__, self._plan(index))
+        )
+        own = fault is None and error_source.raised_by_script(error.__traceback__)
+        short = self._meter.short()
+        found = classify(error)
+        starved = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
+        if starved and self._session is not None:
+            self._session.too_large(error)
+        program.strip_our_frames(error)
+        text = _printed(error)
+        if isinstance(error, Refused):
+            report = TrialReport(
+                index=index,
+                plan=self._plan(index),
+                verdict=Verdict.REFUSED,
+                reason=str(error),
+                blamed=error.strategy,
+            )
+            self._reporter.send(PlanEnded(report=report))
+            return
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        self._reporter.send(
+            Raised(
+                index=index,
+                kind=found.kind.value,
+                message=summary if found.follows else found.message or summary,
+                traceback=text,
+                phase=CHECK if checked else self._phase(),
+                requested=found.requested,
+                blamed=culprit,
+                own=own,
+                corroborated=short,
+                steps=self._session.steps if self._session is not None else 0,
+                place=where,
+                held=held,
+                started=self._session is None or bool(self._session.roots),
+                room=self._meter.room() if "torch" in sys.modules else None,
+                micro_batch=self._session.size if self._session is not None else None,
+                follows=found.follows,
+            )
+        )
+
+    def _phase(self) -> str:
+        return self._session.phase if self._session is not None else "outside the model"
+
+    def _held(self) -> int | None:
+        return self._meter.current() if "torch" in sys.modules else None
+
+    def _plan(self, index: int) -> Plan:
+        plans = self._spec.request.plans if self._session is None else self._session.plans()
+        return plans[index]
+
+    def _start(self) -> None:
+        if self._spec.mode == "run":
+            from autofit.worker.harness.session.real_run import RealRun
+
+            self._session = RealRun(self._spec.request, self._reporter, self._meter)
+        else:
+            from autofit.worker.harness.measurement.trial import Trial
+
+            seed_everything()
+            request = self._spec.request
+            self._session = Trial(request, self._reporter, self._meter, self._started)
+        self._session.start()
+
+
+def _switch_off() -> None:
+    """Let the script's own ``@autofit.resilient`` hide no shortage, and add no plan to ours."""
+    sys.modules[SWITCHES].set_active(False)
+
+
+def _keep_batch_size() -> None:
+    """Let Accelerate's ``find_executable_batch_size`` hide no shortage from a trial."""
+    vars(sys.modules[BATCH_SIZES])["should_reduce_batch_size"] = lambda error: False
+
+
+def seed_everything(seed: int = 0) -> None:
+    """Seed the generators, so that trials of a script that sets no seed can be compared."""
+    import random
+
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    import_hooks.after_import("numpy", lambda: sys.modules["numpy"].random.seed(seed))
+
+
+def _printed(error: BaseException) -> str:
+    """Return what Python prints of an error that nobody catches.
+
+    By its own printer: that of the ``traceback`` module offers no names before Python 3.12.
+    """
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return text.getvalue()

@@ -1,0 +1,178 @@
+"""Becomes the user's script: what ``python script.py`` sets up, done the same way.
+
+Modelled on what CPython does (``Modules/main.c``, ``runpy``); the tests follow coverage.py's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import linecache
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from autofit.worker.records.trials import Place, Script
+
+OURS = tuple(
+    str(folder) + os.sep
+    for folder in {
+        Path(__file__).parents[2],  # worker, through the package or through the link
+        Path(__file__).resolve().parents[2],
+        Path(__file__).resolve().parents[3] / "strategies",
+        Path(__file__).parents[3] / "strategies",
+    }
+)
+"""Folders whose frames a user's traceback does not show."""
+DISPATCHER, DISPATCHED = "handle_torch_function", "__torch_function__"
+"""Torch's function and our method, through which a function of torch calls itself again."""
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+"""Folders that hold no code of the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A script or module, compiled and ready to be run as ``__main__``."""
+
+    code: CodeType
+    main: ModuleType
+    argv0: str
+    path0: str
+    """What goes to ``sys.path[0]``."""
+
+
+def load(script: Script) -> Program:
+    """Return the program ``script`` names; raise what Python would (``SyntaxError``, ...)."""
+    return _load_module(script.target) if script.module else _load_path(script.target)
+
+
+def become(program: Program, script: Script) -> None:
+    """Make the process look as if Python had started ``script``, short of running it."""
+    sys.argv = [program.argv0, *script.args]
+    option = ["-m"] if script.module else []
+    sys.orig_argv = [sys.executable, *option, script.target, *script.args]
+    if not sys.flags.safe_path:
+        sys.path[0] = program.path0
+    sys.modules["__main__"] = program.main
+
+
+def run(program: Program) -> None:
+    """Run the program's code in its ``__main__`` module; what it raises comes through."""
+    exec(program.code, program.main.__dict__)
+
+
+def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` less the frames of the harness and the strategies."""
+    theirs: list[TracebackType] = []
+    passed = False
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename.startswith(OURS):
+            passed = passed or code.co_name == DISPATCHED
+        else:
+            if passed and theirs and theirs[-1].tb_frame.f_code.co_name == DISPATCHER:
+                del theirs[-1]
+                if theirs and theirs[-1].tb_frame.f_code is code:
+                    del theirs[-1]  # it asked whether anybody overrides it, and was called again
+            passed = False
+            theirs.append(traceback)
+        traceback = traceback.tb_next
+    rest = None
+    for each in reversed(theirs):
+        rest = TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return rest
+
+
+def place(error: BaseException) -> Place | None:
+    """Return the deepest line of the user's own code in the traceback of ``error``."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not name.startswith((*OURS, *LIBRARIES, "<")):
+            found = name, traceback.tb_lineno
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    name, number = found
+    shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
+    return Place(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
+
+
+def strip_our_frames(error: BaseException) -> BaseException:
+    """Take our frames out of the tracebacks of ``error`` and of all it was raised from."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = without_our_frames(each.__traceback__)
+        todo += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            todo += each.exceptions
+    return error
+
+
+def _main_module(filename: str, *, doc: str | None) -> ModuleType:
+    main = ModuleType("__main__", doc)
+    main.__file__ = filename
+    main.__dict__["__builtins__"] = builtins
+    if "__annotations__" in vars(sys.modules["__main__"]):  # Python 3.14 makes them when asked
+        main.__annotations__ = {}
+    main.__dict__["__cached__"] = None
+    main.__package__ = None
+    return main
+
+
+def _load_path(target: str) -> Program:
+    path0 = os.path.dirname(os.path.realpath(target))
+    filename = os.path.join(os.getcwd(), target)  # not normalised: as Python has it
+    if os.path.isdir(filename):  # `python folder` runs folder/__main__.py
+        return _load_folder(target, filename)
+    with io.open_code(filename) as file:
+        source = file.read()
+    main = _main_module(filename, doc=None)
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", filename)
+    return Program(_compile(source, filename), main, target, path0)
+
+
+def _load_folder(target: str, folder: str) -> Program:
+    filename = os.path.join(folder, "__main__.py")
+    loader = importlib.machinery.SourceFileLoader("__main__", filename)
+    spec = importlib.util.spec_from_file_location("__main__", filename, loader=loader)
+    assert spec is not None, "a spec is made of a loader and a place"
+    return _from_spec(spec, filename, argv0=target, path0=folder)
+
+
+def _load_module(name: str) -> Program:
+    sys.path[0] = os.getcwd()  # where Python would look, before the search below
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.origin is None or not spec.has_location:
+        raise ModuleNotFoundError(f"No module named {name!r} that can be run", name=name)
+    return _from_spec(spec, spec.origin, argv0=spec.origin, path0=os.getcwd())
+
+
+def _from_spec(
+    spec: importlib.machinery.ModuleSpec, filename: str, *, argv0: str, path0: str
+) -> Program:
+    with io.open_code(filename) as file:
+        source = file.read()
+    main = _main_module(filename, doc=None)
+    main.__spec__ = spec
+    main.__loader__ = spec.loader
+    main.__package__ = spec.parent
+    main.__dict__["__cached__"] = spec.cached
+    return Program(_compile(source, filename), main, argv0, path0)
+
+
+def _compile(source: bytes, filename: str) -> CodeType:
+    return compile(source, filename, "exec", dont_inherit=True)

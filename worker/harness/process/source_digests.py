@@ -1,0 +1,36 @@
+"""The user's own modules: evidence holds as long as none of them is edited. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+from autofit.worker.harness.process.program import LIBRARIES, OURS
+
+MOST = 2000
+"""Files that are looked at."""
+
+
+def digests(folder: str) -> tuple[tuple[str, str], ...]:
+    """Return the imported files below ``folder``, relative to it, and their SHA-256, sorted."""
+    found: dict[str, str] = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if not isinstance(name, str) or not name.endswith(".py"):
+            continue
+        path = os.path.abspath(name)
+        if path.startswith((*OURS, *LIBRARIES)) or not path.startswith(folder + os.sep):
+            continue
+        if (digest := digest_of(path)) and len(found) < MOST:
+            found[os.path.relpath(path, folder)] = digest
+    return tuple(sorted(found.items()))
+
+
+def digest_of(path: str | Path) -> str:
+    """Return the SHA-256 of a file, hexadecimal; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,388 @@
+"""Rescue of a root that runs plainly: nothing of it is changed until memory has run out.
+
+A plan that does not split the batch leaves a root as the script has it: its own graph, its own
+gradients, bit by bit. Beside that a few things are noted at each call: the arguments, the state of
+the random generators, and in backward the gradient that reaches each output. When memory runs out
+
+* in forward, the call starts over in chunks, and so does every later one;
+* in backward, the graph can be of no more use, but the script holds it. What it saved is let go
+  (``SavedTensor.register_hooks`` puts nothing in its place), and the batch runs again in chunks,
+  for the parameters alone whose ``.grad`` has not changed, from the gradients that were noted. The
+  script's own call of ``backward`` then returns as if nothing had happened.
+
+How the batch is split is proven only then. Where it cannot be, the error goes on its way with the
+reason added; so it does where a gradient cannot be told from its surroundings: the script keeps
+the graph for another pass, the arguments need gradients, the loss uses parameters by itself, or
+two outputs of which one is made from the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from autofit.exceptions import Refused
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.patching.observers import Seams, inside
+from autofit.worker.harness.session.guarded import beside
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.torch_state.rng import Ambient, RandomState
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.session.root import HarnessRoot
+
+Edge = tuple[Node, int]
+"""A node of the graph, and which of its outputs."""
+_OURS = "autofit"
+"""Names, in a node's own dictionary, the root's outputs that it made."""
+LOST = "memory that runs out in this model cannot be made up for"
+
+
+@dataclass(eq=False)
+class PlainCall:
+    """What is known of one call of a root that ran plainly."""
+
+    root: HarnessRoot
+    batch: Batch | None
+    """``None`` once backward is through."""
+    training: bool
+    start: RandomState
+    ambient: Ambient
+    versions: list[int] = field(default_factory=list)
+    """After forward, of the tensors among the arguments and of the model's own."""
+    in_place: int = 0
+    """Outputs that are tensors by themselves, before any other. They stay in their places where
+    chunks are asked for no cache: that is no tensor, or a tuple of some."""
+    noted: bool = False
+    """Its outputs are followed."""
+    cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What backward has brought to each output."""
+
+    def without_cache(self) -> Batch:
+        """Return the arguments as chunks are given them."""
+        assert self.batch is not None
+        args, kwargs = self.batch.call(self.batch.leaves)
+        return Batch.of(args, without_cache(self.root.module, kwargs))
+
+    def leaves_out_cache(self) -> bool:
+        """Return whether chunks return no cache where this call returned one."""
+        assert self.batch is not None
+        _, kwargs = self.batch.call(self.batch.leaves)
+        return without_cache(self.root.module, kwargs) is not kwargs
+
+
+class Standby:
+    """Watches the plain calls of a run's roots."""
+
+    def __init__(self, seams: Seams, is_shortage: Callable[[BaseException], bool]) -> None:
+        self._seams = seams
+        self._is_shortage = is_shortage
+        self._tensors: dict[int, list[torch.Tensor]] = {}
+        """Parameters and buffers of each root (by ``id``) that has been called."""
+        self._leaves: list[torch.Tensor] = []
+        """The parameters among them, each once."""
+        self._blind: set[int] = set()
+        """Roots (by ``id``) of whose calls nothing can be noted: those run as they are."""
+        self._elsewhere: dict[int, bool] = {}
+        """Which roots (by ``id``) draw from Python's or NumPy's generators."""
+        self._running: list[PlainCall] | None = None
+        """Calls whose outputs the running backward pass has reached; ``None`` while none runs."""
+        self._unusual = False
+        """The script differentiates otherwise than by one backward pass through each graph."""
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run the root plainly; in chunks, and from now on, when memory runs out."""
+        blind = id(root) in self._blind
+        call = None if blind else beside(lambda: self._note(root, args, kwargs), None, LOST)
+        if call is None:
+            self._blind.add(id(root))
+            return root.run_whole(args, kwargs)
+        try:
+            output = root.run_whole(args, kwargs)
+        except Exception as error:
+            if not self._is_shortage(error):
+                raise
+            failure = error
+        else:
+            call.noted = beside(lambda: self._follow(call, output), False, LOST)
+            if not call.noted:
+                self._blind.add(id(root))
+            return output
+        with _reported(failure, self._is_shortage):
+            self._split(call, failure, "forward")
+        failure.__traceback__ = None  # it holds this frame, which holds the batch
+        call.start.restore()
+        return root.rerun(*args, **kwargs)
+
+    def _note(self, root: HarnessRoot, args: Any, kwargs: Any) -> PlainCall:
+        if id(root) not in self._tensors:
+            self._tensors[id(root)] = _tensors(root.module)
+            found = {id(t): t for each in self._tensors.values() for t in each if t.is_leaf}
+            self._leaves = list(found.values())
+        return PlainCall(
+            root=root,
+            batch=Batch.of(args, kwargs),
+            training=root.module.training,
+            start=RandomState.now(elsewhere=self._elsewhere.get(id(root), True)),
+            ambient=Ambient.now(),
+        )
+
+    def _versions(self, root: HarnessRoot, batch: Batch) -> list[int]:
+        arguments = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
+        versions = [-1 if each.is_inference() else each._version for each in arguments]
+        return versions + [tensor._version for tensor in self._tensors[id(root)]]
+
+    def _follow(self, call: PlainCall, output: Any) -> bool:
+        """Return that it is noted which node made each output, and what reaches it in backward."""
+        assert call.batch is not None
+        call.versions = self._versions(call.root, call.batch)
+        if id(call.root) not in self._elsewhere:
+            now = RandomState.now()
+            self._elsewhere[id(call.root)] = call.start.elsewhere != now.elsewhere
+        call.in_place = _tensors_first(output)
+        for index, leaf in enumerate(flatten(output)[0]):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                _made_by(leaf.grad_fn)[leaf.output_nr] = call, index
+                leaf.register_hook(self._receiver(call, index))
+        return True
+
+    def _receiver(self, call: PlainCall, index: int) -> Callable[[torch.Tensor], None]:
+        def receive(cotangent: torch.Tensor) -> None:
+            if self._running is None:
+                return
+            if not call.cotangents:
+                self._running.append(call)
+            call.cotangents[index] = cotangent
+
+        return receive
+
+    def grad(self) -> None:
+        """Notice that the script calls ``torch.autograd.grad``."""
+        self._unusual = True
+
+    def _split(self, call: PlainCall, error: BaseException, phase: str) -> None:
+        """Run the root in chunks from now on; raise ``Refused`` when that is no way out."""
+        if self._unusual:
+            reason = "the script calls torch.autograd.grad, or keeps a graph for another backward"
+            raise Refused(reason)
+        root, batch = call.root, call.without_cache()
+        traceback.clear_frames(error.__traceback__)
+        with inside(self._seams), torch.enable_grad():
+            layout = root.layout(batch)
+        if layout.moved:
+            raise Refused("the model counts its calls, and this one has been counted already")
+        size = layout.size(batch)
+        if size < 2:
+            raise Refused("a single sample cannot be split")
+        root.split_from_now_on(size)
+        assert root.elastic is not None
+        root.elastic.shrink(error, phase, size)
+
+    # --- backward --------------------------------------------------------------------------
+
+    def backward(self, tensors: Any, run: Callable[[], None], *, keeps_graph: bool) -> None:
+        """Run the script's backward pass; end it in chunks when memory runs out."""
+        self._unusual |= keeps_graph
+        before = beside(self._gradients, None, LOST)
+        calls: list[PlainCall] = []
+        failure = None
+        self._running = calls
+        try:
+            run()
+        except Exception as error:
+            if not self._is_shortage(error):
+                raise
+            failure = error
+        finally:
+            self._running = None
+        if failure is not None:
+            if before is None:
+                raise failure
+            with _reported(failure, self._is_shortage):
+                self._go_on(tensors, calls, before, failure)
+            failure.__traceback__ = None
+        for call in calls:
+            call.cotangents.clear()
+            if not keeps_graph:
+                call.batch = None
+
+    def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Return the gradient of each parameter, and that one's version."""
+        gradients = [leaf.grad for leaf in self._leaves]
+        return [(grad, 0 if grad is None else grad._version) for grad in gradients]
+
+    def _go_on(
+        self,
+        tensors: Any,
+        calls: Sequence[PlainCall],
+        before: Sequence[tuple[torch.Tensor | None, int]],
+        error: BaseException,
+    ) -> None:
+        """Bring the rest of the gradients into ``.grad``; raise ``Refused`` when they are lost."""
+        traceback.clear_frames(error.__traceback__)
+        graph = Graph(tensors)
+        self._refuse_what_is_lost(graph, calls)
+        pairs = zip(self._leaves, before, strict=True)
+        missing = {id(leaf) for leaf, then in pairs if not _changed(leaf, *then)}
+        graph.release()
+        gc.collect()
+        for call in calls:
+            if call.root.elastic is None:
+                self._split(call, error, "backward")
+        now = RandomState.now()
+        for call in calls:
+            self._finish(call, graph, missing)
+        now.restore()
+
+    def _refuse_what_is_lost(self, graph: Graph, calls: Sequence[PlainCall]) -> None:
+        if graph.leaves:
+            raise Refused("the gradients do not come through the model's output alone")
+        if {id(call) for call in graph.used} != {id(call) for call in calls}:
+            raise Refused("it ran out before the gradients had reached the model")
+        for call, outputs in graph.used.items():
+            if call.root.elastic is not None or call.batch is None:
+                raise Refused("the model was called several times before this backward pass")
+            if not call.noted:
+                raise Refused("the model's output cannot be followed")
+            if call.leaves_out_cache() and max(outputs) >= call.in_place:
+                raise Refused("an output that the loss uses comes after a cache")
+            if not outputs <= call.cotangents.keys():
+                raise Refused("it ran out before the gradients had reached the model")
+            if any(_needs_gradient(leaf) for leaf in call.batch.leaves):
+                raise Refused("the model's arguments need gradients too")
+            changed = call.versions != self._versions(call.root, call.batch)
+            if changed or call.training != call.root.module.training:
+                raise Refused("the weights, the batch or the mode changed since forward")
+            if graph.inner_leaves - {id(t) for t in _tensors(call.root.module)}:
+                raise Refused("the gradients lead elsewhere than to the model's parameters")
+
+    def _finish(self, call: PlainCall, graph: Graph, missing: set[int]) -> None:
+        elastic, batch = call.root.elastic, call.without_cache()
+        assert elastic is not None
+        incoming = {index: call.cotangents[index] for index in sorted(graph.used[call])}
+        parameters = [p for p in elastic.parameters if id(p) in missing]
+        elastic.finish(call.root.forward, batch, incoming, parameters, call.start, call.ambient)
+
+
+class Graph:
+    """What is behind the tensors that the script differentiates."""
+
+    def __init__(self, tensors: Any) -> None:
+        first = tensors if isinstance(tensors, (tuple, list)) else [tensors]
+        edges = [(t.grad_fn, t.output_nr) for t in first if isinstance(t, torch.Tensor)]
+        self.leaves: set[int] = set()
+        """Leaves (by ``id``) that are reached on another way than through a root."""
+        self.inner_leaves: set[int] = set()
+        """Those that are reached through a root."""
+        self.used: dict[PlainCall, set[int]] = {}
+        """The roots' calls behind the tensors, and which of their outputs are used."""
+        self._nodes: set[Node] = set()
+        behind: list[Edge] = []
+        for edge, made in self._walk([(n, nr) for n, nr in edges if n is not None], self.leaves):
+            call, index = made
+            self.used.setdefault(call, set()).add(index)
+            behind.append(edge)
+        for _ in self._walk(behind, self.inner_leaves, through=True):
+            raise Refused("an output of the model is made from another one that is used as well")
+
+    def _walk(
+        self, edges: list[Edge], leaves: set[int], *, through: bool = False
+    ) -> Iterator[tuple[Edge, tuple[PlainCall, int]]]:
+        """Visit the nodes behind ``edges``; yield the outputs of roots that are met on the way.
+
+        ``through``: from such outputs on; yield those only that are used by the script as well.
+        """
+        todo = [(edge, through) for edge in edges]
+        while todo:
+            (node, number), first = todo.pop()
+            made = _made_by(node).get(number)
+            if made is not None and not first:
+                if not through or made[1] in self.used.get(made[0], ()):
+                    yield (node, number), made
+                if not through:
+                    continue
+            if node in self._nodes:
+                continue
+            self._nodes.add(node)
+            if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+                leaves.add(id(variable))
+            todo += [((n, nr), False) for n, nr in node.next_functions if n is not None]
+
+    def release(self) -> None:
+        """Let go what the graph has saved for backward; it can be of no more use."""
+        for node in self._nodes:
+            for name in dir(node):
+                if name.startswith("_raw_saved_"):
+                    _empty(node, name)
+
+
+def _made_by(node: Node) -> dict[int, tuple[PlainCall, int]]:
+    """Return the roots' outputs that ``node`` made; kept in the dictionary that each node has."""
+    metadata: Any = node.metadata  # a property, though torch declares a method
+    made: dict[int, tuple[PlainCall, int]] = metadata.setdefault(_OURS, {})
+    return made
+
+
+def _empty(node: Node, name: str) -> None:
+    try:
+        saved = getattr(node, name)
+    except RuntimeError:  # released by backward
+        return
+    for each in saved if isinstance(saved, (tuple, list)) else [saved]:
+        with contextlib.suppress(RuntimeError):  # released, never there, or under other hooks
+            each.register_hooks(lambda tensor: None, _gone)
+
+
+def _gone(packed: None) -> torch.Tensor:
+    raise RuntimeError("memory ran out in a backward pass through this graph: it is gone")
+
+
+class _reported:
+    """Raises the shortage again, the reason added, when the rescue is refused or fails for it."""
+
+    def __init__(self, failure: BaseException, is_shortage: Callable[[BaseException], bool]):
+        self._failure = failure
+        self._is_shortage = is_shortage
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        if not self._is_shortage(error):
+            reason = error if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            self._failure.add_note(f"autofit could not go on in smaller parts: {reason}")
+        raise self._failure from None
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module.parameters(), *module.buffers()) if not t.is_inference()]
+
+
+def _tensors_first(output: Any) -> int:
+    """Return how many outputs are tensors by themselves, before any that is something else."""
+    parts = tree_leaves(output, is_leaf=lambda each: each is not output)
+    return sum(1 for _ in takewhile(lambda each: isinstance(each, torch.Tensor), parts))
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _changed(parameter: torch.Tensor, gradient: torch.Tensor | None, version: int) -> bool:
+    now = parameter.grad
+    return now is not gradient or (now is not None and now._version != version)

@@ -1,0 +1,209 @@
+"""Learns what a script is from its live objects."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from autofit.facts import RootFacts
+from autofit.strategies.checkpointing import has_own_switch, run_again
+from autofit.strategies.inspection import tf32
+from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.inspection.convolutions import convolutions
+from autofit.strategies.inspection.heads import classes
+from autofit.strategies.inspection.tokens import padded
+from autofit.strategies.weights.split_float32 import type_of
+from autofit.worker.harness.session.guarded import beside
+from autofit.worker.harness.torch_state.compile_state import is_compiled
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.batch.layout import Batch
+    from autofit.worker.harness.session.root import HarnessRoot
+
+FRAMEWORKS = {
+    "transformers.trainer": "transformers",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "accelerate": "accelerate",
+}
+"""Module prefix of a calling frame to the framework that drives the loop, outermost wins."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside ``DistributedDataParallel``, ``DataParallel`` and ``compile``."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif (inner := module._modules.get("_orig_mod")) is not None:
+            module = inner
+        else:
+            return module
+
+
+def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
+    """Return the facts of a root, from the module and its first call.
+
+    Of one that cannot be looked at: what allows least.
+    """
+    lost = "the model cannot be described, and few techniques fit it"
+    return beside(lambda: _described(root, args, kwargs), _unknown(root), lost)
+
+
+def _unknown(root: nn.Module) -> RootFacts:
+    held = [each for each in root.parameters() if not is_lazy(each)]
+    return RootFacts(
+        name=type(root).__name__,
+        parameters=sum(each.numel() for each in held),
+        parameter_bytes=sum(each.nbytes for each in held),
+        trainable=sum(each.numel() for each in held if each.requires_grad),
+        dtype="unknown",
+        batch_norm=True,
+        dropout=True,
+        checkpointing=True,
+    )
+
+
+def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
+    from autofit.worker.harness.batch.layout import Batch
+    from autofit.worker.harness.verification.split_check import batched_leaves
+
+    module = unwrapped(root)
+    parameters = list(module.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    held = [*parameters, *module.buffers()]
+    blocks = repeated_blocks(module)
+    batch = Batch.of(args, kwargs)
+    batched = batched_leaves(batch, 0)
+    return RootFacts(
+        name=type(module).__name__,
+        parameters=sum(0 if is_lazy(each) else each.numel() for each in parameters),
+        parameter_bytes=sum(_numel_here(each) * type_of(each).itemsize for each in held),
+        trainable=sum(_numel_here(parameter) for parameter in trainable),
+        dtype=str(type_of(trainable[0])).removeprefix("torch."),
+        batch=int(batch.leaves[batched[0]].shape[0]) if batched else None,
+        blocks=len(blocks),
+        classes=classes(module),
+        convolutions=sum(convolutions(module).values()),
+        padding=padded(kwargs),
+        transformers=has_own_switch(module),
+        attention=getattr(getattr(module, "config", None), "_attn_implementation", None),
+        batch_norm=any(_is_batch_norm(each) for each in module.modules()),
+        norms_again=any(
+            _is_batch_norm(each) for part in run_again(module, blocks) for each in part.modules()
+        ),
+        dropout=any(_drops(each) for each in module.modules()),
+        checkpointing=any(
+            bool(getattr(each, "gradient_checkpointing", False)) for each in module.modules()
+        ),
+        compiled=is_compiled(root),
+    )
+
+
+def doubted(facts: RootFacts, batch: Batch) -> bool:
+    """Return whether the first dimension of a call's arguments may be time, and not the batch.
+
+    Where no split tells: of sequences, unless an argument has one number for each sample. In a
+    Hugging Face model the batch comes first.
+    """
+    from autofit.worker.harness.verification.split_check import batched_leaves
+
+    shown = [batch.leaves[index] for index in batched_leaves(batch, 0)]
+    if not shown or facts.transformers or facts.attention is not None:
+        return False
+    first = shown[0]
+    sequences = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
+    return sequences and first.shape[0] != first.shape[1] and all(each.ndim > 1 for each in shown)
+
+
+def _numel_here(tensor: torch.Tensor) -> int:
+    """Return the elements that this rank holds: of what is sharded, its own part.
+
+    None yet of what is made in the first call.
+    """
+    if is_lazy(tensor):
+        return 0
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local.numel()
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+
+
+def _drops(module: nn.Module) -> bool:
+    return module.training and bool(rates_of_dropping(module))
+
+
+def rates_of_dropping(module: nn.Module) -> dict[str, float]:
+    """Return a module's own rates of dropping above zero, whatever the attributes are called."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return {"p": module.p} if module.p > 0 else {}
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+
+
+@contextmanager
+def silenced(module: nn.Module) -> Iterator[None]:
+    """Within it nothing in ``module`` drops: two calls can be compared that draw otherwise."""
+    rates = [(vars(each), rates_of_dropping(each)) for each in module.modules()]
+    for values, found in rates:
+        values.update(dict.fromkeys(found, 0.0))
+    try:
+        yield
+    finally:
+        for values, found in rates:
+            values.update(found)
+
+
+def framework() -> str:
+    """Return which framework drives the loop that is running, by its frames on the stack."""
+    found = "torch"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        for prefix, label in FRAMEWORKS.items():
+            if name == prefix or name.startswith(prefix + "."):
+                found = label
+        frame = frame.f_back
+    return found
+
+
+@contextmanager
+def casts_noticed(root: HarnessRoot) -> Iterator[None]:
+    """Notice in ``root.casts`` that a part of it runs under autocast, here in the script's own."""
+
+    def look(*_: object) -> None:
+        root.casts = root.casts or autocast_on()
+
+    if root.facts is not None and root.facts.compiled:  # it would be compiled anew for the hook
+        yield
+        return
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def autocast_on() -> bool:
+    """Return whether an autocast context is active for any device."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def tf32_on(module: nn.Module) -> bool:
+    """Return whether products of float32 may be computed in TF32; cuDNN may by default."""
+    if not any(parameter.is_cuda for parameter in module.parameters()):
+        return False
+    convolves = (nn.modules.conv._ConvNd, nn.RNNBase)
+    return tf32.products() or (
+        tf32.convolutions() and any(isinstance(each, convolves) for each in module.modules())
+    )

@@ -1,0 +1,84 @@
+"""Facts of a model that memory ran out for before it was called: too large for the device.
+
+The traceback leads to it. A model that was being made is made again on the meta device, where it
+takes no memory; one that was being moved, or loaded into, is whole as it is. One that the
+script puts together itself, outside any class, cannot be made again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
+from io import StringIO
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autofit.facts import RootFacts
+from autofit.worker.harness.process.program import OURS
+from autofit.worker.harness.session.script_facts import describe
+
+
+def facts_of(error: BaseException) -> RootFacts | None:
+    """Return the facts of the largest model that the script held or was making.
+
+    ``None`` where the traceback of ``error`` leads to none that has something to train.
+    """
+    found = [
+        replace(describe(module, (), {}), called=False)
+        for module in _modules(error)
+        if _is_described(module)
+    ]
+    return max(found, key=lambda each: each.parameter_bytes, default=None)
+
+
+def _modules(error: BaseException) -> Iterator[nn.Module]:
+    """Yield the modules that the traceback's frames hold, and the one that was being made."""
+    making = False
+    seen: set[int] = set()
+    for frame in _frames(error):
+        if not making and _makes_module(frame):
+            making = True
+            if (module := _made_again(frame)) is not None:
+                yield module
+        for value in list(frame.f_locals.values()):
+            whole = isinstance(value, nn.Module) and "_parameters" in vars(value)
+            if whole and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _is_described(module: nn.Module) -> bool:
+    """Whether its parameters have sizes, and some of them are trained."""
+    held = [*module.parameters(), *module.buffers()]
+    return not any(is_lazy(each) for each in held) and any(each.requires_grad for each in held)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(OURS):
+            yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _makes_module(frame: FrameType) -> bool:
+    itself = frame.f_locals.get("self")
+    return frame.f_code.co_name == "__init__" and isinstance(itself, nn.Module)
+
+
+def _made_again(frame: FrameType) -> nn.Module | None:
+    """Return what the ``__init__`` that runs in ``frame`` makes, on the meta device."""
+    given, count = inspect.getargvalues(frame), frame.f_code.co_argcount
+    args = [given.locals[name] for name in given.args[1:count]]
+    args += given.locals[given.varargs] if given.varargs else ()
+    kwargs = {name: given.locals[name] for name in given.args[count:]}
+    kwargs |= given.locals[given.keywords] if given.keywords else {}
+    made: nn.Module | None = None
+    with suppress(Exception), redirect_stdout(StringIO()), torch.device("meta"):  # user's own code
+        made = type(given.locals["self"])(*args, **kwargs)
+    return made

@@ -1,0 +1,36 @@
+"""Leaves out the cache that Hugging Face's causal models return beside their answer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from autofit.worker.harness.session.script_facts import unwrapped
+
+GIVEN = ("use_cache", "past_key_values", "cache", "cache_params", "state")
+"""Arguments, of any release, by which a script gives a cache, asks for one or wants none."""
+
+
+def without_cache(module: nn.Module | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with ``use_cache=False`` where the model would return a cache unasked.
+
+    A cache of parts of a batch cannot be joined, and training has no use for one; checkpointing in
+    Hugging Face's own models leaves it out for the same reason. Its place in the output is empty.
+    """
+    if module is None or any(kwargs.get(name) is not None for name in GIVEN):
+        return kwargs
+    try:
+        unasked = _returns_cache(unwrapped(module))
+    except Exception:  # noqa: BLE001 - another library's model, of which nothing is known
+        return kwargs
+    return kwargs | {"use_cache": False} if unasked else kwargs
+
+
+def _returns_cache(module: nn.Module) -> bool:
+    """Return whether a model returns a cache unasked, and can be told not to."""
+    if not getattr(getattr(module, "config", None), "use_cache", False):
+        return False
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)

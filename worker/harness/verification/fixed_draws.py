@@ -1,0 +1,211 @@
+"""Runs a model in training mode with its random draws replaced by fixed ones.
+
+So that one forward of a batch and several of its parts can be compared. Below autograd, where
+every draw of torch ends and says that it is one (its operator's tag): dropout keeps everything, a
+draw for each sample depends on the sample alone, and an order drawn over the samples turns them
+round, which no part of the batch can do alike. What is not known is named in ``unknown``. Python's
+and NumPy's generators start from the same state each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.worker.harness.batch.layout import Cut
+
+RATES = ("dropout_p", "dropout")
+"""Names of the arguments by which fused kernels are told to drop."""
+
+
+class FixedDraws(TorchDispatchMode):
+    """Replaces the operators that draw.
+
+    ``cut``: the samples that run now. A draw whose first dimension is theirs has a value for each
+    sample, the same whatever part of the batch the sample is run in.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cut: Cut = (0, 0)
+        self.unknown: set[str] = set()
+        """Operators that drew all the same."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        rates = {
+            argument.name: index
+            for index, argument in enumerate(func._schema.arguments)
+            if argument.name in RATES and argument.type.kind() == "FloatType"
+        }
+        for rate, index in rates.items():
+            if index < len(args):
+                args = (*args[:index], 0.0, *args[index + 1 :])
+            elif rate in kwargs:
+                kwargs = kwargs | {rate: 0.0}
+        if torch.Tag.nondeterministic_seeded not in func.tags or rates:
+            return func(*args, **kwargs)
+        fixed = _FIXED.get(name)
+        if fixed is None:
+            self.unknown.add(name)
+            return func(*args, **kwargs)
+        kwargs.pop("generator", None)
+        return fixed(self, func, args, kwargs)
+
+    def numbers(self, like: torch.Tensor) -> torch.Tensor:
+        """Return numbers between 0 and 1 in the shape of ``like``: one a sample, or all alike."""
+        first, stop = self.cut
+        if like.ndim == 0 or like.shape[0] != stop - first:
+            return torch.full_like(like, 0.5, dtype=torch.float64)
+        samples = torch.arange(first, stop, device=like.device, dtype=torch.float64)
+        each = ((samples + 1) * 0.6180339887498949 % 1).view(-1, *[1] * (like.ndim - 1))
+        return each.expand(like.shape)
+
+
+Fix = Callable[[FixedDraws, Any, Any, dict[str, Any]], Any]
+
+
+def _new(scale: Callable[[torch.Tensor], torch.Tensor]) -> Fix:
+    """Replace a function that makes a tensor, from its shape or like another."""
+
+    def make(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        made: torch.Tensor = func(*args, **kwargs)
+        return scale(draws.numbers(made)).to(made.dtype)
+
+    return make
+
+
+def _fill(scale: Callable[[torch.Tensor], torch.Tensor]) -> Fix:
+    """Replace a method that fills its tensor."""
+
+    def fill(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        target: torch.Tensor = args[0]
+        return target.copy_(scale(draws.numbers(target)))
+
+    return fill
+
+
+def _whole_numbers(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Draw the largest number allowed for all: the last sample, where samples are drawn."""
+    made: torch.Tensor = func(*args, **kwargs)
+    bounds = [each for each in args if isinstance(each, int)]
+    return torch.full_like(made, bounds[-1] - 1) if bounds else torch.zeros_like(made)
+
+
+def _random(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    target: torch.Tensor = args[0]
+    return target.fill_(args[-1] - 1 if len(args) > 1 else 1)
+
+
+def _uniform(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    low = args[1] if len(args) > 1 else 0.0
+    high = args[2] if len(args) > 2 else 1.0
+    target: torch.Tensor = args[0]
+    return target.copy_(low + (high - low) * draws.numbers(target))
+
+
+def _turned(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    made: torch.Tensor = func(*args, **kwargs)
+    return torch.arange(len(made)).flip(0).to(made)
+
+
+def _last(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Draw the last entries that have a chance, in their order, turned round."""
+    made: torch.Tensor = func(*args, **kwargs)
+    chances = (args[0] > 0).to(torch.int8)
+    order = torch.sort(chances.flip(-1), dim=-1, descending=True, stable=True).indices
+    wanted = order[..., : made.shape[-1]]
+    short = made.shape[-1] - wanted.shape[-1]
+    padded = nn.functional.pad(wanted, (0, short)) if short else wanted
+    last: int = chances.shape[-1] - 1
+    return (last - padded).to(made)
+
+
+def _normal(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    made: torch.Tensor = func(*args, **kwargs)
+    return made.copy_(args[0] + args[1] * (3 * draws.numbers(made) - 1.5))
+
+
+def _coins(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Keep all where the chance is one number; ask each entry's own chance where it has one."""
+    filled = func.overloadpacket.__name__.endswith("_")
+    target: torch.Tensor = args[0] if filled else torch.empty_like(args[0])
+    chances = args[1] if len(args) > 1 else 0.5 if filled else args[0]
+    if isinstance(chances, torch.Tensor):
+        return target.copy_(chances.detach() > draws.numbers(target))
+    return target.fill_(1)
+
+
+def _likely(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return a fixed value of the distribution that follows its first parameter."""
+    value: torch.Tensor = args[0].detach()
+    if func.overloadpacket.__name__ == "_sample_dirichlet":
+        return value / value.sum(-1, keepdim=True)
+    return value.round() if "gamma" not in func.overloadpacket.__name__ else value.clone()
+
+
+def _dropped(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kept = torch.ones_like(args[0], dtype=torch.bool)
+    return args[0].clone(), kept
+
+
+def _leaky(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make the slopes of a randomised rectifier the smallest allowed."""
+    lower = args[2] if len(args) > 2 else 0.125
+    args[1].copy_(torch.where(args[0] < 0, lower, 1.0))
+    result = args[0] * args[1]
+    return args[0].copy_(result) if func.overloadpacket.__name__.endswith("_") else result
+
+
+def _numbers(low: float = 0.0, high: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda numbers: low + (high - low) * numbers
+
+
+def _ones(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(numbers)
+
+
+_FIXED: dict[str, Fix] = {
+    **{name: _new(_numbers()) for name in ("rand", "rand_like", "uniform")},
+    **{name: _new(_numbers(-1.5, 1.5)) for name in ("randn", "randn_like", "cauchy")},
+    **{name: _new(_ones) for name in ("exponential", "geometric")},
+    **{name: _likely for name in ("binomial", "poisson", "_standard_gamma", "_sample_dirichlet")},
+    "log_normal": _new(_numbers(0.5, 1.5)),
+    "normal": _normal,
+    "bernoulli": _coins,
+    "uniform_": _uniform,
+    **{name: _fill(_numbers(-1.5, 1.5)) for name in ("normal_", "cauchy_")},
+    **{name: _fill(_numbers(0.5, 1.5)) for name in ("exponential_", "log_normal_")},
+    "bernoulli_": _coins,
+    "geometric_": _fill(_ones),
+    **{name: _whole_numbers for name in ("randint", "randint_like")},
+    "random_": _random,
+    "randperm": _turned,
+    "multinomial": _last,
+    "native_dropout": _dropped,
+    "_fused_dropout": _dropped,
+    **{name: _leaky for name in ("rrelu_with_noise", "rrelu_with_noise_")},
+}
+
+
+@contextmanager
+def fixed_draws(module: nn.Module) -> Iterator[FixedDraws]:
+    """Within it, forwards of ``module`` draw nothing but what the mode yielded calls unknown."""
+    recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
+    rates = [each.dropout for each in recurrent]
+    for each in recurrent:
+        each.dropout = 0.0  # drawn inside the fused recurrent kernel
+    try:
+        with FixedDraws() as draws:
+            yield draws
+    finally:
+        for each, rate in zip(recurrent, rates, strict=True):
+            each.dropout = rate

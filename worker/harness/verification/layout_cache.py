@@ -1,0 +1,327 @@
+"""How each kind of call of a root is split: verified when it first comes, and when it differs.
+
+``signature`` says what a kind is. Within a kind a later batch can show what the first one hid:
+padding, samples that do not count, another class. Its *traits* tell, and the split is verified on
+it too. So can the call itself: a term that the script switches on adds nodes to the autograd graph,
+and a graph of a shape that was not there when the kind was verified is verified as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.exceptions import Refused
+from autofit.worker.harness.batch.layout import Batch, Join, Labels, Layout, Rule
+from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
+from autofit.worker.harness.verification.call_signature import Key, Signatures
+from autofit.worker.harness.verification.proof_cache import Known
+from autofit.worker.harness.verification.split_rules import Undecided
+from autofit.worker.oom.classifier import Kind, classify
+
+LAYOUT = "how a call is split"
+SHAPES = "the shapes of the graphs of a kind of call"
+PLAIN = ()
+"""What shows in a call of no plan at all."""
+SMALL = 1 << 22
+"""Entries of an argument of fractions that is looked at in every call."""
+CLASSES = 1 << 16
+"""Class weights that are handed on at most."""
+
+Find = Callable[[Batch, bool], Layout]
+"""Verifies how a call is split, with its gradients or by values alone."""
+Rehearse = Callable[[Batch, Layout], str]
+"""Returns the shape of the graph of a few samples of a call, without a plan; nothing where they do
+not fit."""
+Traits = frozenset[tuple[int, str]]
+Range = tuple[int, int]
+
+
+@dataclass(eq=False)
+class CallKind:
+    """One kind of call, and what was verified of it."""
+
+    key: Key
+    layout: Layout | Refused
+    traits: Traits = frozenset()
+    """What the batches showed on which the layout was verified."""
+    ranges: dict[int, Range] = field(default_factory=dict)
+    """The whole numbers seen in arguments that have one for each sample."""
+    refused: dict[object, str] = field(default_factory=dict)
+    """What further traits, or a graph of another shape, did to the promise."""
+    shapes: dict[object, set[str]] = field(default_factory=dict)
+    """The shapes of its graphs, under each plan (by what of it shows in a call)."""
+    fresh: bool = False
+    """The call that is about to run is one on which it was verified: its graph is the right one."""
+
+
+class Layouts:
+    """The layouts of one root."""
+
+    def __init__(
+        self,
+        module: Callable[[], nn.Module],
+        find: Find,
+        known: Known,
+        rehearse: Rehearse | None = None,
+    ) -> None:
+        """``rehearse``: ``None`` where the model must not be called for it: in a real run."""
+        self._module = module
+        self._find = find
+        self._known = known
+        self.rehearse = rehearse
+        self._doubted = False
+        """What is known was found wrong; it is verified in this process or not at all."""
+        self._kinds: dict[Key, CallKind] = {}
+        self._signatures = Signatures(module)
+        self._shapes = Shapes()
+        self._plan: object = ()
+        """What of the plan that is applied shows in a call."""
+
+    def around(self, change: Callable[[], None], plan: object = ()) -> None:
+        """Let a plan change the modules: whatever it sets there makes no other kind of call."""
+        self._signatures.around(change)
+        self._plan = plan
+
+    def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
+        """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
+        key = self._signatures.of(batch, gradients=gradients)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._recall(key) or self._prove(batch, gradients, key)
+            if isinstance(kind.layout, Undecided):
+                del self._kinds[key]
+        if isinstance(kind.layout, Refused):
+            raise type(kind.layout)(str(kind.layout))
+        layout = self._again(kind, kind.layout, batch, gradients)
+        if gradients and self.rehearse is not None and self._plan not in kind.shapes:
+            self._rehearsed(kind, layout, batch)
+        return replace(layout, kind=kind)
+
+    def unrecognized(
+        self, kind: CallKind, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
+    ) -> str | None:
+        """Return the shape of the graph that a call has made, if it is none that was verified.
+
+        ``outputs``: of the root. The first graph after a verification is that of the call on which
+        it was made.
+        """
+        shape = self._shapes.of(outputs, parameters)
+        shapes = kind.shapes.setdefault(self._plan, self._recall_shapes(kind.key, self._plan))
+        if shape not in shapes:
+            if not kind.fresh:
+                return shape
+            self._add_shape(kind, self._plan, shape)
+        kind.fresh = False
+        return None
+
+    def prove_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
+        """Verify a kind on a batch whose graph has another shape; raise ``Refused`` if it fails."""
+        if (self._plan, shape) in kind.refused:
+            raise Refused(kind.refused[self._plan, shape])
+        try:
+            layout = self._find_again(batch, True)
+        except Refused as refusal:
+            if not isinstance(refusal, Undecided):
+                kind.refused[self._plan, shape] = str(refusal)
+            raise
+        kind.layout, kind.fresh = layout, True
+        self._keep(kind)
+        return replace(layout, kind=kind)
+
+    def doubt(self) -> None:
+        """Forget what is verified: a call has shown otherwise."""
+        for kind in self._kinds.values():
+            if plain_layout(kind.layout) is not None:
+                self._known.put(None, LAYOUT, *kind.key)
+        self._kinds.clear()
+        self._doubted = True
+
+    # --- evidence --------------------------------------------------------------------------
+
+    def _recall(self, key: Key) -> CallKind | None:
+        held = None if self._doubted else self._known.get(LAYOUT, *key)
+        if held is None:
+            return None
+        layout = layout_of(held["layout"], self._module())
+        traits = frozenset((index, name) for index, name in held["traits"])
+        ranges = {index: (low, high) for index, low, high in held["ranges"]}
+        return CallKind(key, layout, traits, ranges)
+
+    def _keep(self, kind: CallKind) -> None:
+        plain = plain_layout(kind.layout)
+        if plain is None:
+            return
+        ranges = [[index, *bounds] for index, bounds in sorted(kind.ranges.items())]
+        told = {"layout": plain, "traits": sorted(kind.traits), "ranges": ranges}
+        self._known.put(told, LAYOUT, *kind.key)
+
+    def _recall_shapes(self, key: Key, plan: object) -> set[str]:
+        return set() if self._doubted else set(self._known.get(SHAPES, plan, *key) or ())
+
+    def _add_shape(self, kind: CallKind, plan: object, shape: str) -> None:
+        shapes = kind.shapes.setdefault(plan, set())
+        shapes |= {shape, *self._recall_shapes(kind.key, plan)}
+        self._known.put(sorted(shapes), SHAPES, plan, *kind.key)
+
+    # --- verifying -------------------------------------------------------------------------
+
+    def _prove(self, batch: Batch, gradients: bool, key: Key) -> CallKind:
+        try:
+            layout = self._find(batch, gradients)
+        except Refused as refusal:
+            return CallKind(key, type(refusal)(str(refusal)))  # that one's frames hold the batch
+        kind = CallKind(key, layout, fresh=True)
+        if layout.fits(batch):
+            kind.traits, kind.ranges = _traits(batch, layout)
+        self._keep(kind)
+        return kind
+
+    def _rehearsed(self, kind: CallKind, layout: Layout, batch: Batch) -> None:
+        """Believe the next graph under a plan that is new, if without the plan it is as it was.
+
+        Verifies the kind again on ``batch`` where it is not; raises ``Refused`` if that fails.
+        """
+        assert self.rehearse is not None
+        kind.shapes[self._plan] = self._recall_shapes(kind.key, self._plan)
+        if kind.shapes[self._plan] and not kind.fresh:
+            return
+        plain = self.rehearse(batch, layout)
+        known = kind.shapes.setdefault(PLAIN, self._recall_shapes(kind.key, PLAIN))
+        if plain and known and plain not in known:
+            kind.layout = self._find_again(batch, True)
+        if plain and plain not in known:
+            self._add_shape(kind, PLAIN, plain)
+        kind.fresh = True
+
+    def _again(self, kind: CallKind, layout: Layout, batch: Batch, gradients: bool) -> Layout:
+        """Return the layout, verified on ``batch`` too if that shows what none before it did."""
+        if not layout.fits(batch):
+            raise Refused("the model's arguments do not all have the same number of samples")
+        if not any(join.scalar or join.detached for join in layout.joins):
+            return layout
+        traits, ranges = _traits(batch, layout)
+        further = traits - kind.traits
+        wider = {i: _union(kind.ranges.get(i, seen), seen) for i, seen in ranges.items()}
+        if not further and all(wider[i] == kind.ranges.get(i) for i in wider):
+            return layout
+        if further in kind.refused:
+            raise Refused(kind.refused[further])
+        try:
+            kind.layout = self._find_again(batch, gradients)
+        except Undecided:
+            return layout
+        except Refused as refusal:
+            kind.refused[further] = str(refusal)
+            raise
+        kind.traits |= traits
+        kind.ranges |= wider
+        kind.fresh = True
+        self._keep(kind)
+        return kind.layout
+
+    def _find_again(self, batch: Batch, gradients: bool) -> Layout:
+        """Verify the layout on ``batch``; raise ``Undecided`` where memory has no room for it."""
+        try:
+            return self._find(batch, gradients)
+        except Exception as error:
+            if classify(error).kind is not Kind.OOM:
+                raise
+            clear_frames(error.__traceback__)  # they hold what did not fit
+        raise Undecided("memory ran out while the split was verified on another kind of batch")
+
+
+# --- as JSON ----------------------------------------------------------------------------------
+
+
+def plain_layout(layout: Layout | Refused) -> dict[str, Any] | None:
+    """Return a layout as JSON that another process can read; ``None`` for a refusal.
+
+    Nor where it holds the weights of very many classes.
+    """
+    if isinstance(layout, Refused):
+        return None
+    weights = [w for join in layout.joins if join.labels and (w := join.labels.weights) is not None]
+    if any(each.numel() > CLASSES for each in weights):
+        return None
+    return {
+        "dim": layout.dim,
+        "batched": list(layout.batched),
+        "draws": layout.draws,
+        "moved": [key_of(place) for place in layout.moved],
+        "joins": [
+            [str(join.rule), join.dim, join.detached, join.labels and _plain_labels(join.labels)]
+            for join in layout.joins
+        ],
+    }
+
+
+def _plain_labels(labels: Labels) -> list[Any]:
+    weights = None if labels.weights is None else labels.weights.tolist()
+    return [labels.leaf, labels.ignore_index, labels.shift, labels.values, weights]
+
+
+def layout_of(plain: dict[str, Any], module: nn.Module) -> Layout:
+    """Return the layout that ``plain_layout`` was given."""
+    return Layout(
+        dim=plain["dim"],
+        batched=tuple(plain["batched"]),
+        draws=plain["draws"],
+        moved=places_at(module, map(tuple, plain["moved"])) if plain["moved"] else (),
+        joins=tuple(
+            Join(Rule(rule), dim, labels and _labels_of(labels), detached)
+            for rule, dim, detached, labels in plain["joins"]
+        ),
+    )
+
+
+def _labels_of(plain: list[Any]) -> Labels:
+    leaf, ignored, shift, values, weights = plain
+    held = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    return Labels(leaf, ignored, shift, values=values, weights=held)
+
+
+# --- what a batch shows -----------------------------------------------------------------------
+
+
+def _union(one: Range, other: Range) -> Range:
+    return min(one[0], other[0]), max(one[1], other[1])
+
+
+def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:
+    """Return what a batch shows, and the range of its classes; waits for the device once."""
+    names: list[tuple[int, str]] = []
+    flags: list[torch.Tensor] = []
+    ranged: list[int] = []
+    bounds: list[torch.Tensor] = []
+    for index in layout.batched:
+        leaf = batch.leaves[index].detach()
+        fraction = leaf.is_floating_point()
+        if leaf.is_complex() or not leaf.numel() or (fraction and leaf.numel() > SMALL):
+            continue
+        rows = leaf.movedim(layout.dim, 0).reshape(leaf.shape[layout.dim], -1)
+        zeros = (rows == 0).sum(1)
+        shown = {"zeros": zeros.any(), "uneven zeros": (zeros != zeros[0]).any()}
+        if fraction:
+            shown["fractions"] = ((rows != 0) & (rows != 1)).any()
+            shown["nan"] = rows.isnan().any()
+        elif leaf.dtype != torch.bool:
+            shown["negative"] = (rows < 0).any()
+            if leaf.ndim == 1:
+                ranged.append(index)
+                bounds += [leaf.min(), leaf.max()]
+        names += [(index, name) for name in shown]
+        flags += shown.values()
+    if not names:
+        return frozenset(), {}
+    device = flags[0].device
+    both = torch.stack([each.to(device, torch.int64) for each in (*flags, *bounds)]).tolist()
+    values = both[len(flags) :]
+    ranges = dict(zip(ranged, zip(values[::2], values[1::2], strict=True), strict=True))
+    return frozenset(n for n, flag in zip(names, both, strict=False) if flag), ranges

@@ -1,0 +1,236 @@
+"""What a model's mean loss may be a mean over, and batches that tell the possibilities apart.
+
+On equal lengths a sample's share and a token's share are the same number, and only one of them is
+right on the next ragged batch. So labels are masked, masks are given holes, lengths and classes are
+changed on a few samples, and a rule must hold on all of these *variants*. Values stay within what
+the batch holds: on CUDA an index out of range ends the context, and some kernels do not look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autofit.worker.harness.batch.layout import Batch, Labels, Layout
+
+LARGEST = 1 << 24
+"""Arguments with more entries are no labels and no masks."""
+IGNORED = -100
+"""How torch and most models mark a label that does not count."""
+
+
+class Observer(TorchFunctionMode):
+    """Sees which targets the model's own cross-entropy is given, and what it ignores.
+
+    And what it looks up in embeddings: an argument that is looked up is no label, and masking it
+    would be an index out of range.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._targets: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self._lookups: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.functional.cross_entropy, nn.functional.nll_loss):
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            ignore = kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED)
+            if isinstance(target, torch.Tensor) and not target.is_floating_point():
+                self._targets.append((target.detach().flatten(), ignore, weight))
+        elif func is nn.functional.embedding:
+            self._lookups.append(kwargs["input"] if "input" in kwargs else args[0])
+        return func(*args, **kwargs)
+
+    def labels(self, part: Batch, layout: Layout) -> list[Labels]:
+        """Return the arguments that were a cross-entropy's target, whole or shifted by one."""
+        found = []
+        for index in layout.batched:
+            leaf = part.leaves[index]
+            if not _whole_numbers(leaf) or self.looked_up(leaf):
+                continue
+            for target, ignore, weight in self._targets:
+                for shift in (0, 1) if leaf.ndim > 1 else (0,):
+                    if _is_target(leaf, target, ignore, shift):
+                        weights = None if weight is None else weight.detach()
+                        found.append(Labels(index, ignore, shift, weights=weights))
+        return list(dict.fromkeys(found))
+
+    def looked_up(self, leaf: torch.Tensor) -> bool:
+        """Return whether the model looked the argument up in an embedding."""
+        storage = leaf.untyped_storage().data_ptr()
+        return any(each.untyped_storage().data_ptr() == storage for each in self._lookups)
+
+
+def _whole_numbers(leaf: torch.Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+
+
+def _is_target(leaf: torch.Tensor, target: torch.Tensor, ignore: int, shift: int) -> bool:
+    shifted = leaf[..., shift:]
+    padded = nn.functional.pad(shifted, (0, shift), value=ignore)
+    return any(
+        candidate.numel() == target.numel()
+        and bool((candidate.flatten().to(target.device) == target).all())
+        for candidate in (shifted, padded)
+    )
+
+
+def is_mask(leaf: torch.Tensor) -> bool:
+    """Return whether an argument holds ones and zeros only."""
+    if leaf.requires_grad or leaf.is_complex() or not 0 < leaf.numel() <= LARGEST:
+        return False
+    return leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def guesses(part: Batch, layout: Layout, seen: Observer) -> list[Labels]:
+    """Return what else a mean may divide by: masks, lengths, weights, what is not padding."""
+    found: list[Labels] = []
+    for index in layout.batched:
+        leaf = part.leaves[index]
+        shifts = (0, 1) if leaf.ndim > 1 else (0,)
+        weights = leaf.is_floating_point() and not leaf.requires_grad and leaf.ndim <= 2
+        if weights or is_mask(leaf):
+            found += [Labels(index, 0, shift) for shift in shifts]
+        if weights:
+            found += [Labels(index, 0, shift, values=True) for shift in shifts]
+        if _whole_numbers(leaf) and leaf.numel() <= LARGEST:
+            ignored = (0,) if seen.looked_up(leaf) else (0, IGNORED)
+            found += [Labels(index, ignore, shift) for ignore in ignored for shift in shifts]
+            found += [Labels(index, values=True)] if leaf.ndim == 1 else []
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A batch that differs from the one at hand in one argument of one sample."""
+
+    batch: Batch
+    masked: bool
+    """Labels were taken out: the gradients are to be compared as well."""
+    shows: bool = False
+    """A batch like it differs from the one at hand in its *traits* (``layouts``): it will be proven
+    by itself when it comes, so that it need not hold here."""
+
+
+Edit = Callable[[torch.Tensor], None]
+
+
+def variants(
+    part: Batch, whole: Batch, layout: Layout, labels: list[Labels], seen: Observer
+) -> Iterator[Variant]:
+    """Yield batches like ``part`` that tell the rules apart; ``whole``: where it comes from."""
+    known = {each.leaf: each for each in labels}
+    for index in layout.batched:
+        leaf = part.leaves[index]
+        if leaf.requires_grad or leaf.is_complex() or not 0 < leaf.numel() <= LARGEST:
+            continue
+        if index in known:
+            ignore = known[index].ignore_index
+            shows = len(known) > 1 and _would_show(whole.leaves[index], ignore)
+            yield Variant(_edited(part, index, layout, _tail(ignore)), masked=True, shows=shows)
+        for edit in _edits(leaf, whole.leaves[index], index in known, seen):
+            yield Variant(_edited(part, index, layout, edit), masked=False)
+    if len(known) > 1:  # all labels of a sample are missing: where an answer begins and ends
+        masked = part
+        for index, label in known.items():
+            masked = _edited(masked, index, layout, _tail(label.ignore_index))
+        yield Variant(masked, masked=True)
+
+
+def _would_show(labels: torch.Tensor, ignore: int) -> bool:
+    """Return whether a label that is ignored would be the first one, and be noticed later."""
+    if ignore < 0:
+        return not bool((labels < 0).any())
+    return labels.ndim == 1 and int(labels.max()) < ignore
+
+
+def turned(part: Batch, layout: Layout, seen: Observer) -> Batch:
+    """Return a batch in which each sample's numbers and words are turned round by another amount.
+
+    Where one entry of the samples has been the largest for all of them, it is no longer so. Masks
+    and labels stay: what they mean depends on their places.
+    """
+    leaves = list(part.leaves)
+    for index in layout.batched:
+        leaf = leaves[index]
+        words = _whole_numbers(leaf) and seen.looked_up(leaf)
+        if not (words or leaf.is_floating_point()) or is_mask(leaf):
+            continue
+        rows = leaf.detach().movedim(layout.dim, 0)
+        axis = next((axis for axis, size in enumerate(rows.shape[1:]) if size > 1), None)
+        if axis is not None:
+            moved = torch.stack([row.roll(number, axis) for number, row in enumerate(rows)])
+            leaves[index] = moved.movedim(0, layout.dim).contiguous()
+            leaves[index].requires_grad_(leaf.requires_grad)
+    return replace(part, leaves=leaves)
+
+
+def _edits(
+    leaf: torch.Tensor, whole: torch.Tensor, is_label: bool, seen: Observer
+) -> Iterator[Edit]:
+    on_cpu = leaf.device.type == "cpu"
+    if is_mask(leaf):
+        yield _tail(0)
+        if leaf.is_floating_point():
+            yield _tail(0.5)
+    elif leaf.is_floating_point():
+        yield _tail(0)
+        if on_cpu or bool(whole.isnan().any()):
+            yield _tail(torch.nan)
+    elif leaf.dtype != torch.bool:
+        yield _smaller
+        if leaf.ndim > 1:
+            yield _tail(0)
+        if not is_label and not seen.looked_up(leaf) and bool((whole < 0).any()):
+            yield _tail(IGNORED)
+    if leaf.ndim == 1 and leaf.dtype != torch.bool and not leaf.is_floating_point():
+        low, high = int(whole.min()), int(whole.max())
+        yield _to_other(low, high)
+
+
+def _to_other(low: int, high: int) -> Edit:
+    """Make the last sample of another class: the one at the other end."""
+
+    def edit(rows: torch.Tensor) -> None:
+        rows[-1] = torch.where(rows[-1] == high, low, high)
+
+    return edit
+
+
+def _edited(part: Batch, index: int, layout: Layout, edit: Edit) -> Batch:
+    leaves = list(part.leaves)
+    leaves[index] = leaves[index].clone()
+    edit(leaves[index].movedim(layout.dim, 0))
+    return replace(part, leaves=leaves)
+
+
+def _tail(value: float) -> Edit:
+    """Set the later half of the last sample's entries, along the first dimension that has several.
+
+    The last: it runs in a part of its own, and lengths that descend still do.
+    """
+
+    def edit(rows: torch.Tensor) -> None:
+        row = rows[-1]
+        axis = next((axis for axis, size in enumerate(row.shape) if size > 1), None)
+        if axis is None:
+            rows[-1] = value
+        else:
+            size = row.shape[axis]
+            row.narrow(axis, size // 2, size - size // 2).fill_(value)
+
+    return edit
+
+
+def _smaller(rows: torch.Tensor) -> None:
+    """Halve what the last sample has: a shorter length, another class, another word."""
+    rows[-1] = torch.where(rows[-1] > 1, rows[-1] // 2, rows[-1])

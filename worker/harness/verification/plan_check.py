@@ -1,0 +1,591 @@
+"""Does a plan keep its promise on this model and batch? Measured on a few samples of it.
+
+The root's outputs' gradients under the plan are compared with the plain root's: equal within the
+order of sums for what claims to be exact, within the lower precision's rounding for the rest. How
+a split batch is joined is proven apart (``probe``), whenever a new structure of arguments comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from traceback import clear_frames
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from autofit.exceptions import Refused
+from autofit.facts import Facts
+from autofit.plan import Plan
+from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
+from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
+from autofit.worker.harness.session.root import HarnessRoot, Sensitivity
+from autofit.worker.harness.session.script_facts import casts_noticed, silenced
+from autofit.worker.harness.torch_state.compile_state import uncompiled
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.host_saved import saved_on_host
+from autofit.worker.harness.torch_state.module_state import Change, Held, moved_otherwise, since
+from autofit.worker.harness.torch_state.modules import gathered, is_sharded
+from autofit.worker.harness.torch_state.reachable_state import Key
+from autofit.worker.harness.verification.float64 import CannotRun, in_float64, widened_batch
+from autofit.worker.harness.verification.gradient_digest import (
+    Digest,
+    coefficients,
+    differences,
+    digest,
+    largest_factor,
+    mean_difference,
+    pattern,
+)
+from autofit.worker.harness.verification.perturbation import rounded, vectors_moved, weights_rounded
+from autofit.worker.harness.verification.split_check import (
+    REENTRANT,
+    SAMPLES,
+    batched_leaves,
+    few,
+    pointing,
+    preserved,
+)
+from autofit.worker.harness.verification.tolerances import TOLERANCES
+from autofit.worker.oom.classifier import Kind, classify
+
+Effects = tuple[Digest, dict[Key, Change | Held]]
+"""A call's gradients, and what it changed of the state that it can reach."""
+
+Saved = Callable[[], AbstractContextManager[object]]
+"""Makes a context that says where what autograd saves is kept."""
+
+Answer = TypeVar("Answer")
+
+Way = tuple[str, int, Saved]
+"""A name, the samples at most, and where what autograd saves for them is kept."""
+
+PLAN = "what of a plan shows in the gradients"
+CHECKPOINTED = Plan.of({"checkpointing": "all"})
+"""Proven, it stands for the plain model where that does not fit."""
+
+
+def prove(
+    root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
+) -> bool:
+    """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold.
+
+    ``known``: it does, as far as it depends on no size, nor on how noisy gradients are: that is
+    found in each launch, of the weights it begins with. Returns whether it was proven.
+    """
+    root.difference = None
+    shown = _shown(plan)
+    noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING
+    known = known and not any(strategy.sized for strategy, _ in shown)
+    known = known and (root.noise_sought or not noisy)
+    if known or not shows_in_calls(plan, facts):
+        root.apply(plan)
+        return False
+    root.proofs += 1
+    if noisy:  # what was found of other weights may be less
+        root.noise_sought, root.sensitivity = True, None
+    kwargs = without_cache(root.module, kwargs)
+    for strategy, level in shown:
+        args, kwargs = strategy.telling(level, args, kwargs)
+    redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
+    told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
+    attempt = partial(
+        _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told)
+    )
+    with silenced(root.module) if redraws else nullcontext():
+        if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
+            _without_code(root, attempt, alone=facts.world_size == 1)
+        else:
+            attempt()
+    return True
+
+
+def shows_in_calls(plan: Plan, facts: Facts) -> bool:
+    """Return whether calls of a root under ``plan`` are to give what they give without it."""
+    shown = _shown(plan)
+    return not shown.neutral and shown.fidelity(facts) is not Fidelity.RECIPE
+
+
+def _without_code(root: HarnessRoot, attempt: Callable[[], None], *, alone: bool) -> None:
+    """Prove a plan without the code that the script has compiled, which is not for few samples.
+
+    With it where memory has no room otherwise: fused, it may need much less. Others would not.
+    """
+    try:
+        with uncompiled():
+            attempt()
+    except Exception as error:
+        if not alone or classify(error).kind is not Kind.OOM:
+            raise
+        clear_frames(error.__traceback__)  # they hold what did not fit
+        root.plainly.clear()
+        attempt()
+
+
+def remember(root: HarnessRoot, plan: Plan) -> None:
+    """Take down that ``plan`` has kept its promise on ``root``, and what that has shown of it."""
+    noise = root.sensitivity and [root.sensitivity.gradients, sorted(root.sensitivity.buffers)]
+    root.known.put([root.casts, noise], PLAN, _shown(plan).changes)
+
+
+def is_known(root: HarnessRoot, plan: Plan) -> bool:
+    """Return whether ``plan`` has kept its promise on ``root``, here or in an earlier launch."""
+    if (shown := root.known.get(PLAN, _shown(plan).changes)) is None:
+        return False
+    casts, noise = shown
+    root.casts = root.casts or casts
+    if noise is not None and root.sensitivity is None:
+        root.sensitivity = Sensitivity(noise[0], frozenset(noise[1]))
+    return True
+
+
+def _prove(
+    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+) -> None:
+    """Apply ``plan`` and compare; ``call``: how it differs from the script's own.
+
+    Where nothing rounds, with biases and norms a little off: what shows only once they are trained
+    is to show here. What rounds is judged by the noise of the weights as they are.
+    """
+    unsized = plan.unsized
+    root.take_back()
+    rounds = _shown(plan).fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
+    call = (rounds, *call)
+    try:
+        with nullcontext() if rounds else vectors_moved(root.module):
+            if _shown(unsized).neutral:
+                root.apply(unsized)
+            else:
+                expected, found = _beside_plain(root, unsized, batch, call)
+                if not _compare(root, unsized, facts, found, expected, batch):
+                    _prove_exact(root, unsized, batch, facts, call=call)
+            if unsized == plan:
+                return
+            # Beside the rest of the plan, which has just been proven.
+            some = _samples(batch, _chunk(plan, batch))
+            expected = _applied(root, some)
+            root.apply(plan)
+            _compare(root, plan, facts, _gradients(root, root.forward, some), expected, batch)
+    except RuntimeError as failure:
+        if "use_reentrant" not in str(failure):
+            raise
+        root.take_back()
+        raise Refused(REENTRANT) from None
+
+
+def _prove_and_blame(
+    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+) -> None:
+    """Do as ``_prove``; name the strategy that a refusal of several is due to, if it is one.
+
+    It is the one that is refused by itself too, or that memory has no room to ask while the others
+    hold; what rounds is asked first. Else it is how they work together, and none is named. Where
+    ranks meet in a forward nothing is asked, as others may not refuse: it is the one that rounds.
+    """
+    try:
+        _prove(root, plan, batch, facts, call=call)
+        return
+    except Refused as failure:
+        shown = sorted(_shown(plan.unsized), key=lambda each: -each[0].fidelity(each[1], facts))
+        if failure.strategy is not None or len(shown) < 2:
+            raise
+        refusal = Refused(str(failure))  # without frames that hold tensors
+    rounding = [s.name for s, level in shown if s.fidelity(level, facts) is Fidelity.ROUNDING]
+    if _communicates(root.module):
+        raise Refused(str(refusal), rounding[0] if len(rounding) == 1 else None)
+    unasked: list[str] = []
+    for strategy, level in shown:
+        try:
+            _prove(root, Plan.of({strategy.name: level}), batch, facts, call=call)
+        except Refused as alone:
+            raise Refused(str(alone), strategy.name) from None
+        except Exception as error:
+            if classify(error).kind is not Kind.OOM:
+                raise
+            clear_frames(error.__traceback__)
+            unasked.append(strategy.name)
+    raise Refused(str(refusal), unasked[0] if len(unasked) == 1 else None)
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Return whether the ranks are known to meet in a forward of ``module``."""
+    shared = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+    return shared or is_sharded(module)
+
+
+def _prove_exact(
+    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+) -> None:
+    """Prove what of ``plan`` does not round, by itself: beside the rest it has shown nothing."""
+    facts = _as_cast(root, facts)
+    levels = {s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING}
+    difference = root.difference
+    _prove(root, Plan.of(levels), batch, facts, call=call)
+    root.difference = difference
+    root.apply(plan)
+
+
+def _applied(root: HarnessRoot, batch: Batch) -> Effects:
+    """Return what the samples do under the plan that is applied.
+
+    Where they do not fit: with what autograd saves in host memory.
+    """
+    try:
+        return _gradients(root, root.forward, batch)
+    except Exception as error:
+        if classify(error).kind is not Kind.OOM or is_sharded(root.module):
+            raise
+        clear_frames(error.__traceback__)
+    with saved_on_host(root.module.parameters()):
+        return _gradients(root, root.forward, batch)
+
+
+def _beside_plain(
+    root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
+) -> tuple[Effects, Effects]:
+    """Apply ``plan``; return what a few samples do without it and under it.
+
+    All of them, where the model cannot run on a few: the nodes of a graph, or a batch whose state
+    from the call before is as large as all of it.
+    """
+    ways = _ways(root)
+    if not (_size(batch) and pointing(batch, _layout(batch))):
+        try:
+            return _first_that_fits(root, plan, batch, call, ways)
+        except _Indivisible:
+            pass
+    size = _size(batch)
+    every = dict.fromkeys((name, size, saved) for name, _, saved in ways)
+    return _first_that_fits(root, plan, batch, call, [*every])
+
+
+def _first_that_fits(
+    root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
+) -> tuple[Effects, Effects]:
+    """Apply ``plan``; return both in the first of ``ways`` that memory has room for."""
+    error: Exception | None = None
+    for name, most, saved in ways:
+        found, error = _try_beside_plain(root, plan, batch, most, saved, (name, most, *call))
+        if found is not None:
+            return found
+        assert error is not None, "it is one or the other"
+        clear_frames(error.__traceback__)
+        root.take_back()
+    assert error is not None
+    raise error
+
+
+class _Indivisible(Exception):
+    """The model runs on all samples of a call, or on none."""
+
+
+def _ways(root: HarnessRoot) -> list[Way]:
+    """Return how samples may run without a plan, each where the ones before it do not fit.
+
+    A few; one; one whose blocks run again in backward, once that is proven of them; else what
+    autograd saves for it waits in host memory. Of a sharded model only what is sure to fit: where
+    memory runs out in the middle of it, its ranks do not come together again.
+    """
+    fewest = 2 if _normalised(root) else 1
+    few: Way = ("plain", _few(root), nullcontext)
+    on_host: Way = ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
+    if is_sharded(root.module):
+        return [few if root.whole_fits else on_host]
+    ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
+    if root.leanly is not None and is_known(root, CHECKPOINTED):
+        ways.insert(2, ("leanly", fewest, root.leanly))
+    return ways
+
+
+def _try_beside_plain(
+    root: HarnessRoot,
+    plan: Plan,
+    batch: Batch,
+    most: int,
+    saved: Saved,
+    key: tuple[object, ...],
+) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
+    """Return both, or the error where memory ran out.
+
+    ``key``: of what the samples do without the plan; plan after plan may be proven in one call.
+    Raises ``_Indivisible`` where fewer samples than there are do not run without the plan either.
+    """
+    sharded = is_sharded(root.module)
+    samples = _samples(batch, most)
+    try:
+        if key not in root.plainly:
+            try:
+                with saved(), casts_noticed(root):
+                    root.plainly[key] = _gradients(root, root.plain, samples)
+            except RuntimeError as error:
+                if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
+                    raise
+                raise _Indivisible from error
+        root.apply(plan)
+        if sharded or saved is nullcontext:
+            with saved():
+                return (root.plainly[key], _gradients(root, root.forward, samples)), None
+        return (root.plainly[key], _applied(root, samples)), None
+    except Exception as error:
+        if classify(error).kind is not Kind.OOM or sharded:
+            raise
+        return None, error
+
+
+def _few(root: HarnessRoot) -> int:
+    """Return the samples that tell enough: statistics of very few are noise themselves."""
+    return 4 * SAMPLES if _normalised(root) else SAMPLES
+
+
+def _normalised(root: HarnessRoot) -> bool:
+    """Return whether statistics of the batch are taken, which amplify rounding."""
+    return root.facts is not None and root.facts.batch_norm
+
+
+def _compare(
+    root: HarnessRoot,
+    applied: Plan,
+    facts: Facts,
+    under: Effects,
+    expected: Effects,
+    batch: Batch,
+) -> bool:
+    """Raise ``Refused`` unless gradients and model change as closely as ``applied`` allows.
+
+    ``batch``: the call it is shown on. Returns whether the gradients' direction was compared: where
+    rounding makes another one of it, whatever rounds, only their sizes tell. ``False`` on all ranks
+    alike where it may be so on one.
+    """
+    plan = _shown(applied)
+    names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
+    blamed = names[0] if len(names) == 1 else None
+    root.difference = mean_difference(under[0], expected[0])
+    try:
+        if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
+            return _compare_rounded(root, applied, facts, under, expected, batch)
+        _compare_exact(root, applied, under, expected, batch)
+    except Refused as refusal:
+        raise Refused(str(refusal), blamed) from None
+    return True
+
+
+def _compare_exact(
+    root: HarnessRoot, applied: Plan, under: Effects, expected: Effects, batch: Batch
+) -> None:
+    """Raise ``Refused`` unless both are one but for the order of sums, in float64 where in doubt.
+
+    Where that cannot run, the plain gradients' share in those under the plan decides.
+    """
+    error = max(differences([under[0]], expected[0]), default=0.0)
+    state = _state_moved(under, expected, TOLERANCES.single_gradients)
+    if error <= TOLERANCES.single_gradients and not state:
+        return
+    limit = TOLERANCES.double
+    if (both := _in_float64(root, applied, batch)) is None:
+        shares, _, rest = coefficients([expected[0]], under[0])
+        off = max((abs(share - 1.0) for share in shares), default=0.0)
+        sure = off <= TOLERANCES.coefficient and rest <= TOLERANCES.residual
+        limit = error if sure else TOLERANCES.single_gradients
+        state = _state_moved(under, expected, TOLERANCES.residual)
+    else:
+        error = max(differences([both[0][0]], both[1][0]), default=0.0)
+        state = _state_moved(*both, TOLERANCES.double)
+    if state and not _communicates(root.module):
+        unsteady = _asked(root, applied, batch, _unsteady) or frozenset()
+        state = [name for name in state if name not in unsteady]
+    _refuse_moved(state)
+    if error > limit:
+        raise Refused(_differ(f"by {error:.1e}, {limit:.1e} allowed"))
+
+
+def _state_moved(under: Effects, expected: Effects, exact: float) -> list[str]:
+    return moved_otherwise(under[1], expected[1], exact=exact)
+
+
+def _unsteady(root: HarnessRoot, samples: Batch) -> frozenset[str]:
+    """Return what the plain root changes otherwise each time: a time that was taken, say."""
+    one, other = (_gradients(root, root.plain, samples) for _ in range(2))
+    return frozenset(_state_moved(one, other, TOLERANCES.single_gradients))
+
+
+def _in_float64(root: HarnessRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
+    """Return what samples do under the plan and without it, in float64; ``None`` if they cannot.
+
+    Compiled code does not show the modes below autograd what it computes. A model in whose forward
+    the ranks meet would wait for those that see no reason to look.
+    """
+    if applied["compile"] != AS_IS or _communicates(root.module):
+        return None
+    size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
+    for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
+        samples = widened_batch(_samples(batch, most))
+        try:
+            root.take_back()
+            with saved(), in_float64(root.module):
+                plain = _gradients(root, root.plain, samples)
+            root.apply(applied)  # outside: what a plan sets on modules is to stay
+            with saved(), in_float64(root.module):
+                return _gradients(root, root.forward, samples), plain
+        except CannotRun:
+            break
+        except Refused:
+            raise
+        except Exception as error:
+            kind = classify(error).kind
+            if kind not in (Kind.OOM, Kind.NOT_OOM):
+                raise
+            clear_frames(error.__traceback__)
+    if root.plan != applied:
+        root.apply(applied)
+    return None
+
+
+def _compare_rounded(
+    root: HarnessRoot,
+    applied: Plan,
+    facts: Facts,
+    under: Effects,
+    expected: Effects,
+    batch: Batch,
+) -> bool:
+    """Raise ``Refused`` unless gradients differ by no more than rounding may make of them.
+
+    Returns whether the gradients' direction was compared: see ``_compare``.
+    """
+    (found, moved), (gradients, once) = under, expected
+    error = mean_difference(found, gradients)
+    otherwise = moved_otherwise(moved, once)
+    alone = facts.world_size == 1
+    doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
+    if not alone:  # others may see no reason to look: none does where the model communicates
+        doubtful = _normalised(root) and not _communicates(root.module)
+    if doubtful and root.sensitivity is None:
+        root.sensitivity = _asked(root, applied, batch, _sensitivity)
+    allowed, chaos = TOLERANCES.rounding, False
+    if (noise := root.sensitivity) is not None:
+        most = TOLERANCES.noise * noise.gradients
+        chaos = most > TOLERANCES.most
+        allowed = max(allowed, min(most, TOLERANCES.most))
+        far = moved_otherwise(moved, once, None if chaos else TOLERANCES.most)
+        otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
+    _refuse_moved(otherwise)
+    if error <= allowed:
+        return alone or not doubtful
+    figures = f"by {error:.1e}, {allowed:.1e} allowed"
+    if chaos:
+        factor = largest_factor(found, gradients)
+        if factor <= TOLERANCES.factor:
+            return False
+        figures = f"in size, {factor:.2g} times, {TOLERANCES.factor} allowed"
+    raise Refused(_differ(figures))
+
+
+def _refuse_moved(otherwise: list[str]) -> None:
+    if otherwise:
+        raise Refused(f"the model's {otherwise[0]} would not change as it does")
+
+
+def _differ(figures: str) -> str:
+    return f"the gradients differ from the plain model's {figures}"
+
+
+def _as_cast(root: HarnessRoot, facts: Facts) -> Facts:
+    """Return ``facts`` of a script that enters autocast if the root does."""
+    return replace(facts, autocast=facts.autocast or root.casts)
+
+
+def _sensitivity(root: HarnessRoot, samples: Batch) -> Sensitivity:
+    """Return what the plain root makes of the samples once all is rounded to bf16.
+
+    Of weights and inputs, once and before all else; the computation stays the script's own. What a
+    model does to so small a difference it does to that of any lower precision: BatchNorm at random
+    initialisation makes tens of per cent of it.
+    """
+    plain, once = _gradients(root, root.plain, samples)
+    with weights_rounded(root.module.parameters()):
+        leaves = [rounded(leaf) for leaf in samples.leaves]
+        found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
+    buffers = frozenset(moved_otherwise(moved, once))
+    return Sensitivity(mean_difference(found, plain), buffers)
+
+
+def _asked(
+    root: HarnessRoot, plan: Plan, batch: Batch, ask: Callable[[HarnessRoot, Batch], Answer]
+) -> Answer | None:
+    """Return what ``ask`` finds of the plain root on some samples; ``None`` where none fits.
+
+    ``plan``: applied again afterwards.
+    """
+    root.take_back()
+    size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
+    try:
+        for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
+            try:
+                with saved():
+                    return ask(root, _samples(batch, most))
+            except Exception as error:  # too few for the model, as they may be, or too many
+                if classify(error).kind is not Kind.OOM and most >= size:
+                    raise
+                clear_frames(error.__traceback__)
+        return None
+    finally:
+        root.apply(plan)
+
+
+def _shown(plan: Plan) -> Plan:
+    return plan.in_calls
+
+
+def _layout(batch: Batch) -> Layout:
+    return Layout(0, batched_leaves(batch, 0), ())
+
+
+def _size(batch: Batch) -> int:
+    """Return the samples in a call; none where no argument shows them."""
+    layout = _layout(batch)
+    return layout.size(batch) if layout.batched else 0
+
+
+def _samples(batch: Batch, most: int) -> Batch:
+    """Return a copy of the first samples: the model may change its arguments."""
+    return few(batch, _layout(batch), range(min(most, _size(batch))))
+
+
+def _chunk(plan: Plan, batch: Batch) -> int:
+    """Return the samples that will run at a time, all of one size."""
+    size = _size(batch)
+    if not size or plan["micro_batch"] == AS_IS:
+        return size
+    first, last = equal_cuts(size, int(plan["micro_batch"]))[-1]
+    return last - first
+
+
+def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
+    """Return the gradients of all that the root returns, and what that moved in it.
+
+    The random draws are the same each time.
+
+    Under ``DistributedDataParallel`` inside ``no_sync``: nothing is reduced, no hook is armed.
+    """
+    args, kwargs = batch.call(batch.leaves)
+    quiet = getattr(root.outer, "no_sync", nullcontext)
+    with preserved(root.module) as start, torch.enable_grad(), quiet():
+        leaves = torch.utils._pytree.tree_leaves(forward(*args, **kwargs))
+        values = [leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves]
+        outputs = [
+            value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        cotangents = [
+            torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0).div_(leaf.numel())
+            for leaf in outputs
+        ]
+        own = [p for p in root.module.parameters() if p.requires_grad]
+        parameters = [*own, *gathered(root.module)]
+        found = digest(outputs, cotangents, parameters) if outputs else []
+        if outputs and not any(bool(each.any()) for each in found):
+            raise Refused("no gradient of its weights is there to be compared")
+        del leaves, values, outputs, cotangents
+        return found, since(start)

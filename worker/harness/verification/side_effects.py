@@ -1,0 +1,266 @@
+"""Does anything of a forward outlive its output? Then a split batch would not be the same.
+
+A loss kept in an attribute of the model, features stored by a hook or in a queue: the script uses
+them beside the output, and under a split they would come from one part of the batch. What a call
+moves on whatever its samples (``moved``) can be told apart. Nor may the forward change its
+arguments, or use tensors from elsewhere that need gradients: the split knows of the parameters and
+arguments only.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.torch_state.module_state import near
+from autofit.worker.harness.torch_state.reachable_state import (
+    ABSENT,
+    Absent,
+    Key,
+    Place,
+    Snapshot,
+    changes,
+    tensors_of,
+)
+from autofit.worker.harness.torch_state.state_kinds import PLAIN, Large
+from autofit.worker.oom.classifier import Kind, classify
+
+
+def refuse_listeners(module: nn.Module) -> None:
+    """Raise ``Refused`` where the script listens to the gradients inside a root."""
+    for name, each in module.named_modules():
+        hooks = [*each._backward_hooks.values(), *each._backward_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks):
+            where = f"on {name}" if name else "on the model"
+            raise Refused(f"a backward hook of the script {where} would see each part's gradient")
+
+
+def refuse_changed_arguments(part: Batch, before: list[int | None], after: Batch) -> None:
+    """Raise ``Refused`` when a forward changed its arguments, or what holds them.
+
+    ``before``: the tensors' ``versions``; ``after``: the arguments as the forward left them.
+    """
+    kept = after.spec == part.spec and all(map(operator.is_, after.leaves, part.leaves))
+    if not kept or versions(part) != before:
+        raise Refused("the model changes its arguments in place")
+
+
+def versions(part: Batch) -> list[int | None]:
+    """Return how often each tensor among the arguments has been changed."""
+    return [
+        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+        for leaf in part.leaves
+    ]
+
+
+def weights(module: nn.Module) -> list[float]:
+    """Return a number for each parameter that tells when a forward has changed it."""
+    plain = [p.detach() for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
+    return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
+
+
+def _fraction(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided
+
+
+def moved_by(
+    start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot
+) -> tuple[Place, ...]:
+    """Return what each call moves on; raise ``Refused`` when its samples matter to that.
+
+    ``after``: the state once ``whole`` has run from ``start``. What only the first call makes, and
+    keeps for good (a table of positions), is none of it; a switch that it sets is.
+    """
+    again = _after(start.module, whole, forward)
+    first, every = changes(start, after), changes(after, again)
+    start.restore()
+    try:
+        other = _after(start.module, chunk, forward)
+        differing = [key for key in changes(after, other) if not _is_table(key, after, other)]
+        start.restore()
+        _after(start.module, whole, forward)
+        differing += changes(again, _after(start.module, chunk, forward))
+    except Exception as error:
+        if first and classify(error).kind is Kind.NOT_OOM:  # statistics of a single sample
+            raise Refused(_remembers(first[0][0])) from error
+        raise
+    if differing:
+        raise Refused(_remembers(differing[0][0]))
+    switches = [key for key in first if _is_plain(start, key) and _is_plain(after, key)]
+    return start.places(dict.fromkeys((*every, *switches)), again)
+
+
+def refuse_changes_in_backward(
+    start: Snapshot, after: Snapshot, with_graph: Mapping[Key, Any]
+) -> None:
+    """Raise ``Refused`` where a backward, or a forward with a graph alone, changes the state.
+
+    ``after``: a forward without a graph; ``with_graph``: what one with a graph has changed.
+    """
+    without = set(changes(start, after))
+    for key, value in with_graph.items():
+        if key not in without or not near(value, after.values.get(key), None):
+            raise Refused(f"the model changes its {key[0]} in a backward")
+
+
+def _is_table(key: Key, one: Snapshot, other: Snapshot) -> bool:
+    """Return whether a tensor is of another size after another number of samples.
+
+    Whether it holds anything of the samples shows in the outputs.
+    """
+    values = (each.values.get(key) for each in (one, other))
+    shapes = [
+        value[0].shape
+        for value in values
+        if isinstance(value, tuple) and value and isinstance(value[0], (torch.Tensor, Large))
+    ]
+    return len(shapes) == 2 and shapes[0] != shapes[1]
+
+
+def _is_plain(snapshot: Snapshot, key: Key) -> bool:
+    return isinstance(snapshot.values.get(key, ABSENT), (*PLAIN, Absent))
+
+
+def _after(module: nn.Module, part: Batch, forward: Forward) -> Snapshot:
+    args, kwargs = part.call(part.leaves)
+    with torch.no_grad():
+        forward(*args, **kwargs)
+    return Snapshot(module, copies=False)
+
+
+def _remembers(name: str) -> str:
+    if name.startswith("buffer"):
+        return f"the model changes its {name} in every forward"
+    return f"the model keeps something of a forward for later: its {name}"
+
+
+class _Saved:
+    """What a graph holds of a tensor."""
+
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Witness(TorchDispatchMode):
+    """Sees every tensor that a forward makes; holds none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+        """Of the numbers with fractions among them."""
+        self._made: dict[int, StorageWeakRef] = {}
+        self._given: dict[int, StorageWeakRef] = {}
+        """What was there before."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in _strided((args, kwargs)):
+            self._note(tensor, self._given)
+        output = func(*args, **(kwargs or {}))
+        for tensor in _strided(output):
+            if tensor.is_floating_point():
+                self.dtypes.add(tensor.dtype)
+            self._note(tensor, self._made)
+        return output
+
+    def _note(self, tensor: torch.Tensor, among: dict[int, StorageWeakRef]) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference.cdata not in self._made and reference.cdata not in self._given:
+            among[reference.cdata] = reference
+
+    def left(self, known: Iterable[torch.Tensor]) -> int:
+        """Return how many of the tensors made are still there and are not ``known``."""
+        own = {tensor.untyped_storage()._cdata for tensor in known}
+        return sum(not ref.expired() for key, ref in self._made.items() if key not in own)
+
+
+def _strided(tree: Any) -> list[torch.Tensor]:
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+def refuse_escapes(
+    module: nn.Module, part: Batch, forward: Forward, hooks: saved_tensors_hooks | None = None
+) -> set[torch.dtype]:
+    """Run ``forward`` once with a graph; raise ``Refused`` when something of it stays behind.
+
+    Returns the data types that it computes in. ``hooks``: keep what autograd saves.
+    """
+    saved: list[weakref.ref[_Saved]] = []
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        tensor = tensor.detach()  # the tensor itself would hold its graph, in a circle
+        holder = _Saved(tensor if hooks is None else hooks.pack_hook(tensor))
+        saved.append(weakref.ref(holder))
+        return holder
+
+    def unpack(holder: _Saved) -> torch.Tensor:
+        return holder.content if hooks is None else hooks.unpack_hook(holder.content)
+
+    args, kwargs = part.call(part.leaves)
+    torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
+    witness = Witness()
+    with saved_tensors_hooks(pack, unpack), witness:
+        output = forward(*args, **kwargs)
+    own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
+    # Some of transformers' models let what they have made of a waveform need gradients. Such a
+    # tensor goes with the graph: nobody can read its gradient.
+    foreign = [
+        weakref.ref(leaf) for leaf in _graph_leaves(tree_leaves(output)) if id(leaf) not in own
+    ]
+    del output
+    torch.clear_autocast_cache()
+    _drop_graphs_of_weights(module)
+    known = _strided(list(tensors_of(module)))
+    there: list[weakref.ref[Any]] = [*saved, *foreign]
+    if any(each() is not None for each in there) or witness.left(known):
+        gc.collect()
+    if any(each() is not None for each in saved) or witness.left(known):
+        raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
+    if any(each() is not None for each in foreign):
+        raise Refused("the model uses tensors that need gradients and are not its parameters")
+    return witness.dtypes
+
+
+def _drop_graphs_of_weights(module: nn.Module) -> None:
+    """Let the weights that torch's own hooks make anew before each forward go without their graphs.
+
+    Those of ``torch.nn.utils.weight_norm`` and ``spectral_norm``, which are plain attributes.
+    """
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                vars(each)[hook.name] = vars(each)[hook.name].detach()
+
+
+def _graph_leaves(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the autograd graph behind some tensors."""
+    todo = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            yield variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)

@@ -1,0 +1,481 @@
+"""The whole of a few samples against three uneven chunks of them: by which rules do they join?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward
+from autofit.worker.harness.batch.layout import Batch, Cut, Join, Labels, Layout, Rule, joined, same
+from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.harness.verification.fixed_draws import FixedDraws
+from autofit.worker.harness.verification.gradient_digest import (
+    Digest,
+    coefficients,
+    differences,
+    digest,
+    pattern,
+)
+from autofit.worker.harness.verification.loss_weights import Observer, guesses, variants
+from autofit.worker.harness.verification.perturbation import last_bits_off
+from autofit.worker.harness.verification.tolerances import TOLERANCES
+from autofit.worker.oom.classifier import Kind, classify
+
+PIECE = 1 << 24
+"""Numbers compared at a time."""
+CLOSER = 10
+"""Times as close as another sample's that an output has to be put together to be told from it."""
+Candidates = list[list[Join]]
+"""The rules that may still hold, for each output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A root's flattened output."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any) -> Output:
+        """Flatten what a root returned."""
+        return cls(*flatten(value))
+
+    def without_graph(self) -> Output:
+        """Return the same values, marked as before: a graph is as large as a step."""
+        return replace(self, leaves=[_marked(leaf) for leaf in self.leaves])
+
+
+class Undecided(Refused):
+    """Nothing can be proven on these samples; others may tell."""
+
+
+class Doubt(Refused):
+    """Numbers differ by more than the order of sums surely makes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What counts as equal."""
+
+    outputs: float
+    """The largest relative difference of an output."""
+    gradients: float | None
+    """That of a parameter's gradient; ``None`` to solve for the parts' share in the whole's."""
+    rounding: float
+    """Relative difference of an output below which what tells samples apart is rounding."""
+    scale: float = 1.0
+    """What the gradients that are sent in are multiplied by, where small ones would vanish."""
+
+    def refuse(self, pieces: Sequence[Digest], expected: Digest, names: Sequence[str]) -> None:
+        """Raise ``Doubt`` unless the parts' gradients add up to those of the whole."""
+        if self.gradients is None:
+            _refuse_others(pieces, expected)
+            return
+        relative = differences(pieces, expected)
+        error, most = max(zip(relative, names, strict=True), default=(0.0, ""))
+        if error > self.gradients:
+            raise Doubt(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
+
+
+STANDARD = 4.0
+"""Standard errors that a share may be off by: rounding tells it no better."""
+LAST_BITS = 20
+"""Last bits that rounding may make of an output."""
+SINGLE = Criterion(
+    TOLERANCES.single_outputs,
+    TOLERANCES.single_gradients,
+    LAST_BITS * torch.finfo(torch.float32).eps,
+)
+"""What is surely no more than the order of float32's sums."""
+DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo(torch.float64).eps)
+"""The same of float64's."""
+
+
+def _refuse_others(pieces: Sequence[Digest], expected: Digest) -> None:
+    """Raise ``Doubt`` unless each part counts once in the whole, whatever rounding adds to it."""
+    shares, errors, rest = coefficients(pieces, expected)
+    for share, error in zip(shares, errors, strict=True):
+        off = abs(share - 1.0)
+        if off > max(TOLERANCES.coefficient, STANDARD * error):
+            raise Doubt(f"the gradients of a split batch differ: a part's share by {off:.1e}")
+    if rest > TOLERANCES.residual:
+        raise Doubt(f"the gradients of a split batch differ: {rest:.1e} is of no part")
+
+
+class Runner:
+    """Runs parts of a batch so that the same samples give the same each time."""
+
+    def __init__(self, forward: Forward, layout: Layout, draws: FixedDraws | None) -> None:
+        self.forward = forward
+        self.layout = layout
+        self._draws = draws
+        self._start = RandomState.now()
+
+    def run(self, part: Batch, cut: Cut) -> Output:
+        """Return the root's output for some samples of ``part``."""
+        if self._draws is not None:
+            self._draws.cut = cut
+            self._start.restore_elsewhere()
+        torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
+        args, kwargs = part.call(self.layout.take(part, cut))
+        return Output.of(self.forward(*args, **kwargs))
+
+
+class Comparison:
+    """Looks for the rules; raises ``Refused`` where none hold."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        part: Batch,
+        whole: Batch,
+        parameters: Mapping[str, torch.Tensor],
+        criterion: Criterion,
+        seen: Observer,
+    ) -> None:
+        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only."""
+        self.runner = runner
+        self.layout = runner.layout
+        self.part = part
+        self.whole = Batch([_detached(leaf) for leaf in whole.leaves], whole.spec)
+        self.parameters = parameters
+        self.criterion = criterion
+        self.size = self.layout.size(part)
+        self.cuts = uneven(self.size)
+        self.seen = seen
+        self.labels = seen.labels(part, self.layout)
+        self.guesses = guesses(part, self.layout, seen)
+
+    def find(self) -> Layout:
+        """Return the layout with its joins."""
+        candidates, differentiable = self._expected()
+        masked = [self.part]
+        for variant in variants(self.part, self.whole, self.layout, self.labels, self.seen):
+            try:
+                narrower = self._on(candidates, variant.batch)
+            except Doubt:
+                if not variant.shows or self.criterion is SINGLE:
+                    raise
+                continue  # a batch that has it will show it, and be looked at then
+            if narrower is not None:
+                candidates = narrower
+                masked += [variant.batch] if variant.masked else []
+        candidates = self._same_in_all_sizes(candidates)
+        joins = tuple(map(self._choose, candidates, differentiable))
+        layout = replace(self.layout, joins=joins)
+        if self.parameters:
+            for part in masked:
+                self._check_gradients(layout, part)
+            self._check_power(layout)
+        return layout
+
+    def confirm(self) -> None:
+        """Raise ``Doubt`` unless the layout's own joins hold here too.
+
+        What every part said alike may be another thing here. Where an output is not finite, or no
+        gradient is left, nothing is asked of the samples. Raises ``Undecided`` where the last bits
+        of the weights make as much: attention that takes one of two words, in many layers.
+        """
+        try:
+            self._confirm()
+        except Doubt:
+            if self.criterion is DOUBLE and self._is_chaotic():
+                raise Undecided("the last bits of the weights decide what is returned") from None
+            raise
+
+    def _is_chaotic(self) -> bool:
+        """Return whether the outputs differ as soon as weights in float64 do in their last bits."""
+        whole = (0, self.size)
+        with torch.no_grad():
+            expected = self.runner.run(self.part, whole)
+            with last_bits_off(self.parameters.values()):
+                found = self.runner.run(self.part, whole)
+        return not all(map(self.close, found.leaves, expected.leaves))
+
+    def _confirm(self) -> None:
+        with torch.no_grad():
+            whole, chunks = self._outputs(self.part)
+        if not _finite(whole):
+            return
+        for index, (join, expected) in enumerate(zip(self.layout.joins, whole.leaves, strict=True)):
+            column = [chunk.leaves[index] for chunk in chunks]
+            varies = join.rule is not Rule.SAME
+            if varies and not self._holds(join, self.part, self.cuts, column, expected):
+                raise Doubt(_mismatch(expected))
+        if self.parameters:
+            with suppress(Undecided):
+                self._check_gradients(self.layout, self.part)
+
+    def _expected(self) -> tuple[Candidates, list[bool]]:
+        """Return the rules that hold, and which outputs have a gradient; keep no output.
+
+        What they take would be missed where the gradients are compared.
+        """
+        whole, chunks = self._outputs(self.part)
+        self._refuse_without_graph(whole)
+        candidates = [self._possible(leaf) for leaf in whole.leaves]
+        candidates = self._holding(candidates, self.part, whole, chunks)
+        differentiable = [is_number(leaf) and leaf.requires_grad for leaf in whole.leaves]
+        return candidates, differentiable
+
+    def _on(self, candidates: Candidates, part: Batch) -> Candidates | None:
+        """Return which rules hold on a variant; ``None`` where the model takes no such batch."""
+        found = self._try(part)
+        return None if found is None else self._holding(candidates, part, *found)
+
+    def _outputs(self, part: Batch, cuts: Sequence[Cut] = ()) -> tuple[Output, list[Output]]:
+        whole = self.runner.run(part, (0, self.layout.size(part))).without_graph()
+        chunks = [self.runner.run(part, cut).without_graph() for cut in cuts or self.cuts]
+        if any(chunk.spec != whole.spec for chunk in chunks):
+            raise Refused("the model's output has another structure for a part of the batch")
+        return whole, chunks
+
+    def _try(self, part: Batch) -> tuple[Output, list[Output]] | None:
+        """Return the outputs of a variant; ``None`` where the model takes no such batch."""
+        try:
+            with torch.no_grad():
+                found = self._outputs(part)
+        except Refused:
+            raise
+        except Exception as error:
+            if classify(error).kind is not Kind.NOT_OOM:
+                raise
+            return None
+        return found if _finite(found[0]) else None
+
+    def _refuse_without_graph(self, whole: Output) -> None:
+        with torch.no_grad():
+            again = self.runner.run(self.part, (0, self.size))
+        for one, other in zip(again.leaves, whole.leaves, strict=True):
+            if is_number(other) and not (is_number(one) and self.close(one, other)):
+                raise Doubt("the model answers differently without gradients")
+
+    # --- rules -----------------------------------------------------------------------------
+
+    def _possible(self, leaf: Any) -> list[Join]:
+        """Return the rules that an output may join by, the most telling first."""
+        constant = [Join(Rule.SAME)]
+        if not isinstance(leaf, torch.Tensor):
+            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            whole = isinstance(leaf, int)
+            return constant + (([Join(Rule.SUM)] if whole else self._means()) if number else [])
+        if leaf.ndim == 0 or leaf.shape == (1,):
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                return [*constant, Join(Rule.SUM)]
+            return self._means() if leaf.requires_grad else [*constant, *self._means()]
+        rules = (Rule.CONCATENATE, Rule.TURNS)
+        rows = [Join(rule, dim) for rule in rules for dim in range(leaf.ndim)]
+        return rows if leaf.requires_grad else [*rows, *constant]
+
+    def _means(self) -> list[Join]:
+        def counted(labels: Sequence[Labels]) -> list[Join]:
+            return [Join(Rule.TOKENS, labels=each) for each in labels]
+
+        plain = [Join(Rule.SAMPLES), Join(Rule.SUM)]
+        return [*counted(self.labels), *plain, *counted(self.guesses)]
+
+    def _holding(
+        self,
+        candidates: Candidates,
+        part: Batch,
+        whole: Output,
+        chunks: Sequence[Output],
+        cuts: Sequence[Cut] = (),
+    ) -> Candidates:
+        """Return the candidates that give this whole from these chunks."""
+        holding = []
+        for index, (expected, possible) in enumerate(zip(whole.leaves, candidates, strict=True)):
+            column = [chunk.leaves[index] for chunk in chunks]
+            arguments = (part, cuts or self.cuts, column, expected)
+            good = [join for join in possible if self._holds(join, *arguments)]
+            if not good:
+                raise Doubt(_mismatch(expected))
+            holding.append(good)
+        return holding
+
+    def _holds(
+        self, join: Join, part: Batch, cuts: Sequence[Cut], column: Sequence[Any], expected: Any
+    ) -> bool:
+        if join.rows:
+            rows, rest = divmod(expected.shape[join.dim], self.layout.size(part))
+            if rest or not rows or (rows == 1 and join.rule is Rule.TURNS):
+                return False  # one row a sample is the same in turn
+            for value, (start, stop) in zip(column, cuts, strict=True):
+                if value.ndim != expected.ndim or value.shape[join.dim] != rows * (stop - start):
+                    return False
+        weights: list[float] = []
+        if join.scalar:
+            shares = self.layout.weights(join, part)
+            weights = [shares.of(cut) for cut in cuts]
+        try:
+            return self.close(joined(join, column, cuts, weights), expected)
+        except Refused:
+            return False
+
+    def _same_in_all_sizes(self, candidates: Candidates) -> Candidates:
+        """Return the rules that hold for the whole batch and parts of every size.
+
+        By values, without a graph; on half the batch where memory has no room for the whole.
+        """
+        if not self.parameters:
+            return candidates
+        size = self.layout.size(self.whole)
+        while size > self.size:
+            part = Batch(self.layout.take(self.whole, (0, size)), self.whole.spec)
+            cuts = growing(size)
+            try:
+                with torch.no_grad():
+                    outputs = self._outputs(part, cuts)
+                return self._holding(candidates, part, *outputs, cuts)
+            except Refused as refusal:
+                raise Doubt("the model answers parts of another size otherwise") from refusal
+            except Exception as error:
+                if classify(error).kind is not Kind.OOM:
+                    raise
+                clear_frames(error.__traceback__)
+            size //= 2
+        return candidates
+
+    def _choose(self, holding: list[Join], differentiable: bool) -> Join:
+        rules = {join.rule for join in holding}
+        if Rule.SUM in rules and rules & {Rule.SAMPLES, Rule.TOKENS} and Rule.SAME not in rules:
+            raise Undecided("the model returns zero for every sample: nothing can be proven on it")
+        return replace(holding[0], detached=not differentiable)
+
+    def close(self, found: Any, expected: Any) -> bool:
+        """Return whether two outputs are equal but for the order of sums."""
+        return close(found, expected, self.criterion.outputs)
+
+    # --- gradients -------------------------------------------------------------------------
+
+    def _check_power(self, layout: Layout) -> None:
+        """Refuse where samples in another order would have passed as well.
+
+        A sum that is nearly one for all samples tells them apart where it is put together more
+        closely than that.
+        """
+        with torch.no_grad():
+            whole, chunks = self._outputs(self.part)
+        for index, (leaf, join) in enumerate(zip(whole.leaves, layout.joins, strict=True)):
+            if not join.rows or join.detached:
+                continue
+            view, dim = join.by_sample(leaf, self.size)
+            turned = view.roll(1, dim)
+            if not self.close(turned, view):
+                continue
+            found = joined(join, [chunk.leaves[index] for chunk in chunks], self.cuts, [])
+            apart, size = _distance(turned, view)
+            rounding = size * self.criterion.rounding
+            if apart <= max(CLOSER * _distance(found, leaf)[0], rounding):
+                raise Undecided("the model answers every sample alike: nothing can be proven on it")
+
+    def _check_gradients(self, layout: Layout, part: Batch) -> None:
+        expected = self._digest(layout, part, (0, self.size))
+        found = [self._digest(layout, part, cut) for cut in self.cuts]
+        if expected is None or all(each is None for each in found):
+            return
+        pieces = [each for each in found if each is not None]
+        arguments = len(expected) - len(self.parameters)
+        self.criterion.refuse(pieces, expected, [*self.parameters, *["an argument"] * arguments])
+        if part is self.part and not any(bool(each.any()) for each in expected):
+            raise Undecided("no gradient reaches the weights: nothing can be proven on it")
+
+    def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
+        """Return the gradients of some samples' outputs; ``None`` where none has any."""
+        output = self.runner.run(part, cut)
+        outputs, cotangents = [], []
+        for leaf, join in zip(output.leaves, layout.joins, strict=True):
+            if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+                continue
+            weight = layout.weights(join, part).of(cut) if join.scalar else None
+            if weight == 0.0:
+                continue
+            outputs.append(leaf)
+            if weight is not None:
+                cotangents.append(torch.full_like(leaf, weight))
+            else:
+                view, dim = join.by_sample(leaf, cut[1] - cut[0])
+                cotangents.append(join.flat(pattern(view, dim, cut[0])))
+        if not outputs:
+            return None
+        scaled = [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
+        arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
+        return digest(outputs, scaled, [*self.parameters.values(), *arguments])
+
+
+def _marked(leaf: Any) -> Any:
+    if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+        return leaf
+    return leaf.detach().requires_grad_()
+
+
+def _finite(output: Output) -> bool:
+    numbers = [leaf for leaf in output.leaves if is_number(leaf)]
+    return all(bool(torch.isfinite(leaf).all()) for leaf in numbers)
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether an output is a tensor of real or complex numbers."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def close(found: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether two outputs are equal but for the order of sums."""
+    if isinstance(expected, float) and isinstance(found, float):
+        return same(found, expected) or abs(found - expected) <= tolerance * abs(expected)
+    if not is_number(expected):
+        return same(found, expected)
+    if not is_number(found) or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    distance, scale = _distance(found.detach(), expected.detach())
+    return distance <= tolerance * scale or same(found, expected)
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Return the norm of the difference and that of ``expected``, both in double precision.
+
+    A piece at a time: logits in double precision may need more memory than the whole model.
+    """
+    exact = torch.complex128 if expected.is_complex() else torch.float64
+    norms = []
+    pieces = zip(found.reshape(-1).split(PIECE), expected.reshape(-1).split(PIECE), strict=True)
+    for one, other in pieces:
+        other = other.to(exact)
+        norms.append(torch.stack([(one.to(exact) - other).norm(), other.norm()]))
+    distance, scale = torch.stack(norms).norm(dim=0).tolist()
+    return distance, scale
+
+
+def uneven(samples: int) -> list[Cut]:
+    """Cut 4 samples into 2, 1, 1; fewer into ones."""
+    first = max(1, samples - 2)
+    return [(0, first), *((start, start + 1) for start in range(first, samples))]
+
+
+def growing(samples: int) -> list[Cut]:
+    """Cut into 1, 1, 2, 4, 8, ... samples: parts of every size."""
+    bounds = [0, 1]
+    while bounds[-1] < samples:
+        bounds.append(min(2 * bounds[-1], samples))
+    return list(pairwise(bounds))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _mismatch(expected: Any) -> str:
+    if not isinstance(expected, torch.Tensor):
+        return f"the model returns a {type(expected).__name__} that depends on the batch"
+    kind = "a number" if expected.numel() == 1 else f"a tensor of shape {tuple(expected.shape)}"
+    return f"the model returns {kind} that its parts' outputs do not add up to"

@@ -1,0 +1,291 @@
+"""The parent's handle of one child process: its pipes, its output, its end. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autofit.exceptions import WorkerError
+from autofit.worker.launch.reaper import Process, kill_until_gone, processes, with_descendants
+from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event
+
+EVENTS_FD = "AUTOFIT_EVENTS_FD"
+"""Names the child's end of the event pipe: pickled events, child to parent."""
+CONTROL_FD = "AUTOFIT_CONTROL_FD"
+"""Names the child's end of the control pipe: one ``ChildSpec``, then an ``Answer`` whenever the
+child asks, ``Agreed`` when it agrees with others; it breaks when the child is to end."""
+
+LAST_WORDS = 3.0
+"""Seconds a child is given, once it has said its last, to end and flush what it wrote."""
+_PATIENCE = 10.0
+"""Seconds given to killed processes to be gone; only a driver call can hold one longer."""
+
+
+class Tail:
+    """The last lines of a stream, in bounded memory, as a terminal would show them."""
+
+    def __init__(self, lines: int = 200, width: int = 8192) -> None:
+        self._lines: deque[bytes] = deque(maxlen=lines)
+        self._open = b""
+        self._width = width
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
+        *whole, self._open = (self._open + data).split(b"\n")
+        self._lines += [line[-self._width :] for line in whole[-(self._lines.maxlen or 0) :]]
+        self._open = self._open[-self._width :]
+
+    def __str__(self) -> str:
+        lines = [*self._lines, self._open] if self._open else self._lines
+        # A progress bar writes itself anew after each carriage return: the last one counts.
+        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+        return "\n".join(line.decode(errors="replace") for line in shown)
+
+
+class Child:
+    """A process started in a session of its own, with a pipe each way.
+
+    Use it as a context manager: when it is left, however it is left, the process and all that it
+    started are gone. ``lone`` says that this process runs nothing but such children, one at a
+    time, and is a subreaper (``adopt_orphans``), so that every orphan it adopts is the child's.
+    Starting one raises ``WorkerError`` where the operating system refuses.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        spec: ChildSpec,
+        environment: Mapping[str, str],
+        *,
+        lone: bool = False,
+    ) -> None:
+        self.tail = Tail()
+        self.timed_out = False
+        self._lone = lone
+        self._lock = threading.Lock()
+        self._timers: list[threading.Timer] = []
+        self._limit: threading.Timer | None = None
+        self._killed = False
+        self._seen: set[Process] = set()
+        events, child_events = os.pipe()
+        child_control, control = os.pipe()
+        output, child_output = os.pipe()
+        self._events = Connection(events, writable=False)
+        self._control = Connection(control, readable=False)
+        self._output = os.fdopen(output, "rb", buffering=0)
+        os.set_blocking(output, False)
+        numbers = {EVENTS_FD: str(child_events), CONTROL_FD: str(child_control)}
+        try:
+            with _no_signal_blocked():
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=spec.request.script.cwd,
+                    env={**environment, **numbers},
+                    stdin=subprocess.DEVNULL,
+                    stdout=child_output,
+                    stderr=child_output,
+                    start_new_session=True,
+                    pass_fds=(child_events, child_control),
+                )
+        except OSError as error:
+            self._close_pipes()
+            where = spec.request.script.cwd
+            raise WorkerError(f"cannot start {command[0]} in {where}: {error.strerror}") from error
+        finally:
+            for fd in (child_events, child_control, child_output):
+                os.close(fd)
+        self.pid = self._process.pid
+        self.rank = spec.rank
+        self._pidfd = os.pidfd_open(self.pid)
+        self._spec = spec
+
+    label = waiting = ""
+    """What there is to say where it is one of several: ``group.Group``."""
+
+    @property
+    def speaker(self) -> Child:
+        """Who said what ``events`` has yielded last."""
+        return self
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes started from here."""
+        return (self.pid,)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def limit(self, seconds: float | None) -> None:
+        """Kill the child's group after ``seconds``; ``timed_out`` then says so.
+
+        Counted anew each time it is called; ``None`` for as long as it takes.
+        """
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = None if seconds is None else self._after(seconds, self._time_out)
+
+    def linger(self, seconds: float) -> None:
+        """Give the child ``seconds`` to end by itself, then kill its group."""
+        self._after(seconds, self.kill)
+
+    def answer(self, answer: Answer | Agreed) -> None:
+        """Answer the child, which waits for it."""
+        with contextlib.suppress(OSError):  # it has ended meanwhile; its exit says more
+            self._control.send(answer)
+
+    def events(self) -> Iterator[Event]:
+        """Hand over the spec, then yield what the child sends, until it has ended."""
+        with contextlib.suppress(BrokenPipeError):  # it ended before it asked; its exit says more
+            self._control.send(self._spec)
+        sources: list[Connection | int] = [self._events, self._output.fileno(), self._pidfd]
+        while self._pidfd in sources:
+            for source in wait(sources):
+                if source is self._events:
+                    event = self._receive()
+                    if event is None:
+                        sources.remove(self._events)
+                    else:
+                        yield event
+                elif source == self._pidfd:
+                    sources.remove(self._pidfd)
+                elif not self._read_output():
+                    sources.remove(self._output.fileno())
+        self._end_tree()  # so that nobody else holds the pipes' other ends, and they can be emptied
+        while self._events in sources and self._events.poll():
+            event = self._receive()
+            if event is None:
+                break
+            yield event
+        while self._read_output():
+            pass
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the signal that ended it; ``None`` when it was killed from here."""
+        code = self._process.wait()
+        return None if self._killed and code == -signal.SIGKILL else code
+
+    def kill(self) -> bool:
+        """Kill the child's process group at once, without waiting; ``False`` if it had ended."""
+        with self._lock:
+            if not _running(self._pidfd):  # then its id may belong to somebody else
+                return False
+            self._killed = True
+            self._seen |= self._mine(processes())  # afterwards the descent cannot be traced
+            os.killpg(self.pid, signal.SIGKILL)
+            return True
+
+    def end(self) -> None:
+        """Kill the child and everything it has started, wait until they are gone, close all."""
+        for timer in self._timers:
+            timer.cancel()
+        self._end_tree()
+        self._process.wait()
+        self._close_pipes()
+        with self._lock:
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+                self._pidfd = -1
+
+    def _end_tree(self) -> None:
+        self.kill()
+        kill_until_gone(lambda table: self._mine(table) | self._seen, _PATIENCE)
+        if self._lone:
+            bury_orphans(self.pid)
+
+    def _mine(self, table: dict[int, Process]) -> set[Process]:
+        """Pick the child, its descendants, its session and group, and what it left to us."""
+        roots = {
+            process.pid
+            for process in table.values()
+            if self.pid in (process.pid, process.session, process.group)
+            or (self._lone and process.parent == os.getpid())
+        }
+        return with_descendants(roots, table)
+
+    def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+        return timer
+
+    def _time_out(self) -> None:
+        self.timed_out = self.kill()
+
+    def _receive(self) -> Event | None:
+        try:
+            event: Event = self._events.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+        return event
+
+    def _read_output(self) -> bool:
+        """Take what there is of the output; ``False`` at its end."""
+        data = self._output.read(1 << 16)
+        self.tail.feed(data or b"")
+        return bool(data)
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._events, self._control, self._output):
+            pipe.close()
+
+
+def python(program: Path) -> list[str]:
+    """Return the command that runs ``program`` in a fresh interpreter like this one."""
+    return [sys.executable, str(program)]
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every orphan among this process's descendants (Linux only).
+
+    See ``PR_SET_CHILD_SUBREAPER`` in prctl(2). Without it a daemon that a script leaves behind
+    goes to the init process, out of our sight.
+    """
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _no_signal_blocked() -> Iterator[None]:
+    """Let what is started within inherit an empty signal mask: Ray's workers block SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _running(pidfd: int) -> bool:
+    return pidfd >= 0 and not wait([pidfd], timeout=0)
+
+
+def bury_orphans(child: int = 0) -> None:
+    """Collect the exit codes of adopted processes; the child's own is left for its handle."""
+    while True:
+        try:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if dead is None or dead.si_pid == child:
+            return
+        os.waitpid(dead.si_pid, 0)

@@ -1,0 +1,378 @@
+"""The parent's side of one launch: starts the child, hears it out, ends it. Imports no torch.
+
+The child is a fresh interpreter that runs the harness by its path. It finds the numbers of its
+two pipe ends in ``AUTOFIT_EVENTS_FD`` and ``AUTOFIT_CONTROL_FD``, receives one ``ChildSpec`` with
+``multiprocessing.connection.Connection.recv``, keeps the control pipe under ``lifeline.watch``, and
+sends events with ``Connection.send``. To ``Asking`` it is sent an ``Answer``. A request may ask for
+several such processes (``group.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autofit.strategies.micro_batch import AUTO
+from autofit.worker.launch import rank_environment
+from autofit.worker.launch.child import LAST_WORDS, Child, python
+from autofit.worker.launch.environment import child_environment
+from autofit.worker.launch.group import Group
+from autofit.worker.launch.guard import BRIEFLY, Guard
+from autofit.worker.launch.reaper import SESSION, processes, with_descendants
+from autofit.worker.oom import classifier
+from autofit.worker.records.trials import (
+    Answer,
+    Asking,
+    ChildSpec,
+    Event,
+    Finished,
+    LaunchEnded,
+    LaunchEvent,
+    LaunchRequest,
+    Learned,
+    Measured,
+    Measurement,
+    OutOfMemory,
+    PlanEnded,
+    PlanStarted,
+    Proven,
+    Raised,
+    Shortage,
+    Traced,
+    TrialReport,
+    Uncontained,
+    Verdict,
+    Verified,
+)
+
+HARNESS = Path(__file__).resolve().parents[1] / "harness" / "__main__.py"
+"""The program that becomes the user's script."""
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that say nothing of the process they end: a user or a batch system sends them."""
+_LAST_LINES = 20
+"""Lines of output in which a dying process may have named the cause."""
+
+
+def launch(
+    request: LaunchRequest,
+    *,
+    harness: Path = HARNESS,
+    environment: Mapping[str, str] | None = None,
+    scratch: str | None = None,
+    lone: bool = False,
+    control: Control | None = None,
+    guard: Guard | None = None,
+) -> Iterator[LaunchEvent]:
+    """Start what ``request`` asks for and yield what becomes of it, ``LaunchEnded`` last.
+
+    ``environment`` is the user's own (``os.environ`` when not given); ``scratch`` a folder for
+    what must not land in the user's (the system's temporary folder when not given); ``lone`` as
+    for ``Child``; ``control`` reaches it from another thread; ``guard`` knows the slot's cards from
+    earlier launches. Nothing is started on a card that lacks the budget. Nothing of the launch is
+    left when the iterator ends or is closed.
+    Raises ``WorkerError`` when no process can be started.
+    """
+    user = os.environ if environment is None else environment
+    kills = classifier.oom_kills()
+    start = time.monotonic()
+    guard = guard or Guard.of(request.device, user)
+    if lost := guard.wait(request.budget):
+        yield LaunchEnded(steps=0, stopped=False, seconds=time.monotonic() - start, lost=lost)
+        return
+    with tempfile.TemporaryDirectory(
+        prefix="autofit-", dir=scratch, ignore_cleanup_errors=True
+    ) as folder:
+        variables = child_environment(request, user, Path(folder))
+        if SESSION in os.environ:
+            variables[SESSION] = os.environ[SESSION]
+        overlay = Path(folder) / "overlay"
+        overlay.mkdir()
+        spec = ChildSpec(request=request, scratch=str(overlay))
+        with _start(python(harness), spec, variables, lone) as child:
+            child.limit(request.timeout)
+            account = _Account(request, guard)
+            control = control or Control()
+            control.attach(child, account)
+            for event in child.events():
+                if isinstance(event, Asking):
+                    child.limit(None)  # whoever has to answer may take time
+                yield from account.hear(event, child)
+                if account.taken:
+                    child.kill()
+                if account.final is not None:
+                    child.linger(0.0 if account.stopped else LAST_WORDS)
+            control.detach()
+            end = _End.of(child, kills, control.stopped)
+            yield from account.close(end)
+    yield LaunchEnded(
+        steps=account.steps,
+        stopped=account.stopped,
+        seconds=time.monotonic() - start,
+        output=end.output,
+        oom_killed=end.oom_killed,
+        taken=account.taken,
+        lost=guard.wait(request.budget),
+    )
+
+
+def _start(
+    command: list[str], spec: ChildSpec, environment: Mapping[str, str], lone: bool
+) -> Child | Group:
+    """Start the process that is asked for, or the ranks."""
+    count = spec.request.ranks
+    if count == 1:
+        return Child(command, spec, environment, lone=lone)
+    port = rank_environment.free_port()
+    each = [rank_environment.environment(rank, count, port, environment) for rank in range(count)]
+    return Group(command, spec, each, lone=lone)
+
+
+class Control:
+    """What another thread has to say to a running launch."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._child: Child | Group | None = None
+        self._account: _Account | None = None
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """End the launch now, or as soon as it starts; its plan is reported as interrupted."""
+        with self._lock:
+            self.stopped = True
+            if self._child is not None:
+                self._child.kill()
+
+    def answer(self, answer: Answer) -> None:
+        """Answer the launch, which is asking for another plan; nothing if it has ended since."""
+        with self._lock:
+            if self._child is not None and self._account is not None:
+                self._account.given(answer)
+                self._child.limit(answer.timeout)
+                self._child.answer(answer)
+
+    def attach(self, child: Child | Group, account: _Account) -> None:
+        """Say which child this is about."""
+        with self._lock:
+            self._child, self._account = child, account
+            if self.stopped:
+                child.kill()
+
+    def detach(self) -> None:
+        """Say that the child has ended."""
+        with self._lock:
+            self._child = self._account = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How the child ended, as only its parent can see."""
+
+    returncode: int
+    """Exit code, or minus the signal that ended it; 0 for a child that was ended from here."""
+    timed_out: bool
+    interrupted: bool
+    oom_kills: int
+    """Processes the kernel killed for want of memory meanwhile: this child or others."""
+    output: str
+    label: str = ""
+    """Which rank this is about, where there are several."""
+    waiting: str = ""
+    """Which ranks waited for which; empty where none did."""
+
+    @classmethod
+    def of(cls, child: Child | Group, kills_before: int, interrupted: bool) -> _End:
+        """Look at ``child``, which has ended."""
+        return cls(
+            returncode=child.returncode or 0,
+            timed_out=child.timed_out,
+            interrupted=interrupted,
+            oom_kills=classifier.oom_kills() - kills_before,
+            output=str(child.tail),
+            label=child.label,
+            waiting=child.waiting,
+        )
+
+    @property
+    def oom_killed(self) -> bool:
+        """Whether the kernel ended it for want of memory."""
+        return self.returncode == -signal.SIGKILL and self.oom_kills > 0
+
+    @property
+    def killed(self) -> bool:
+        """Whether others seem to have ended it; by the kernel for want of memory is another."""
+        return -self.returncode in _FROM_OUTSIDE
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether its exit and its last lines say that memory ran out."""
+        last = "\n".join(self.output.splitlines()[-_LAST_LINES:])
+        kind = classifier.classify_exit(self.returncode, last, oom_kills=self.oom_kills).kind
+        return kind is classifier.Kind.OOM
+
+    def __str__(self) -> str:
+        if self.returncode >= 0:
+            return f"{self.label}exited with code {self.returncode}"
+        number = -self.returncode
+        known = number in {*signal.Signals}
+        return f"{self.label}killed by signal {number}" + (
+            f" ({signal.Signals(number).name})" if known else ""
+        )
+
+
+class _Account:
+    """Keeps track of which plan is running, and turns events into what the controller hears."""
+
+    def __init__(self, request: LaunchRequest, guard: Guard) -> None:
+        self.final: Raised | Finished | None = None
+        self.taken = ""
+        """Who took the card, once memory ran out because of that: nothing after it counts."""
+        self._plans = [] if request.waits else list(request.plans)
+        self._timeout = request.timeout
+        self._budget = request.budget
+        self._guard = guard
+        self._index = 0  # until the first plan starts, what happens counts for it
+        self._reported: set[int] = set()
+        self._startup = 0.0
+        self._measurements: list[Measurement] = []
+        self._shortage: OutOfMemory | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps the script took, as far as it could say."""
+        return self.final.steps if self.final is not None else 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the harness stopped the script after the last plan."""
+        return isinstance(self.final, Finished) and self.final.stopped
+
+    def given(self, answer: Answer) -> None:
+        """Take in what the child is about to be told."""
+        self._timeout = answer.timeout
+        if answer.plan is not None:
+            self._plans.append(answer.plan)
+
+    def hear(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
+        """Take in what ``child`` said last; yield what it means to the controller, if anything."""
+        if self.taken:
+            return
+        match event:
+            case Shortage() if self._was_taken(event.out_of_memory, child):
+                pass
+            case Raised() if event.starved() and self._was_taken(event.out_of_memory, child):
+                pass
+            case PlanEnded() if event.report.index in self._reported:
+                pass  # of another rank that leaves
+            case PlanStarted():
+                self._index, self._startup = event.index, event.startup_seconds
+                self._measurements, self._shortage = [], None
+            case Measured():
+                self._measurements.append(event.measurement)
+                yield event
+            case Shortage():
+                self._shortage = event.out_of_memory
+                yield event
+            case Learned() | Proven() | Verified() | Traced() | Uncontained() | Asking():
+                yield event
+            case PlanEnded():
+                self._reported.add(event.report.index)
+                yield event.report
+            case Raised():
+                self.final, self._index = event, event.index
+            case Finished():
+                self.final = event
+
+    def close(self, end: _End) -> Iterator[TrialReport]:
+        """Yield the report of the plan that was running when the child ended, if one was."""
+        if self._index in self._reported or self._index >= len(self._plans):
+            return
+        if self.taken:
+            yield self._report(Verdict.INTERRUPTED, self.taken)
+            return
+        match self.final:
+            case Raised() as raised:
+                yield self._raised(raised, end)
+            case Finished() if end.returncode <= 0:
+                pass  # what dies after the script's own end is teardown noise, not a verdict
+            case None if end.interrupted:
+                yield self._report(Verdict.INTERRUPTED, "interrupted")
+            case None if end.timed_out:
+                yield self._timed_out(end)
+            case _ if end.out_of_memory:
+                yield self._starved(OutOfMemory(phase="outside the model", message=str(end)))
+            case _ if end.returncode:
+                yield replace(self._failed(str(end), end.output), killed=end.killed)
+
+    def _timed_out(self, end: _End) -> TrialReport:
+        """Report what time ran out on: sizes that fitted by then count."""
+        reason = f"not done within {self._timeout:g} s"
+        reason += f": {end.waiting}" if end.waiting else ""
+        report = self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
+        return self._so_far(reason, self._measurements) or report
+
+    def _so_far(self, reason: str, sizes: Sequence[Measurement]) -> TrialReport | None:
+        """Return what the sizes measured by now come to; nothing where they are not the plan's own.
+
+        What is made for one size is measured after the same plan without it, which is not it.
+        """
+        plan = self._plans[self._index]
+        if not sizes or plan.unsized != plan:
+            return None
+        done = sorted(sizes, key=lambda each: each.seconds, reverse=True)
+        best = plan
+        if plan["micro_batch"] == AUTO:
+            best = plan.replace(micro_batch=str(done[-1].micro_batch))
+        report = self._report(Verdict.MEASURED, reason)
+        return replace(report, measurements=tuple(done), best=best)
+
+    def _was_taken(self, short: OutOfMemory, child: Child | Group) -> bool:
+        """Note who took the card of the rank that speaks, where that is why memory ran out."""
+        if short.room is None:
+            return False
+        own = {process.pid for process in with_descendants(child.pids, processes())}
+        speaker = child.speaker
+        if self._guard.taken(short.room, self._budget, own - {speaker.pid}, speaker.rank):
+            self.taken = self._guard.takers(own)
+        return bool(self.taken)
+
+    def _raised(self, raised: Raised, end: _End) -> TrialReport:
+        reason = raised.message.partition("\n")[0]
+        if raised.starved(end.oom_kills):
+            shortage = replace(raised.out_of_memory, message=reason)
+            return self._starved(shortage)
+        report = self._failed(reason, raised.traceback)
+        return replace(report, blamed=raised.blamed, own=raised.own)
+
+    def _starved(self, shortage: OutOfMemory) -> TrialReport:
+        if shortage.room is None and self._guard.wait(self._budget, BRIEFLY):
+            self.taken = self._guard.takers([])  # before CUDA had even started
+            return self._report(Verdict.INTERRUPTED, self.taken)
+        self._shortage = shortage
+        smaller = [m for m in self._measurements if m.micro_batch < (shortage.micro_batch or 0)]
+        report = self._report(Verdict.OUT_OF_MEMORY, shortage.message)
+        return self._so_far("", smaller) or report
+
+    def _failed(self, reason: str, traceback: str) -> TrialReport:
+        neutral = self._plans[self._index].neutral
+        verdict = Verdict.SCRIPT_FAILED if neutral else Verdict.PLAN_FAILED
+        return self._report(verdict, reason, traceback=traceback)
+
+    def _report(self, verdict: Verdict, reason: str, *, traceback: str = "") -> TrialReport:
+        return TrialReport(
+            index=self._index,
+            plan=self._plans[self._index],
+            verdict=verdict,
+            reason=reason,
+            measurements=tuple(self._measurements),
+            out_of_memory=self._shortage,
+            traceback=traceback,
+            startup_seconds=self._startup,
+        )

@@ -1,0 +1,1 @@
+"""Tells running out of memory from every other way to fail."""
