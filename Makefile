@@ -19,7 +19,7 @@ LOWER_TESTS := tests/harness/test_hf_loops.py tests/harness/test_transformers.py
 	tests/cli/test_main.py tests/search/test_search.py tests/worker/test_cluster.py
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-lower test-full faults loops check clean help
+.PHONY: demo test test-lower test-full faults loops check docs clean help
 
 demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
 	rm -rf .demo && mkdir .demo
@@ -52,8 +52,11 @@ check: $(STAMP)  ## ruff (lint and format) and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(STAMP)  ## build the documentation into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean:  ## remove the environment and everything made
-	rm -rf .venv .venv-lower .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lower .demo site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## list the targets
