@@ -47,9 +47,10 @@ faults: $(STAMP)  ## what may go wrong while a search or a run is on; kill -9, K
 loops: $(STAMP)  ## LOOPS new random training loops, plainly and under random plans
 	$(BIN)/python -m tests.loops --count $(LOOPS)
 
-check: $(STAMP)  ## ruff (lint and format) and mypy
+check: $(STAMP)  ## ruff (lint and format), import-linter and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## build the documentation into site/; a broken link is an error

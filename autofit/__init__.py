@@ -9,14 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from autofit._version import __version__
+
 if TYPE_CHECKING:
     from autofit.analysis.ranking import best
     from autofit.plan import Plan
     from autofit.resilience import resilient
     from autofit.running.run import run
     from autofit.tuning.controller import search
-
-__version__ = "0.1.0"
 
 __all__ = ["Plan", "__version__", "best", "resilient", "run", "search"]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autofit.analysis.pruning import tainted
+from autofit.analysis.result import Result
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
 from autofit.strategies.micro_batch import AUTO
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import (
     HORIZON,
     Measurement,

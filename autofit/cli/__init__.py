@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from autofit import __version__
+from autofit._version import __version__
 from autofit.cli.lazy import LazyGroup
 from autofit.cli.out import say, write
 from autofit.exceptions import AutofitError, ScriptError

@@ -14,7 +14,7 @@ from autofit.plan import Plan
 from autofit.storage import EvidenceKey, Store
 from autofit.strategies import AS_IS
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.harness.process.source_digests import digest_of
+from autofit.worker.harness.measurement.source_digests import digest_of
 from autofit.worker.records.trials import Proven, Script, Verified
 
 VERSIONS = ("autofit", "python", "torch", "accelerate", "bitsandbytes", "transformers")

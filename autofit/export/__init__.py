@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autofit.analysis.result import Result
 from autofit.export import (
     as_accelerate,
     as_env,
@@ -14,7 +15,6 @@ from autofit.export import (
     as_trainer,
 )
 from autofit.export.load import load_plan
-from autofit.tuning.notices import Result
 
 FORMATS: Mapping[str, Callable[[Result], str]] = {
     "accelerate": as_accelerate.render,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autofit.analysis.result import Result
 from autofit.export.header import comments, launched_with
-from autofit.tuning.notices import Result
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from autofit.tuning.notices import Result
+from autofit.analysis.result import Result
 
 
 def render(result: Result) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from autofit.analysis.result import Result
 from autofit.export.document import document
-from autofit.tuning.notices import Result
 
 
 def render(result: Result) -> str:

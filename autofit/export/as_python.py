@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import dedent, indent
 
+from autofit.analysis.result import Result
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.strategies.base import ByHand
-from autofit.tuning.notices import Result
 from autofit.units import format_size
 
 BLOCKS = """

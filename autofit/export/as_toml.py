@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from autofit.analysis.result import Result
 from autofit.export.document import document
-from autofit.tuning.notices import Result
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -6,10 +6,10 @@ import json
 import shlex
 from collections.abc import Iterator
 
+from autofit.analysis.result import Result
 from autofit.export.header import launched_with, origin
 from autofit.export.load import PLAN
 from autofit.printable import printable
-from autofit.tuning.notices import Result
 
 FILE = "autofit-plan.json"
 END = "END_OF_PLAN"

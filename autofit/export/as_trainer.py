@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from autofit.analysis.result import Result
 from autofit.export.header import comments
 from autofit.strategies import AS_IS
-from autofit.tuning.notices import Result
 
 OPTIMIZERS = {
     "fused": "adamw_torch_fused",

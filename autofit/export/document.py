@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from autofit.analysis.result import Result
 from autofit.export.load import PLAN
 from autofit.strategies import AS_IS
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import Measurement, Script
 
 

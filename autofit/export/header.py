@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator
 
+from autofit.analysis.result import Result
 from autofit.printable import printable
-from autofit.tuning.notices import Result
 from autofit.units import format_size
 from autofit.worker.launch import rank_environment
 

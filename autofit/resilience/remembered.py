@@ -16,8 +16,8 @@ from autofit.exceptions import AutofitError
 from autofit.resilience.call_key import Key, digest
 from autofit.storage import FittedKey, default_url
 from autofit.storage.url import exists
-from autofit.tuning.study import versions
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 from autofit.worker.meter.cpu import ShimMeter
 
 log = logging.getLogger("autofit.resilient")

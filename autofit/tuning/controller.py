@@ -12,6 +12,7 @@ from typing import Self
 
 from autofit.analysis.pruning import within
 from autofit.analysis.ranking import result_of
+from autofit.analysis.result import Result
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
@@ -26,7 +27,6 @@ from autofit.tuning.notices import (
     Line,
     Listener,
     Remeasuring,
-    Result,
     SizeMeasured,
     TrialDropped,
     TrialStarted,

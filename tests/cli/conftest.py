@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.plan import Plan
 from autofit.strategies import Facts, Hardware, RootFacts
-from autofit.tuning.notices import Result, StudyOpened
+from autofit.tuning.notices import StudyOpened
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 GIB = 1 << 30

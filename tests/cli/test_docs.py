@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.cli import cli
 from autofit.export import FORMATS, SUFFIXES
-from autofit.tuning.notices import Result
 
 pytestmark = pytest.mark.quick
 COMMANDS = tuple(cli.lazy)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.cli import main
 from autofit.cli.search import _options
 from autofit.cli.view.summary import lines
@@ -20,7 +21,6 @@ from autofit.launch_lines import Launch, accelerate_line, torchrun_line, underst
 from autofit.launch_lines.line import Line
 from autofit.launch_lines.span import span
 from autofit.running.run import as_searched
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import Script
 
 CONFIG = """\

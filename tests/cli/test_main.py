@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from autofit import __version__
+from autofit._version import __version__
 from autofit.cli import cli, main
 from autofit.cli.script import ScriptCommand, script_argument, the_launch
 from autofit.exceptions import (

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 import autofit.cli
+from autofit.analysis.result import Result
 from autofit.cli.view.transcript import Transcript
 from autofit.export import FORMATS
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Hardware
-from autofit.tuning.notices import Result, StudyOpened, TrialEnded
+from autofit.tuning.notices import StudyOpened, TrialEnded
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import click
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.cli import cli
 from autofit.cli.view.summary import SAME, lines
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
 pytestmark = pytest.mark.quick

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.plan import Plan
 from autofit.strategies import Hardware
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
 MakeResult = Callable[..., Result]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.export import FORMATS, SUFFIXES, load_plan
 from autofit.plan import Plan
 from autofit.strategies import NAMES
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import Verdict
 
 pytestmark = pytest.mark.quick

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from autofit import strategies
+from autofit.analysis.result import Result
 from autofit.export import FORMATS
 from autofit.launch_lines import accelerate_line
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, NAMES, Hardware
-from autofit.tuning.notices import Result
 from autofit.worker.records.trials import Script
 
 MakeResult = Callable[..., Result]

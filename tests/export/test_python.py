@@ -11,11 +11,11 @@ import torch
 import torch._functorch.config as functorch
 from torch import nn
 
+from autofit.analysis.result import Result
 from autofit.export import FORMATS
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, REGISTRY, Fidelity
 from autofit.strategies.inspection.blocks import repeated_blocks
-from autofit.tuning.notices import Result
 from tests.strategies.models import Parts
 
 pytestmark = pytest.mark.quick

@@ -20,7 +20,7 @@ from autofit.strategies import REGISTRY, Facts, get
 from autofit.strategies.inspection import tf32
 from autofit.strategies.loss import lazy_logits
 from autofit.worker.harness.batch import chunked_root
-from autofit.worker.harness.process.error_source import blamed, fault_of, raised_by_script
+from autofit.worker.harness.session.error_source import blamed, fault_of, raised_by_script
 from autofit.worker.harness.session.script_facts import describe
 from autofit.worker.harness.verification import split_check
 from autofit.worker.harness.verification.plan_check import prove

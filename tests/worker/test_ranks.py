@@ -15,7 +15,8 @@ from autofit.exceptions import WorkerError
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker import meter
-from autofit.worker.harness.measurement.window import Figures, Stage, Step
+from autofit.worker.harness.measurement.window import Stage, Step
+from autofit.worker.harness.parent.agreement import Figures
 from autofit.worker.launch import rank_environment
 from autofit.worker.launch.environment import launched
 from autofit.worker.launch.group import HEARING

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-import autofit
+from autofit._version import __version__
 from autofit.exceptions import WorkerError
 from autofit.worker.meter import nvml
 
@@ -23,7 +23,7 @@ LIBRARIES = ("accelerate", "bitsandbytes", "transformers", DRIVER)
 
 def versions() -> dict[str, str]:
     """Return the versions that matter to the figures, without importing the packages."""
-    found = {"autofit": autofit.__version__, "python": platform.python_version()}
+    found = {"autofit": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)

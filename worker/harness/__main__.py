@@ -18,9 +18,8 @@ def main() -> None:
     """Run the script as Python would, with the session attached."""
     from autofit.exceptions import Refused
     from autofit.worker import meter
-    from autofit.worker.harness.parent import agreement
     from autofit.worker.harness.parent.pipe import connect
-    from autofit.worker.harness.process import program
+    from autofit.worker.harness.process import program, sandbox
     from autofit.worker.harness.process.lifecycle import Conduct
     from autofit.worker.harness.verification.short_of_memory import NOTE, in_check
     from autofit.worker.launch import lifeline
@@ -29,7 +28,7 @@ def main() -> None:
     spec, reporter, lifeline_fd = connect()
     rank, ranks = spec.rank, spec.request.ranks
     if spec.scratch is not None:
-        contained = agreement.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
+        contained = sandbox.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
         if not contained and rank == 0:
             reporter.send(Uncontained())
     if spec.mode == "run":
@@ -56,20 +55,22 @@ def main() -> None:
             sys.exit(f"autofit: refused: {error}")
         if in_check(error):  # no line of the script's has done it
             sys.exit(f"{NOTE}: {error}")
-        _die_of(program.strip_our_frames(error))
+        from autofit.worker.harness.torch_state import frames
+
+        _die_of(frames.strip_our_frames(error))
     conduct.ended()
 
 
 def _die_of(error: BaseException) -> NoReturn:
     """Raise ``error`` to the end, our frames left out of what the script's own hook is given."""
-    from autofit.worker.harness.process import program
+    from autofit.worker.harness.torch_state import frames
 
     hook = sys.excepthook
 
     def without_ours(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        error.__traceback__ = program.without_our_frames(traceback)
+        error.__traceback__ = frames.without_our_frames(traceback)
         hook(kind, error, error.__traceback__)
 
     sys.excepthook = without_ours

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+from autofit.analysis.result import Result
 from autofit.cli.view import words
 from autofit.storage.url import shown
-from autofit.tuning.notices import Result
 from autofit.units import format_duration
 from autofit.worker.records.trials import Script, Verdict
 

@@ -20,11 +20,11 @@ from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.batch.layout import equal_cuts
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.size_search import LONG, SHORT, enough, ramp
+from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.tracer import Tracer
-from autofit.worker.harness.measurement.window import Figures, Refusals, Stage, Step, tighter
-from autofit.worker.harness.parent.agreement import Peers, Seen
+from autofit.worker.harness.measurement.window import Refusals, Stage, Step, tighter
+from autofit.worker.harness.parent.agreement import Figures, Peers, Seen
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.process.source_digests import digests
 from autofit.worker.harness.session.ranked_session import RankedSession
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.compile_state import CompileClock

@@ -12,6 +12,7 @@ from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.units import format_size
+from autofit.worker.harness.parent.agreement import Figures
 from autofit.worker.meter import Meter, Peak
 from autofit.worker.oom import classifier
 from autofit.worker.records.trials import Measurement, OutOfMemory
@@ -33,21 +34,6 @@ class Step:
     loss: float
     retried: bool
     """The allocator emptied its cache in it, on this rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one rank in a stage."""
-
-    peak: Peak
-    retries: int
-    """Steps in which the allocator emptied its cache."""
-    refused: int
-    """Allocations."""
-    compiled: float
-    """Seconds spent compiling."""
-    pressed: bool
-    """The allocator emptied its cache in two steps on end."""
 
 
 class Refusals:

@@ -8,18 +8,15 @@ so nobody waits for ever. A rank that stands alone says nothing to anybody. Impo
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 from autofit.exceptions import WorkerError
 from autofit.facts import RootFacts
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.process import sandbox
-from autofit.worker.records.trials import Agreed, Agreeing, OutOfMemory
+from autofit.worker.meter import Peak
+from autofit.worker.records.trials import Agreeing, OutOfMemory
 
 T = TypeVar("T")
 
@@ -88,6 +85,21 @@ class Seen:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one rank has measured under one plan at one micro-batch size."""
+
+    peak: Peak
+    retries: int
+    """Steps in which the allocator emptied its cache."""
+    refused: int
+    """Allocations."""
+    compiled: float
+    """Seconds spent compiling."""
+    pressed: bool
+    """The allocator emptied its cache in two steps on end."""
+
+
 def common(ranks: Sequence[RootFacts]) -> tuple[RootFacts, float]:
     """Return the facts of a root that all go by, and the mean share of its batch that a rank has.
 
@@ -99,23 +111,3 @@ def common(ranks: Sequence[RootFacts]) -> tuple[RootFacts, float]:
         return replace(ranks[0], batch=None), 1.0
     largest = max(known)
     return replace(ranks[0], batch=largest), sum(known) / len(known) / largest
-
-
-def contain(scratch: Path, rank: int, ranks: int, reporter: Reporter, control: int) -> bool:
-    """Send what this process writes to disk to ``scratch``, where all ranks find it.
-
-    ``control``: the descriptor on which the parent answers; nobody listens there yet, because this
-    must come before any thread. Returns whether that could be done.
-    """
-    if ranks == 1:
-        return sandbox.isolate(scratch)
-    leader = os.getpid() if rank == 0 and sandbox.isolate(scratch) else None
-    reporter.send(Agreeing(what="the start", value=leader))
-    parent = Connection(os.dup(control), writable=False)
-    agreed = parent.recv()
-    parent.close()
-    assert isinstance(agreed, Agreed)
-    leader = agreed.said[0].value  # type: ignore[assignment]
-    if leader is not None and rank > 0:
-        sandbox.join(leader)
-    return leader is not None

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.process import error_source, import_hooks, program
+from autofit.worker.harness.process import import_hooks
 from autofit.worker.harness.process.saved_files import Saves
+from autofit.worker.harness.session import error_source
+from autofit.worker.harness.torch_state import frames
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
@@ -76,7 +78,7 @@ class Conduct:
         index = self._session.index if self._session is not None else 0
         held = self._held()
         checked = in_check(error)
-        where = None if checked else program.place(error)
+        where = None if checked else frames.place(error)
         fault = error_source.fault_of(error, self._plan(index))
         culprit = (
             fault.strategy if fault else error_source.blamed(error.__traceback__, self._plan(index))
@@ -87,7 +89,7 @@ class Conduct:
         starved = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
         if starved and self._session is not None:
             self._session.too_large(error)
-        program.strip_our_frames(error)
+        frames.strip_our_frames(error)
         text = _printed(error)
         if isinstance(error, Refused):
             report = TrialReport(

@@ -13,7 +13,11 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.records.trials import Agreed, Agreeing
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
@@ -21,6 +25,26 @@ _MS_REC = 0x4000
 _MS_PRIVATE = 1 << 18
 _NOT_DISKS = {"proc", "sys", "dev", "run"}
 """Top-level directories that hold no files: devices, processes, sockets."""
+
+
+def contain(scratch: Path, rank: int, ranks: int, reporter: Reporter, control: int) -> bool:
+    """Send what this process writes to disk to ``scratch``, where all ranks find it.
+
+    ``control``: the descriptor on which the parent answers; nobody listens there yet, because this
+    must come before any thread. Returns whether that could be done.
+    """
+    if ranks == 1:
+        return isolate(scratch)
+    leader = os.getpid() if rank == 0 and isolate(scratch) else None
+    reporter.send(Agreeing(what="the start", value=leader))
+    parent = Connection(os.dup(control), writable=False)
+    agreed = parent.recv()
+    parent.close()
+    assert isinstance(agreed, Agreed)
+    leader = agreed.said[0].value  # type: ignore[assignment]
+    if leader is not None and rank > 0:
+        join(leader)
+    return leader is not None
 
 
 def isolate(scratch: Path) -> bool:

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.observers import Seams, inside
-from autofit.worker.harness.session.guarded import beside
+from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState

@@ -10,8 +10,7 @@ import torch
 from autofit.exceptions import Refused, UsageError, WorkerError
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.worker.harness.measurement.window import Figures
-from autofit.worker.harness.parent.agreement import Peers, common
+from autofit.worker.harness.parent.agreement import Figures, Peers, common
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session

@@ -19,8 +19,8 @@ from autofit.plan import Plan
 from autofit.strategies import AS_IS
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.outside import Outside
-from autofit.worker.harness.process import error_source
 from autofit.worker.harness.rescue.standby import Standby
+from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import SETTLED, Session
 from autofit.worker.harness.torch_state.copies import copied

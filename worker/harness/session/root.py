@@ -28,10 +28,11 @@ from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching import weight_views
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
 from autofit.worker.harness.rescue.standby import Standby
-from autofit.worker.harness.session.script_facts import doubted, unwrapped
+from autofit.worker.harness.session.script_facts import doubted
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.torch_state.modules import unwrapped
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
 from autofit.worker.harness.torch_state.undo import take_back

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from autofit.facts import RootFacts
@@ -21,12 +18,13 @@ from autofit.strategies.inspection.convolutions import convolutions
 from autofit.strategies.inspection.heads import classes
 from autofit.strategies.inspection.tokens import padded
 from autofit.strategies.weights.split_float32 import type_of
-from autofit.worker.harness.session.guarded import beside
 from autofit.worker.harness.torch_state.compile_state import is_compiled
+from autofit.worker.harness.torch_state.guarded import beside
+from autofit.worker.harness.torch_state.modules import unwrapped
+from autofit.worker.harness.verification.fixed_draws import rates_of_dropping
 
 if TYPE_CHECKING:
     from autofit.worker.harness.batch.layout import Batch
-    from autofit.worker.harness.session.root import HarnessRoot
 
 FRAMEWORKS = {
     "transformers.trainer": "transformers",
@@ -35,18 +33,6 @@ FRAMEWORKS = {
     "accelerate": "accelerate",
 }
 """Module prefix of a calling frame to the framework that drives the loop, outermost wins."""
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside ``DistributedDataParallel``, ``DataParallel`` and ``compile``."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        if isinstance(module, wrappers):
-            module = module.module
-        elif (inner := module._modules.get("_orig_mod")) is not None:
-            module = inner
-        else:
-            return module
 
 
 def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
@@ -143,27 +129,6 @@ def _drops(module: nn.Module) -> bool:
     return module.training and bool(rates_of_dropping(module))
 
 
-def rates_of_dropping(module: nn.Module) -> dict[str, float]:
-    """Return a module's own rates of dropping above zero, whatever the attributes are called."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return {"p": module.p} if module.p > 0 else {}
-    rates = {name: value for name, value in vars(module).items() if "drop" in name}
-    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
-
-
-@contextmanager
-def silenced(module: nn.Module) -> Iterator[None]:
-    """Within it nothing in ``module`` drops: two calls can be compared that draw otherwise."""
-    rates = [(vars(each), rates_of_dropping(each)) for each in module.modules()]
-    for values, found in rates:
-        values.update(dict.fromkeys(found, 0.0))
-    try:
-        yield
-    finally:
-        for values, found in rates:
-            values.update(found)
-
-
 def framework() -> str:
     """Return which framework drives the loop that is running, by its frames on the stack."""
     found = "torch"
@@ -175,28 +140,6 @@ def framework() -> str:
                 found = label
         frame = frame.f_back
     return found
-
-
-@contextmanager
-def casts_noticed(root: HarnessRoot) -> Iterator[None]:
-    """Notice in ``root.casts`` that a part of it runs under autocast, here in the script's own."""
-
-    def look(*_: object) -> None:
-        root.casts = root.casts or autocast_on()
-
-    if root.facts is not None and root.facts.compiled:  # it would be compiled anew for the hook
-        yield
-        return
-    handle = register_module_forward_pre_hook(look)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def autocast_on() -> bool:
-    """Return whether an autocast context is active for any device."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def tf32_on(module: nn.Module) -> bool:

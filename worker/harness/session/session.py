@@ -27,14 +27,14 @@ from autofit.worker.harness.patching import gradient_reads, manual_backward, ste
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
 from autofit.worker.harness.patching.weight_views import Process
-from autofit.worker.harness.process import error_source
+from autofit.worker.harness.session import error_source, uncalled_model
 from autofit.worker.harness.session import script_facts as learn
-from autofit.worker.harness.session import uncalled_model
 from autofit.worker.harness.session.calls_per_step import StepCalls
-from autofit.worker.harness.session.guarded import beside
 from autofit.worker.harness.session.leading_optimizer import Leader
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.plan_check import is_known, prove, remember
 from autofit.worker.harness.verification.proof_cache import Known
@@ -215,7 +215,7 @@ class Session:
         if not self.roots:  # inside a backward: a checkpoint around the whole model, say
             return
         plain = self.roots[-1].plan.neutral and not self.seams.around
-        if not self.facts.autocast and plain and learn.autocast_on():
+        if not self.facts.autocast and plain and autocast_on():
             self._learn(autocast=True)
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
@@ -425,7 +425,7 @@ class Session:
                 root.facts = self._with_samples(root, root.facts, args, kwargs)
         root.facts = self.common(root.facts)
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
-        autocast = self.facts.autocast or learn.autocast_on()
+        autocast = self.facts.autocast or autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
         self._learn(roots=met, autocast=autocast, workers=self.seams.workers, optimizers=names)
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autofit.facts import RootFacts
-from autofit.worker.harness.process.program import OURS
 from autofit.worker.harness.session.script_facts import describe
+from autofit.worker.harness.torch_state.frames import OURS
 
 
 def facts_of(error: BaseException) -> RootFacts | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autofit.worker.harness.session.script_facts import unwrapped
+from autofit.worker.harness.torch_state.modules import unwrapped
 
 GIVEN = ("use_cache", "past_key_values", "cache", "cache_params", "state")
 """Arguments, of any release, by which a script gives a cache, asks for one or wants none."""

@@ -51,3 +51,15 @@ def _held(module: Any) -> Iterator[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in groups:
         yield from group.fsdp_params if group is not None else ()
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside ``DistributedDataParallel``, ``DataParallel`` and ``compile``."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        if isinstance(module, wrappers):
+            module = module.module
+        elif (inner := module._modules.get("_orig_mod")) is not None:
+            module = inner
+        else:
+            return module

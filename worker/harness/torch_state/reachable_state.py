@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from autofit.worker.harness.process.program import LIBRARIES
+from autofit.worker.harness.torch_state.frames import LIBRARIES
 from autofit.worker.harness.torch_state.modules import is_sharded
 from autofit.worker.harness.torch_state.state_kinds import (
     DICT,

@@ -108,3 +108,8 @@ class Ambient:
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             yield
+
+
+def autocast_on() -> bool:
+    """Return whether an autocast context is active for any device."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

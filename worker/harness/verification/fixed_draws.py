@@ -209,3 +209,24 @@ def fixed_draws(module: nn.Module) -> Iterator[FixedDraws]:
     finally:
         for each, rate in zip(recurrent, rates, strict=True):
             each.dropout = rate
+
+
+def rates_of_dropping(module: nn.Module) -> dict[str, float]:
+    """Return a module's own rates of dropping above zero, whatever the attributes are called."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return {"p": module.p} if module.p > 0 else {}
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+
+
+@contextmanager
+def silenced(module: nn.Module) -> Iterator[None]:
+    """Within it nothing in ``module`` drops: two calls can be compared that draw otherwise."""
+    rates = [(vars(each), rates_of_dropping(each)) for each in module.modules()]
+    for values, found in rates:
+        values.update(dict.fromkeys(found, 0.0))
+    try:
+        yield
+    finally:
+        for values, found in rates:
+            values.update(found)

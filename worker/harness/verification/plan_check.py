@@ -7,8 +7,8 @@ a split batch is joined is proven apart (``probe``), whenever a new structure of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts
@@ -23,13 +24,14 @@ from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
 from autofit.worker.harness.session.root import HarnessRoot, Sensitivity
-from autofit.worker.harness.session.script_facts import casts_noticed, silenced
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.module_state import Change, Held, moved_otherwise, since
 from autofit.worker.harness.torch_state.modules import gathered, is_sharded
 from autofit.worker.harness.torch_state.reachable_state import Key
+from autofit.worker.harness.torch_state.rng import autocast_on
+from autofit.worker.harness.verification.fixed_draws import silenced
 from autofit.worker.harness.verification.float64 import CannotRun, in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import (
     Digest,
@@ -589,3 +591,20 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
             raise Refused("no gradient of its weights is there to be compared")
         del leaves, values, outputs, cotangents
         return found, since(start)
+
+
+@contextmanager
+def casts_noticed(root: HarnessRoot) -> Iterator[None]:
+    """Notice in ``root.casts`` that a part of it runs under autocast, here in the script's own."""
+
+    def look(*_: object) -> None:
+        root.casts = root.casts or autocast_on()
+
+    if root.facts is not None and root.facts.compiled:  # it would be compiled anew for the hook
+        yield
+        return
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()

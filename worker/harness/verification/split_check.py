@@ -24,11 +24,10 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.strategies.inspection import tf32
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.session.script_facts import autocast_on
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.module_state import once
 from autofit.worker.harness.torch_state.reachable_state import Key, Place, Snapshot, changes, key_of
-from autofit.worker.harness.torch_state.rng import Ambient, RandomState
+from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
 from autofit.worker.harness.verification.float64 import CannotRun, Twins, in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import digest

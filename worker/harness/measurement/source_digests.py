@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from autofit.worker.harness.process.program import LIBRARIES, OURS
+from autofit.worker.harness.torch_state.frames import LIBRARIES, OURS
 
 MOST = 2000
 """Files that are looked at."""

@@ -1,0 +1,93 @@
+"""The folders show what the program does: names in strings resolve, packages stay small."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autofit
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ("autofit", "storage", "strategies", "worker")
+MOST = 25
+"""Modules of one package, at one level."""
+NO_MODULES = {"autofit.db", "autofit.line", "autofit.script_args"}
+"""Strings that look like the name of a module, and are the names of a file and of keys."""
+DOTTED = re.compile(r"autofit(\.[A-Za-z_]\w*)+")
+
+
+def sources() -> list[Path]:
+    """Return the library's files, each under its real folder."""
+    found = (path for name in LIBRARY for path in (ROOT / name).rglob("*.py"))
+    real = {path.resolve() for path in found}
+    return sorted(path for path in real if "versions" not in path.parts)  # of the database's schema
+
+
+def strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield each string of a file that is a dotted name of ours, with its line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        if DOTTED.fullmatch(node.value) and node.value not in NO_MODULES:
+            yield node.lineno, node.value
+
+
+def resolves(name: str) -> bool:
+    """Return whether ``name`` is a module of ours, or what one holds."""
+    module, rest = name, ""
+    while not _is_module(module):
+        module, _, last = module.rpartition(".")
+        if not module:
+            return False
+        rest = last
+    return not rest or hasattr(importlib.import_module(module), rest)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_every_module_that_a_string_names_exists() -> None:
+    found = [(path, line, name) for path in sources() for line, name in strings(path)]
+    assert len(found) >= 3, "the search for strings finds none"
+    lost = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, line, name in found
+        if not resolves(name)
+    ]
+    assert lost == []
+
+
+def test_packages_stay_small() -> None:
+    modules = Counter(path.parent for path in sources() if path.name != "__init__.py")
+    assert {str(p.relative_to(ROOT)): n for p, n in modules.items() if n > MOST} == {}
+
+
+def test_no_module_hides_a_public_function() -> None:
+    """Importing ``autofit.x`` would put the module in the place of the function ``autofit.x``."""
+    program = (
+        "import autofit, importlib, pkgutil, sys\n"
+        "for each in pkgutil.walk_packages(autofit.__path__, 'autofit.'):\n"
+        "    if not each.name.endswith('__main__') and '.versions.' not in each.name\\\n"
+        "            and '.migrations.env' not in each.name:\n"
+        "        importlib.import_module(each.name)\n"
+        "names = [each for each in autofit.__all__ if each != '__version__']\n"
+        "lost = [each for each in names if not callable(getattr(autofit, each))]\n"
+        "sys.exit(f'hidden: {lost}' if lost else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {"search", "best", "run", "resilient"} <= set(autofit.__all__)

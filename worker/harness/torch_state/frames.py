@@ -1,0 +1,80 @@
+"""Which frames of a traceback are the user's own, a library's or ours. Imports no torch."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+
+from autofit.worker.records.trials import Place
+
+OURS = tuple(
+    str(folder) + os.sep
+    for folder in {
+        Path(__file__).parents[2],  # worker, through the package or through the link
+        Path(__file__).resolve().parents[2],
+        Path(__file__).resolve().parents[3] / "strategies",
+        Path(__file__).parents[3] / "strategies",
+    }
+)
+"""Folders whose frames a user's traceback does not show."""
+DISPATCHER, DISPATCHED = "handle_torch_function", "__torch_function__"
+"""Torch's function and our method, through which a function of torch calls itself again."""
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+"""Folders that hold no code of the user's."""
+
+
+def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` less the frames of the harness and the strategies."""
+    theirs: list[TracebackType] = []
+    passed = False
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename.startswith(OURS):
+            passed = passed or code.co_name == DISPATCHED
+        else:
+            if passed and theirs and theirs[-1].tb_frame.f_code.co_name == DISPATCHER:
+                del theirs[-1]
+                if theirs and theirs[-1].tb_frame.f_code is code:
+                    del theirs[-1]  # it asked whether anybody overrides it, and was called again
+            passed = False
+            theirs.append(traceback)
+        traceback = traceback.tb_next
+    rest = None
+    for each in reversed(theirs):
+        rest = TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return rest
+
+
+def place(error: BaseException) -> Place | None:
+    """Return the deepest line of the user's own code in the traceback of ``error``."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not name.startswith((*OURS, *LIBRARIES, "<")):
+            found = name, traceback.tb_lineno
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    name, number = found
+    shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
+    return Place(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
+
+
+def strip_our_frames(error: BaseException) -> BaseException:
+    """Take our frames out of the tracebacks of ``error`` and of all it was raised from."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = without_our_frames(each.__traceback__)
+        todo += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            todo += each.exceptions
+    return error
