@@ -143,7 +143,7 @@ def test_blocks_that_can_run_again_do_before_the_host_is_asked(tmp_path: Path) -
     loop = SCRIPT.partition("model = Net()\n")[2]
     forbidden = """
 import torch
-from autofit.worker.harness import hosted
+from autofit.worker.harness.torch_state import host_saved as hosted
 
 
 def of(tensor):

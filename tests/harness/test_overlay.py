@@ -100,7 +100,7 @@ def test_nothing_is_left(folders: tuple[Path, Path], tmp_path: Path) -> None:
 ISOLATED = """
 import sys
 from pathlib import Path
-from autofit.worker.harness.overlay import isolate
+from autofit.worker.harness.process.sandbox import isolate
 print(isolate(Path(sys.argv[1])))
 for folder in sys.argv[2:]:
     (Path(folder) / "new").write_text("written")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 PREAMBLE = """\
 import io, os, sys
 import torch
-from autofit.worker.harness.saves import Saves
+from autofit.worker.harness.process.saved_files import Saves
 
 class Reporter:
     def send(self, event):

@@ -288,7 +288,7 @@ OPEN_A_STUDY = """
 import sys
 from autofit.storage import Store, StudyKey
 from autofit.strategies import Hardware
-from autofit.worker.records import Script
+from autofit.worker.records.trials import Script
 script = Script(target="train.py", cwd=sys.argv[2])
 with Store(sys.argv[1]) as store:
     sys.stdin.readline()

@@ -28,7 +28,7 @@ import sys, time
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Hardware
-from autofit.worker.records import Measurement, Script, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 storage, cwd, wait = sys.argv[1:]
 script = Script(target="train.py", args=("--epochs", "3"), cwd=cwd)

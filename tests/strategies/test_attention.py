@@ -184,8 +184,8 @@ meter.forget()
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from autofit.plan import Plan
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.patching.observers import Calls, Seams
 
 class Handler:
     def __getattr__(self, name):

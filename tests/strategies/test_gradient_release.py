@@ -526,10 +526,10 @@ meter.forget()
 import torch
 from torch import nn
 from autofit.plan import Plan
-from autofit.worker.harness.optimizers import Optimizers
-from autofit.worker.harness.release import PART
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.patching.step_in_backward import PART
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.patching.observers import Calls, Seams
 
 class Handler:
     def __getattr__(self, name):

@@ -423,8 +423,8 @@ meter.forget()
 import torch
 from torch import nn
 from autofit.plan import Plan
-from autofit.worker.harness.roots import HarnessRoot
-from autofit.worker.harness.seams import Calls, Seams
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.patching.observers import Calls, Seams
 
 class Net(nn.Module):
     def __init__(self):

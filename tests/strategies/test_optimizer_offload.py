@@ -261,7 +261,7 @@ meter.forget()
 import torch
 from torch import nn
 from autofit.plan import Plan
-from autofit.worker.harness.optimizers import Optimizers
+from autofit.worker.harness.patching.optimizers import Optimizers
 
 class Owner:
     def optimizer_plan(self): return self.plan

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.quick
 CHILD = """
 import os, queue, sys, time
 from multiprocessing.connection import Connection
-from autofit.worker import lifeline
+from autofit.worker.launch import lifeline
 from autofit.worker.records import *
 
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)

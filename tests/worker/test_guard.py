@@ -110,7 +110,7 @@ def test_where_the_driver_is_silent_nothing_is_guarded(machine: Machine) -> None
 PRELUDE = """
 import os, sys
 from multiprocessing.connection import Connection
-from autofit.worker import lifeline
+from autofit.worker.launch import lifeline
 from autofit.worker.records import *
 
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)

@@ -37,7 +37,7 @@ PRELUDE = """
 import os, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
 from autofit.strategies import Facts
-from autofit.worker import lifeline
+from autofit.worker.launch import lifeline
 from autofit.worker.records import *
 
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
@@ -380,8 +380,8 @@ def test_the_child_kills_its_group_when_the_parent_is_killed(tmp_path: Path) -> 
                 f"""
                 from pathlib import Path
                 from autofit.plan import Plan
-                from autofit.worker.launcher import launch
-                from autofit.worker.records import LaunchRequest, Script
+                from autofit.worker.launch.launcher import launch
+                from autofit.worker.records.trials import LaunchRequest, Script
                 request = LaunchRequest(
                     script=Script(target="train.py", cwd={str(tmp_path)!r}), plans=(Plan(),),
                     device="cpu", budget=1 << 30, timeout=60,

@@ -40,7 +40,7 @@ HARNESS = """
 import json, os, queue, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
 from autofit.strategies import Facts
-from autofit.worker import lifeline
+from autofit.worker.launch import lifeline
 from autofit.worker.records import *
 
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
@@ -296,8 +296,8 @@ DRIVER = """
 import sys
 from pathlib import Path
 from autofit.plan import Plan
-from autofit.worker.pool import Pool
-from autofit.worker.records import LaunchRequest, Script
+from autofit.worker.cluster.pool import Pool
+from autofit.worker.records.trials import LaunchRequest, Script
 
 body = "open({out!r}, 'w').write(str(os.getpid())); signal.pause()"
 script = Script(target=body, cwd="/")

@@ -18,8 +18,8 @@ import shutil
 import tempfile
 import ray
 from autofit.plan import Plan
-from autofit.worker.pool import Pool
-from autofit.worker.records import LaunchRequest, Script
+from autofit.worker.cluster.pool import Pool
+from autofit.worker.records.trials import LaunchRequest, Script
 from pathlib import Path
 
 harness = Path("harness.py")

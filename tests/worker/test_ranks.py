@@ -37,9 +37,9 @@ pytestmark = pytest.mark.quick
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
-from autofit.worker import lifeline
-from autofit.worker.harness.peers import Peers
-from autofit.worker.harness.reporter import connect
+from autofit.worker.launch import lifeline
+from autofit.worker.harness.parent.agreement import Peers
+from autofit.worker.harness.parent.pipe import connect
 from autofit.worker.records import *
 
 spec, reporter, fd = connect()

@@ -123,7 +123,7 @@ def test_a_refusal_is_torchs_own_error_and_the_process_goes_on(run: Run) -> None
 def test_hundreds_of_refusals_at_random_points_crash_nothing(run: Run) -> None:
     output = run("""
         import random, torch
-        from autofit.worker.oom import Kind, classify
+        from autofit.worker.oom.classifier import Kind, classify
         random.seed(0)
         linear = torch.nn.Linear(512, 512)
         half = torch.nn.Linear(512, 512).bfloat16()
