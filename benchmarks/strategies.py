@@ -1,7 +1,7 @@
 """What each level of the catalogue is worth: alone, and in its usual company, on several works.
 
     python benchmarks/strategies.py [--work vit ...] [--strategy NAME ...] [--alone no]
-    python benchmarks/strategies.py --page      # writes docs/strategies.md from what was measured
+    python benchmarks/strategies.py --page      # writes results/strategies.md from the results
 
 Every row is a trial as a search runs it: full optimizer steps, synchronised, the first ones
 dropped, the median. Levels that can be taken back are measured one after another in one process,
@@ -37,7 +37,7 @@ from autofit.worker.records.trials import LaunchRequest, Script, Traced, TrialRe
 UNET = Work("unet", "../tests/gpu/unet.py", ("--steps", "4000"), ())
 ALL = (*WORKS, UNET)
 """The examples, and a network of convolutions, which they are not."""
-PAGE = HERE.parent / "docs" / "strategies.md"
+PAGE = RESULTS / "strategies.md"
 STEPS = 6
 """Measured of each plan."""
 LAUNCH_SECONDS = 400.0
@@ -235,13 +235,13 @@ larger parts, which is faster: that is what a search finds out.
 
 
 def page(document: dict[str, Any]) -> str:
-    """Return ``docs/strategies.md``: what the strategies say, and what was measured."""
+    """Return ``results/strategies.md``: what the strategies say, and what was measured."""
     rows = [Row(**row) for row in document["rows"]]
     where = "{hardware}, torch {torch}, Python {python}".format(
         hardware=document["hardware"], **document["versions"]
     )
     told = [
-        "# The catalogue, measured",
+        "# Strategies, measured",
         "",
         f"Written by `python benchmarks/strategies.py --page`; measured on one {where}.",
         "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -50,12 +49,6 @@ def test_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     reasons = {pair.reason for pair in found if pair.reason is not None}
     assert reasons
     assert all(f"\n  {reason}\n" in printed for reason in reasons)
-
-
-def test_the_pairs_in_the_docs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["techniques", "--pairs"]) == 0
-    kept = (root / "docs" / "pairs.txt").read_text()
-    assert capsys.readouterr().out == kept, "run: autofit techniques --pairs > docs/pairs.txt"
 
 
 def test_pairs_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_each_technique_has_figures(root: Path) -> None:
 
 def test_the_page_shows_what_was_measured(root: Path, benchmark: ModuleType) -> None:
     document = json.loads((root / "benchmarks" / "results" / "strategies.json").read_text())
-    assert (root / "docs" / "strategies.md").read_text() == benchmark.page(document)
+    assert (root / "benchmarks/results/strategies.md").read_text() == benchmark.page(document)
 
 
 def test_what_a_search_expects_is_near_what_was_measured(root: Path) -> None:
