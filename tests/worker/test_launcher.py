@@ -38,7 +38,7 @@ import os, signal, subprocess, sys, time
 from multiprocessing.connection import Connection
 from autofit.strategies import Facts
 from autofit.worker.launch import lifeline
-from autofit.worker.records import *
+from autofit.worker.records.trials import *
 
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
 control = Connection(int(os.environ["AUTOFIT_CONTROL_FD"]), writable=False)

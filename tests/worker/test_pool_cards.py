@@ -15,7 +15,7 @@ HARNESS = """
 import os
 from multiprocessing.connection import Connection
 from autofit.strategies import Facts
-from autofit.worker.records import *
+from autofit.worker.records.trials import *
 
 events = Connection(int(os.environ["AUTOFIT_EVENTS_FD"]), readable=False)
 Connection(int(os.environ["AUTOFIT_CONTROL_FD"]), writable=False).recv()

@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection
 from autofit.worker.launch import lifeline
 from autofit.worker.harness.parent.agreement import Peers
 from autofit.worker.harness.parent.pipe import connect
-from autofit.worker.records import *
+from autofit.worker.records.trials import *
 
 spec, reporter, fd = connect()
 lifeline.watch(fd, reporter.answered)
