@@ -1,4 +1,4 @@
-"""Run launches and searches over real scripts, unmodified, and write ``docs/compatibility.md``.
+"""Run launches and searches over real scripts, unmodified, and write ``results/compatibility.md``.
 
     python benchmarks/public_data.py FOLDER
     python benchmarks/compatibility.py --public FOLDER [--only NAME ...] [--skip-search] [--render]
@@ -46,7 +46,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 LIST = HERE / "compatibility.toml"
 RESULTS = HERE / "results" / "compatibility.json"
-PAGE = REPO / "docs" / "compatibility.md"
+PAGE = HERE / "results" / "compatibility.md"
 
 BUDGET = 8 << 30
 """Bytes each launch of the first table may use: more than any of the scripts needs."""
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write docs/compatibility.md from real runs.")
+    parser = argparse.ArgumentParser(description="Write results/compatibility.md from real runs.")
     parser.add_argument("--public", type=Path, default=Path("public"), help="folder of checkouts")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these scripts alone")
     parser.add_argument("--skip-launch", action="store_true", help="keep the first table's rows")
@@ -390,10 +390,7 @@ def page(entries: Sequence[Entry], results: dict[str, Any]) -> str:
 def _ran_on(machine: dict[str, Any]) -> str:
     figures = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     where = f"{machine['name']} ({machine['device']}, {machine['cores']} cores)"
-    return (
-        f"Ran on: {where}; {figures}. On a CPU memory is what torch's allocator holds:"
-        " [cpu-device.md](cpu-device.md)."
-    )
+    return f"Ran on: {where}; {figures}. On a CPU memory is what torch's allocator holds."
 
 
 def _strategy_table(entries: Sequence[Entry], rows: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """How often is the check of a plan wrong? A zoo of tiny models, with the truth in float64.
 
-    python benchmarks/verdicts.py                       # every model, writes docs/verification.md
+    python benchmarks/verdicts.py                       # every model, writes the figures
     python benchmarks/verdicts.py --quick               # every sixth, prints the tables only
     python benchmarks/verdicts.py --only gpt2 --only t5
 
@@ -48,7 +48,7 @@ from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "verification.md"
+PAGE = HERE.parent / "docs" / "explanation" / "verification.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 EQUAL = 1e-6
 """Relative difference of all gradients together up to which two ways are one, in float64."""

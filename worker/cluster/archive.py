@@ -19,7 +19,7 @@ from autofit.exceptions import WorkerError
 from autofit.worker.cluster import upload
 
 _PACKAGES = ("autofit", "autofit.strategies", "autofit.worker", "autofit.storage")
-"""They may lie in four places: see docs/layout.md."""
+"""They may lie in four places: see docs/explanation/architecture.md."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """In place of each file's time, so that the same contents have the same name."""
 

@@ -3,8 +3,8 @@
 A generator that asks for windows of steps and is sent what was measured, so that the logic needs
 neither a model nor a device to be tested.
 
-Activations grow linearly with the chunk (Huang et al., 2019, and ``docs/micro-batch.md``): two
-small sizes give the line, the line gives the largest size that fits, and that one is confirmed.
+Activations grow linearly with the chunk (Huang et al., 2019; ``docs/explanation/micro-batch.md``).
+Two small sizes give the line, the line gives the largest size that fits, and that one is confirmed.
 It need not be even: one large chunk's graph is kept, the rest runs again in chunks no larger.
 Where nothing runs again, chunks are even. One chunk is a case of its own: it holds no gradients
 during later forwards.

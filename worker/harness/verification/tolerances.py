@@ -4,7 +4,7 @@ A split, and a plan that does not round, are judged twice. In the script's own p
 is clearly no more than another order of sums is accepted. Everything else is decided in float64,
 where the order of sums makes next to nothing (``float64.py``). Of a plan that rounds the
 gradients may differ as much as rounding the weights once makes of them. ``benchmarks/verdicts.py``
-measures how often these numbers are wrong; ``docs/verification.md`` has its figures.
+measures how often these numbers are wrong; ``docs/explanation/verification.md`` has its figures.
 """
 
 from __future__ import annotations
