@@ -11,7 +11,7 @@ import pytest
 from autofit.cli import main
 from autofit.export import FORMATS, SUFFIXES
 from autofit.plan import Plan
-from autofit.tuning.notices import Result
+from autofit.analysis.result import Result
 
 pytestmark = pytest.mark.quick
 
