@@ -44,8 +44,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.utils.data", "accelerate.utils", "numpy", "resource"),
     *("torch._subclasses.schema_check_mode", "autofit.worker.meter.cpu"),
-    *(f"autofit.worker.harness.{name}" for name in ("conduct", "real", "trial", "program")),
-    *(f"autofit.strategies.{name}" for name in ("_fused", "_recomputing", "_offload")),
+    *("autofit.worker.harness.measurement.trial", "autofit.worker.harness.session.real_run"),
+    *("autofit.worker.harness.process.lifecycle", "autofit.worker.harness.process.program"),
+    *("autofit.strategies.optimizer.fused", "autofit.strategies.checkpointing.recompute"),
+    "autofit.strategies.activation_offload.saved_tensors",
 )
 """What a script, a session or a plan needs: imported once for all."""
 LIMIT = 30.0
