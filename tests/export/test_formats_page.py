@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from autofit.analysis.result import Result
 from autofit.cli import main
 from autofit.export import FORMATS, SUFFIXES
 from autofit.plan import Plan
-from autofit.analysis.result import Result
 
 pytestmark = pytest.mark.quick
 
