@@ -54,7 +54,7 @@ check: $(STAMP)  ## ruff (lint and format), import-linter and mypy
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## build the documentation into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove the environment and everything made
 	rm -rf .venv .venv-lower .demo site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

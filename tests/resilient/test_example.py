@@ -53,7 +53,7 @@ def test_side_by_side_with_accelerate(root: Path, tmp_path: Path) -> None:
     [
         ("README.md", "## A loop of your own"),
         *[
-            ("docs/resilient.md", f"## A {what} that fits")
+            ("docs/tutorials/surviving-run.md", f"## A {what} that fits")
             for what in ("batch size", "plan", "step")
         ],
     ],

@@ -443,7 +443,8 @@ def test_the_documented_code_runs(
     with Store(str(path)) as store:
         study = opening(store)
         store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
-    (code,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "storage.md").read_text(), re.S)
+    page = (root / "docs" / "how-to" / "read-the-store.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     monkeypatch.chdir(path.parent)
     exec(code, {})
     assert capsys.readouterr().out == f"{study.id} 0 as it is None\n"

@@ -1,10 +1,9 @@
-"""docs/cluster.md: its commands run on a real head, or say why they are not run."""
+"""The commands of the pages about a Ray cluster run on a real head."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -12,27 +11,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import click
 import pytest
 
-from autofit.cli import cli
 from autofit.storage import Store
 from autofit.worker.launch.reaper import SESSION, Reaper
+from tests.docs.blocks import blocks_of
+from tests.docs.test_commands import ON_A_HEAD, SCRIPT
 from tests.ray_head import TOOLS, free_ports, needs_a_job_server
 
 URL = "postgresql+psycopg://autofit@10.0.0.5/autofit"
-SCRIPT = """
-import torch
-
-torch.set_num_threads(1)
-model = torch.nn.Linear(16, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(40):
-    loss = model(torch.randn(32, 16)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 DISTRIBUTED = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -49,41 +36,6 @@ for step in range(40):
 torch.distributed.barrier()  # else gloo may stop or abort the process at its end
 torch.distributed.destroy_process_group()
 """
-
-
-@pytest.fixture(scope="module")
-def blocks(root: Path) -> list[tuple[str, str]]:
-    """What each block of commands is marked with, and its lines."""
-    text = (root / "docs" / "cluster.md").read_text()
-    found = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(mark, lines) for mark, lines in found]
-
-
-@pytest.mark.quick
-def test_every_block_is_run_or_says_why_not(blocks: list[tuple[str, str]]) -> None:
-    assert {mark for mark, _ in blocks} == {"sh run", "sh"}
-    for mark, lines in blocks:
-        assert lines.startswith("# not run here: ") == (mark == "sh"), lines
-
-
-@pytest.mark.quick
-def test_what_is_asked_of_autofit_parses(blocks: list[tuple[str, str]]) -> None:
-    asked = re.findall(r"\bautofit ((?:search|best|run)\b[^'\n]*)", "".join(b for _, b in blocks))
-    assert len(asked) >= 8
-    for line in asked:
-        name, *rest = shlex.split(line)
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None
-        command.make_context(name, rest)
-
-
-@pytest.mark.quick
-def test_the_files_it_names_are_there(blocks: list[tuple[str, str]], root: Path) -> None:
-    named = set(re.findall(r"deploy/[\w.-]+", "".join(lines for _, lines in blocks)))
-    assert named == {
-        f"deploy/{name}" for name in ("ray-cluster.yaml", "kuberay.yaml", "slurm.sh", "Dockerfile")
-    }
-    assert all((root / name).exists() for name in named)
 
 
 @pytest.fixture
@@ -109,9 +61,9 @@ def session(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_commands_run(
-    blocks: list[tuple[str, str]],
     session: dict[str, str],
     postgresql: Callable[[], str],
+    root: Path,
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -122,7 +74,9 @@ def test_the_commands_run(
     here["10.0.0.1"] = "127.0.0.1"
     ports = f"--dashboard-agent-listen-port={agent} --ray-client-server-port={client}"
     here["ray start --head"] = f"ray start --head {ports}"  # of others, which others here may have
-    lines = "".join(lines for mark, lines in blocks if mark == "sh run")
+    lines = "".join(
+        block.commands for page in ON_A_HEAD for block in blocks_of(root / page) if block.runs
+    )
     for written, meant in here.items():
         assert written in lines
         lines = lines.replace(written, meant)
