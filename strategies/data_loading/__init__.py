@@ -11,11 +11,11 @@ from autofit.strategies.base import AS_IS, ByHand, Level, Root, Strategy, Undo
 class DataLoading(Strategy):
     """Batches of a ``DataLoader`` without workers are fetched ahead, by processes it forks.
 
-    The same samples in the same order, and the script's own draws: the sampler stays in the
-    script's process, and a data set that draws random numbers, reads from an open file, holds a
-    connection, or keeps something from one sample to the next is refused, for its workers would
-    give other data. The first batches are fetched both ways and compared; from then on whatever
-    goes wrong in a worker is fetched again in the script's process.
+    Batches hold the same samples in the same order, because the sampler stays in the script's
+    process. Some data sets would give other data in a worker, and are refused: those that draw
+    random numbers, read from an open file, hold a connection, or keep something from one sample
+    to the next. The first batches are fetched both ways and compared. If a worker fails later,
+    the script's process fetches the batch again.
 
     The workers are forked for each pass over the data, so what the script changes in the data set
     between two passes reaches them.

@@ -26,19 +26,19 @@ OF_TYPES = ("dtype", "scalar type", "BFloat16")
 class Weights(Strategy):
     """The model's float32 parameters hold bfloat16; they stay the script's own objects.
 
-    Under ``bf16_master`` the 16 bits that each weight has more in float32 lie beside it, and a
-    step of the optimizer joins both, so that the update is float32's (Micikevicius et al., 2018,
-    with the two halves of Kalamkar et al., 2019). Gradients take half the bytes, and so do the
-    weights once something keeps their other halves elsewhere. What is saved is float32.
+    Under ``bf16_master`` the lower 16 bits of each float32 weight are stored beside it. A step of
+    the optimizer joins both halves, so that the update is one in float32 (Micikevicius et al.,
+    2018; Kalamkar et al., 2019, for the halves). Gradients take half the bytes. So do the weights,
+    once another strategy moves their lower halves to the host. Checkpoints are float32.
 
     Under ``bf16`` there is nothing beside them: weights and the optimizer's state are rounded
     stochastically after each step (Zamirai et al., 2020), and what is saved is bfloat16.
 
     The forward runs under autocast, since models make tensors of float32 of their own.
 
-    Where there is no room for the model in float32 it is made in bfloat16, and no proof can run it
-    plainly: that all else in the plan changes nothing is shown beside bf16 weights under autocast,
-    what bf16 itself changes is not.
+    If the device has no room for the model in float32, the model is made in bfloat16. Then the
+    rest of the plan is compared with bf16 weights under autocast. The effect of bf16 itself is not
+    verified, because no float32 model is there to compare with.
     """
 
     name = "weights"

@@ -45,9 +45,7 @@ class Sentence:
 
 def pages(root: Path = ROOT) -> list[Path]:
     """Return README.md and every page under docs/."""
-    docs = root / "docs"
-    old = set(docs.glob("*.md")) - {docs / "index.md"}  # pages that still have to be rewritten
-    return [root / "README.md", *sorted(set(docs.rglob("*.md")) - old)]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def sentences(markdown: str) -> list[Sentence]:
