@@ -9,10 +9,10 @@ EXPANDABLE = "expandable"
 
 
 class Allocator(Strategy):
-    """Segments that grow, so that memory freed in one size serves another.
+    """Segments of torch's allocator grow, so freed memory serves requests of other sizes.
 
-    Set in the environment before the process starts: torch reads it once. What the user has set
-    there stays (``worker/launch/environment.py`` adds to it).
+    The setting is an environment variable, which torch reads once when the process starts.
+    Settings of the user are kept.
     """
 
     name = "allocator"

@@ -49,19 +49,18 @@ UNSUPPORTED = ("non-empty donated buffers", "does not currently support double b
 class Compile(Strategy):
     """``torch.compile`` in place, with the default mode (Ansel et al., 2024).
 
-    Each module keeps its class, its name and its parameters (``Module.compile``), so checkpoints
-    carry no prefix. ``accelerate.utils.compile_regions`` finds blocks in lists, and returns a new
-    model, while the script, its optimizer and its EMA hold the old one.
+    Each module keeps its class, its name and its parameters (``Module.compile``), so
+    checkpoints carry no prefix. ``accelerate.utils.compile_regions`` returns a new model
+    instead, while the script and its optimizer hold the old one.
 
-    Every size of a batch is another graph, so chunks are of one size, and a search looks for that
-    size without compiling. Where most blocks differ, each has a graph for its sizes alone: after
-    those of the first the compiler would take the second's for a batch that changes. Random draws
-    are PyTorch's own. Kernels that fuse operations of half precision round less often, hence
-    ``rounding`` where the script trains in it.
+    Each size of a batch needs its own graph, so all chunks have one size. A search finds this
+    size without compiling. If most blocks differ, each has graphs for fixed sizes only. Random
+    draws are PyTorch's own. Fused kernels in half precision round less often, so the level is
+    ``rounding`` if the script trains in half precision.
 
-    Under ``budget`` the compiler chooses what backward makes again rather than keep (He and Yu,
-    2023; the budget is ``torch._functorch.config.activation_memory_budget``). What is made again
-    draws again, so a model that drops would have other gradients.
+    Under ``budget`` the compiler chooses what backward recomputes (He and Yu, 2023;
+    ``torch._functorch.config.activation_memory_budget``). Recomputed operations draw again, so
+    a model with dropout would get other gradients.
     """
 
     name = "compile"

@@ -13,14 +13,14 @@ OTHERWISE = "view size is not compatible with input tensor's size and stride"
 
 
 class MemoryFormat(Strategy):
-    """The root's pictures come in channels last (NHWC in memory, still NCHW to whoever indexes).
+    """Images enter the model in channels last: NHWC in memory, NCHW for indexing.
 
-    Tensor cores want the channels of a pixel side by side; of pictures laid out otherwise cuDNN
-    makes copies around each convolution. A convolution answers in the layout that it was given, and
-    so do normalisation, activation and pooling, so converting what goes into the model is enough.
-    Its weights stay as they are, hence so does what the script saves: those copies are small.
+    Tensor cores need the channels of a pixel side by side. For other layouts cuDNN makes copies
+    around each convolution. Convolutions, norms, activations and pooling keep the layout of
+    their input, so converting the inputs of the model is enough. Weights and checkpoints stay
+    as they are.
 
-    What comes out is laid out as the script knows it, and so is all of evaluation.
+    Outputs and evaluation have the script's own layout.
     """
 
     name = "memory_format"

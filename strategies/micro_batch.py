@@ -11,11 +11,11 @@ AUTO = "auto"
 
 
 class MicroBatch(Strategy):
-    """Each call of the root runs in chunks of at most so many samples.
+    """Each call of the model runs in chunks of at most the given number of samples.
 
-    Besides the levels listed, every positive integer is one: the largest chunk in samples. A
-    search asks for ``auto``; what it finds is stored as a number. The gradients are those of the
-    whole batch (Huang et al., 2019), one optimizer step sees the same samples as before.
+    Besides the levels listed, every positive integer is a level: the samples of the largest
+    chunk. A search uses ``auto`` and stores the size that it finds. The gradients are those of
+    the whole batch (Huang et al., 2019). An optimizer step sees the same samples as before.
     """
 
     name = "micro_batch"

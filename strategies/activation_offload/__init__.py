@@ -11,11 +11,11 @@ SHARES = {"half": 0.5, "all": 1.0}
 
 
 class ActivationOffload(Strategy):
-    """Tensors that autograd saves go to pinned host memory, and come back ahead of backward.
+    """Tensors that autograd saves move to pinned host memory and return ahead of backward.
 
-    On a stream of their own, beside the computation (Rhu et al., 2016). What is on the device all
-    the same stays there: weights, buffers, the batch; so do small tensors, and all that the host
-    has no room for. Under checkpointing only the blocks' inputs are saved, and those travel.
+    The copies run on a stream of their own, beside the computation (Rhu et al., 2016). Weights,
+    buffers and the batch stay on the device. So do small tensors, and tensors for which the
+    host has no room. Together with checkpointing only the inputs of the blocks are moved.
     """
 
     name = "activation_offload"

@@ -25,10 +25,10 @@ ALPHA = 32
 class Adapters(Strategy):
     """LoRA in the linear layers of the repeated blocks (Hu et al., 2021), by peft.
 
-    Other training: the model's own weights are frozen, all of them, and the script's optimizer
-    steps the adapters, each with the settings that its layer's weight had. Under ``qlora`` the
-    frozen weights of these layers are kept in 4 bits (NF4; Dettmers et al., 2023), by bitsandbytes.
-    The model is changed in place; its ``state_dict`` holds the names that peft gives.
+    This is another training: all weights of the model are frozen, and the optimizer steps the
+    adapters. Each adapter has the optimizer settings of its layer's weight. Under ``qlora``
+    bitsandbytes keeps the frozen weights of these layers in 4 bits (NF4; Dettmers et al.,
+    2023). The model is changed in place, and its ``state_dict`` has peft's names.
     """
 
     name = "adapters"

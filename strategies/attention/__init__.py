@@ -22,12 +22,13 @@ CAPS = ("attn_logit_softcapping",)
 
 
 class Attention(Strategy):
-    """``scaled_dot_product_attention`` where a model writes it out, or another of its kernels.
+    """Fused attention where a model writes it out, or another of torch's fused kernels.
 
-    Scores and their softmax are tokens times tokens for every head; the fused kernels never hold
-    them (Dao et al., 2022). A Hugging Face model is asked to switch by itself. The kernel that a
-    level names is preferred, the others stay for what it cannot do. Dropout inside attention is
-    drawn otherwise, from the same distribution.
+    Attention that is written out holds a score for every pair of tokens and every head. The
+    fused kernels never hold these scores (Dao et al., 2022). A Hugging Face model is switched
+    by its own method. torch tries the kernel that a level names first, and other kernels where
+    that one does not work. Dropout inside attention draws other numbers from the same
+    distribution.
     """
 
     name = "attention"

@@ -59,12 +59,12 @@ for block in blocks[::STRIDE]:
 class Checkpointing(Strategy):
     """Non-reentrant checkpointing of the repeated blocks (Chen et al., 2016).
 
-    Hugging Face models are asked to do it themselves, because theirs also keeps the key-value
-    cache from being written twice. Everywhere else each block's call goes through
-    ``torch.utils.checkpoint``, which replays the random draws, so the gradients are the same.
+    Hugging Face models use their own checkpointing, which also keeps the key-value cache from
+    being written twice. In other models each block runs through ``torch.utils.checkpoint``. It
+    replays the random draws, so the gradients are the same.
 
-    ``selective`` keeps the results of products with weights and of fused attention, which take
-    most of the time, and recomputes what is between them (Korthikanti et al., 2022).
+    ``selective`` keeps the results of matrix products with weights and of fused attention,
+    which take most of the time. It recomputes the rest (Korthikanti et al., 2022).
     """
 
     name = "checkpointing"

@@ -9,16 +9,16 @@ from autofit.strategies.base import AS_IS, ByHand, Level, Root, Strategy, Undo
 
 
 class DataLoading(Strategy):
-    """Batches of a ``DataLoader`` without workers are fetched ahead, by processes it forks.
+    """Forked processes fetch the batches of a ``DataLoader`` without workers ahead of time.
 
-    Batches hold the same samples in the same order, because the sampler stays in the script's
-    process. Some data sets would give other data in a worker, and are refused: those that draw
-    random numbers, read from an open file, hold a connection, or keep something from one sample
-    to the next. The first batches are fetched both ways and compared. If a worker fails later,
-    the script's process fetches the batch again.
+    Samples, their order and all random draws stay the same. The sampler stays in the script's
+    process. A data set is refused if its workers would return other data: if it draws random
+    numbers, reads from an open file, holds a connection, or keeps state between samples. The
+    first batches are fetched both ways and compared. A batch that fails in a worker is fetched
+    again in the script's process.
 
-    The workers are forked for each pass over the data, so what the script changes in the data set
-    between two passes reaches them.
+    The workers are forked for each pass over the data. So they see what the script changes in
+    the data set between two passes.
     """
 
     name = "data_loading"

@@ -29,9 +29,10 @@ HOSTED = "hosted"
 class GradientRelease(Strategy):
     """Each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
-    The update is that of the script's own optimizer, with the rates that its groups hold during
-    backward; its later ``step`` does what is left. Where a batch is split, a gradient is complete
-    with the last part: until then it waits on the device, or in host memory (``hosted``).
+    The script's own optimizer computes the update, with the settings that its groups have
+    during backward. Its later ``step`` updates the remaining parameters. If the batch is split,
+    a gradient is complete with the last chunk. Until then it is kept on the device, or in host
+    memory (``hosted``).
     """
 
     name = "gradient_release"

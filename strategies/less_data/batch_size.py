@@ -10,12 +10,11 @@ PARTS = {"half": 2, "quarter": 4}
 
 
 class BatchSize(Strategy):
-    """Each call of the model with gradients is given the first samples of its batch alone.
+    """Each call of the model with gradients gets only the first samples of its batch.
 
-    Other training: more noise in each gradient, and the script's learning rate is not adapted
-    (McCandlish et al., 2018, on what that does). Only where the model itself returns the loss: one
-    that the script computes from all its labels would find outputs for some of them. Evaluation
-    sees the whole batch.
+    This is another training: gradients are noisier, and the learning rate is not adapted
+    (McCandlish et al., 2018). The model itself must return the loss. A loss that the script
+    computes would compare some outputs with all labels. Evaluation sees the whole batch.
     """
 
     name = "batch_size"

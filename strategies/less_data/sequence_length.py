@@ -8,10 +8,10 @@ from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root
 class SequenceLength(Strategy):
     """Arguments with a dimension for tokens are cut in it, in calls with gradients.
 
-    Other training: what depends on the later tokens is not learned (Press et al., 2021, train on
-    short sequences first). The tokens are whole numbers, ``(batch, tokens)``, as Hugging Face's
-    models take them; their masks and labels are cut with them. Only where the model itself returns
-    the loss. Half a sample counts as half a sample, so that no plan wins by what it leaves out.
+    This is another training: dependencies on the later tokens are not learned (Press et al.,
+    2021). The tokens are integers of shape ``(batch, tokens)``, as in Hugging Face's models.
+    Masks and labels are cut in the same way. The model itself must return the loss. Half of a
+    sample counts as half a sample in all figures.
     """
 
     name = "sequence_length"

@@ -12,15 +12,15 @@ from autofit.strategies.inspection.heads import WIDE, find_head, share_of_logits
 
 
 class Loss(Strategy):
-    """Head and cross-entropy together, a chunk of tokens at a time (Hsu et al., 2024).
+    """Head and cross-entropy are computed together, a chunk of tokens at a time (Hsu et al., 2024).
 
-    What a vocabulary of 100,000 words makes of a batch is by far the largest tensor of a step, and
-    exists several times. Here a chunk's gradients follow its logits at once, so nothing is computed
-    twice. What the head would have returned is computed when something else uses it: the script's
-    own metrics see the same logits, and pay for them.
+    With a vocabulary of 100,000 words the logits are the largest tensor of a step, and several
+    copies of them exist. Here the gradients of a chunk are computed at once, so nothing runs
+    twice. If the script uses the logits elsewhere, such as in metrics, they are computed in
+    full.
 
-    The cross-entropy has to be the model's own, of hidden states and one linear layer, as in
-    Hugging Face's models that are given ``labels`` and in nanoGPT.
+    The model itself must compute the cross-entropy from hidden states and one linear layer.
+    Hugging Face's models with ``labels`` and nanoGPT do so.
     """
 
     name = "loss"

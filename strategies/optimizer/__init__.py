@@ -50,10 +50,10 @@ HAVE = {
 class Optimizer(Strategy):
     """Another implementation behind the script's own optimizer object, or another algorithm.
 
-    Its groups, schedule, clipping and closure stay the script's. What it saves is what plain
-    Python saves, and it loads that; only another algorithm, a recipe, saves its own state. 8-bit
-    state is blockwise-quantised (Dettmers et al., 2022); small tensors and embeddings keep 32
-    bits, as bitsandbytes advises.
+    Parameter groups, schedules, clipping and closures of the script keep working. Checkpoints
+    are the same as without the level, in both directions. Only another algorithm, which is a
+    recipe, saves its own state. 8-bit state is quantised in blocks (Dettmers et al., 2022).
+    Small tensors and embeddings keep 32 bits, as bitsandbytes advises.
     """
 
     name = "optimizer"

@@ -27,12 +27,12 @@ BESIDE = (AS_IS, "fused", "single")
 
 
 class OptimizerOffload(Strategy):
-    """State lies in pinned host memory; a piece at a time goes up, is stepped, and goes down.
+    """The optimizer state lies in pinned host memory; a step streams it through the device.
 
-    The step is the script's own optimizer's, on the device. Two streams take turns, so that one
-    piece is on its way down while the next is on its way up, and both beside what else runs: in
-    backward, under ``gradient_release``. The idea is ZeRO-Offload's (Ren et al., 2021), which
-    steps on the CPU instead; over today's buses moving the state takes less time.
+    The script's own optimizer computes the step on the device, piece by piece. Two streams
+    alternate, so one piece is copied down while the next one is copied up. Under
+    ``gradient_release`` this happens during backward. ZeRO-Offload (Ren et al., 2021) steps on
+    the CPU instead; over today's buses moving the state takes less time.
     """
 
     name = "optimizer_offload"

@@ -13,15 +13,14 @@ WORTH = 0.05
 
 
 class Padding(Strategy):
-    """The common padding of a batch is cut off where the model is called.
+    """The common padding of a batch is removed where the model is called.
 
-    What a collator that pads each batch to its longest sample does, without touching the collator:
-    the order of the samples, and so the training, stays. (Grouping samples of like lengths would
-    save more, and be other training.) The tokens that are left out are those after the last that
-    ``attention_mask`` or ``labels`` names, to a multiple of eight. Outputs that have a place for
-    each token wait; a script that uses one gets it whole, and pays for a second forward.
+    This has the effect of a collator that pads each batch to its longest sample. The order of
+    the samples stays the same. The tokens after the last one that ``attention_mask`` or
+    ``labels`` uses are removed, in multiples of eight. Outputs for each token are delayed. A
+    script that uses them gets them in full and pays for a second forward.
 
-    It lowers the memory of most batches, but not that of the longest.
+    The memory of most batches becomes lower, but not that of the longest one.
     """
 
     name = "padding"

@@ -25,10 +25,10 @@ AMPERE = (8, 0)
 
 
 class Precision(Strategy):
-    """Autocast around each forward of the root, its floating-point outputs returned in fp32.
+    """Autocast around each forward of the model; floating-point outputs are returned in fp32.
 
-    Weights, gradients and the optimizer stay in fp32, as in Micikevicius et al., 2018. The loss
-    outside the root sees fp32, as under ``accelerate``'s mixed precision.
+    Weights, gradients and the optimizer stay in fp32 (Micikevicius et al., 2018). A loss
+    outside the model sees fp32, as under the mixed precision of ``accelerate``.
     """
 
     name = "precision"

@@ -24,21 +24,21 @@ OF_TYPES = ("dtype", "scalar type", "BFloat16")
 
 
 class Weights(Strategy):
-    """The model's float32 parameters hold bfloat16; they stay the script's own objects.
+    """The model's float32 parameters hold bfloat16; the parameter objects stay the same.
 
-    Under ``bf16_master`` the lower 16 bits of each float32 weight are stored beside it. A step of
-    the optimizer joins both halves, so that the update is one in float32 (Micikevicius et al.,
-    2018; Kalamkar et al., 2019, for the halves). Gradients take half the bytes. So do the weights,
-    once another strategy moves their lower halves to the host. Checkpoints are float32.
+    Under ``bf16_master`` the 16 low bits of each float32 weight are stored beside the weight. A
+    step of the optimizer joins both halves, so the update is computed in float32 (Micikevicius
+    et al., 2018; Kalamkar et al., 2019). Gradients take half the bytes. Checkpoints are
+    float32.
 
-    Under ``bf16`` there is nothing beside them: weights and the optimizer's state are rounded
-    stochastically after each step (Zamirai et al., 2020), and what is saved is bfloat16.
+    Under ``bf16`` nothing is stored beside the weights. Weights and optimizer state are rounded
+    stochastically after each step (Zamirai et al., 2020). Checkpoints are bfloat16.
 
-    The forward runs under autocast, since models make tensors of float32 of their own.
+    The forward runs under autocast, because models create float32 tensors of their own.
 
-    If the device has no room for the model in float32, the model is made in bfloat16. Then the
-    rest of the plan is compared with bf16 weights under autocast. The effect of bf16 itself is not
-    verified, because no float32 model is there to compare with.
+    A model that does not fit in float32 is created in bfloat16. It cannot run plainly then, so
+    the rest of the plan is compared with the model in bf16 under autocast. What bf16 itself
+    changes is not compared.
     """
 
     name = "weights"

@@ -9,11 +9,11 @@ from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy
 
 
 class ZeroGrad(Strategy):
-    """``zero_grad(set_to_none=False)`` frees the gradients, as torch's own default does.
+    """``zero_grad(set_to_none=False)`` frees the gradients, as torch's default does.
 
-    Zeros are held through the next forward, when activations are largest, and are read and written
-    once more in backward. A parameter that receives no gradient before its optimizer steps is given
-    its zeros back then: momentum and weight decay go on as the script has it.
+    Zeros would be held through the next forward, when activations are largest. A parameter
+    without a gradient gets its zeros back before its optimizer steps. So momentum and weight
+    decay continue as in the script.
     """
 
     name = "zero_grad"
