@@ -169,7 +169,7 @@ def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
     proofs(process.root(Net()), batch())
     root = process.root(Net())
     assert proofs(root, batch()) == 0
-    root._layouts.doubt()
+    root._layouts.forget()
     assert proofs(process.root(Net()), batch()) > 0, "nor in the launches to come"
     assert proofs(root, batch()) > 0
 

@@ -25,7 +25,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -52,13 +52,32 @@ from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_state import once
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
-from autofit.worker.harness.verification.layout_cache import Layouts
 
 OnShortage = Callable[[BaseException, str, int], bool]
 """Told ``(error, phase, micro_batch)`` when memory ran out; says whether to go on smaller.
 
 Re-raises an error that is no shortage.
 """
+
+
+class VerifiedLayouts(Protocol):
+    """The verified layouts of one root, as far as its chunked calls use them."""
+
+    def verify_again(self, kind: Any, batch: Batch, shape: str) -> Layout:
+        """Verify a kind of call on ``batch``, whose autograd graph has the new ``shape``.
+
+        Raises ``Refused`` if the split does not hold on it.
+        """
+
+    def unknown_graph(
+        self, kind: Any, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
+    ) -> str | None:
+        """Return the shape of the graph behind ``outputs``; ``None`` if it was verified."""
+
+    def forget(self) -> None:
+        """Drop all layouts: a call has contradicted one."""
+
+
 NO_SAMPLES = "it holds no samples"
 ANOTHER_KIND = "its autograd graph has another shape than those that were verified"
 
@@ -73,7 +92,7 @@ class Elastic:
         micro_batch: int,
         *,
         find_layout: FindValues,
-        layouts: Layouts,
+        layouts: VerifiedLayouts,
         on_shortage: OnShortage,
         ranks: Ranks | None = None,
         whole_at_worst: bool = True,
@@ -179,13 +198,13 @@ class Elastic:
             except Unrecognized as unknown:
                 if last or self._ranks is not None:
                     raise Refused(ANOTHER_KIND, "micro_batch") from None
-                self._layouts.prove_again(layout.kind, batch, unknown.shape)
+                self._layouts.verify_again(layout.kind, batch, unknown.shape)
             except Refused as refusal:  # what was proven does not hold for this batch
                 if _is_of_another(refusal):
                     raise
                 if start is not None:
                     start.restore()
-                self._layouts.doubt()
+                self._layouts.forget()
                 if last or self._ranks is not None:  # the other ranks would wait for another call
                     raise
             else:
@@ -200,7 +219,7 @@ class Elastic:
         """Return the shape of a chunk's graph if it is none that was verified."""
         if layout.kind is None:
             return None
-        return self._layouts.unrecognized(layout.kind, outputs, self.own)
+        return self._layouts.unknown_graph(layout.kind, outputs, self.own)
 
     def put_off(
         self,
@@ -258,7 +277,7 @@ class Elastic:
             except Unrecognized as unknown:
                 shape = unknown.shape
             try:
-                return run(self._layouts.prove_again(layout.kind, call.batch, shape))
+                return run(self._layouts.verify_again(layout.kind, call.batch, shape))
             except Refused as refusal:
                 if not self._whole_at_worst or _is_of_another(refusal):
                     raise

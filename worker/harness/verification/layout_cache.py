@@ -104,7 +104,7 @@ class Layouts:
             self._rehearsed(kind, layout, batch)
         return replace(layout, kind=kind)
 
-    def unrecognized(
+    def unknown_graph(
         self, kind: CallKind, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
     ) -> str | None:
         """Return the shape of the graph that a call has made, if it is none that was verified.
@@ -121,7 +121,7 @@ class Layouts:
         kind.fresh = False
         return None
 
-    def prove_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
+    def verify_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
         """Verify a kind on a batch whose graph has another shape; raise ``Refused`` if it fails."""
         if (self._plan, shape) in kind.refused:
             raise Refused(kind.refused[self._plan, shape])
@@ -135,7 +135,7 @@ class Layouts:
         self._keep(kind)
         return replace(layout, kind=kind)
 
-    def doubt(self) -> None:
+    def forget(self) -> None:
         """Forget what is verified: a call has shown otherwise."""
         for kind in self._kinds.values():
             if plain_layout(kind.layout) is not None:
