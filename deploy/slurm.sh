@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A search on the nodes of a Slurm job: a Ray cluster of its own, gone with the job (docs/cluster.md).
+# Search on the nodes of a Slurm job, in a Ray cluster that ends with the job. See
+# docs/how-to/use-slurm.md.
 #     sbatch deploy/slurm.sh --gpus 8 --storage "$HOME/autofit.db" train.py -- --epochs 3
 # The environment that has autofit must be active at sbatch, and be on every node.
 #SBATCH --job-name=autofit

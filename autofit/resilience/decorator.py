@@ -73,7 +73,8 @@ class Resilient:
 
     Only what ``autofit.worker.oom`` calls out of memory is answered; every other exception passes
     through untouched. Before the next attempt the failed one's frames are cleared and its memory is
-    given back, outside the ``except`` block. See ``docs/resilient.md``.
+    given back, outside the ``except`` block. See
+    ``docs/tutorials/surviving-run.md``.
 
     A plan is checked where it is used, in the user's process: a few samples run through the model
     before its first step. Afterwards the state that the model's calls can reach is as it was
@@ -198,8 +199,8 @@ class Resilient:
         to that of the whole. ``reduction``: the loss is a ``"mean"`` over samples, a ``"sum"``, or
         a mean over what a function of the batch counts (its tokens). ``backward``: instead of
         ``torch.autograd.backward``, such as ``accelerator.backward``. ``join``: puts the outputs of
-        the parts together, instead of the rules in ``docs/resilient.md``. ``grow``: after 100 good
-        steps try twice as many samples. ``mixes_samples``: split under BatchNorm too.
+        the parts together, instead of the rules in ``docs/how-to/split-a-step.md``. ``grow``: after
+        100 good steps try twice as many samples. ``mixes_samples``: split under BatchNorm too.
 
         Nothing is checked here, and no call is made but those of the parts. What the function
         itself counts or keeps is therefore changed once for each part and each failed attempt.
