@@ -177,7 +177,11 @@ The fidelity of a level says how much it may change the training:
 | `rounding` | the precision of the computation |
 | `recipe` | the training itself |
 
-A search tries no level above `--allow`, which is `rounding` by default."""
+A search tries no level above `--allow`, which is `rounding` by default.
+
+Some levels change more in some scripts. In a model with dropout, `micro_batch` and `padding` are
+`redraw`. In a script that computes in half precision, `compile`, `loss`, `memory_format` and fused
+optimizers are `rounding`."""
 PAIRS = """\
 The matrix says which strategies combine in one plan, and the lines below it say why others do not.
 `autofit techniques --pairs` prints the same."""
