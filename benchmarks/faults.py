@@ -63,18 +63,18 @@ def patched(owner: type, name: str, value: Any) -> Iterator[None]:
 
 def taking(change: Callable[[Layout, Batch, Cut, list[Any]], list[Any]]) -> Any:
     """Return a fault in the samples that a part is given."""
-    take = Layout.take
+    select = Layout.select
 
     def wrong(self: Layout, batch: Batch, cut: Cut) -> list[Any]:
-        return change(self, batch, cut, take(self, batch, cut))
+        return change(self, batch, cut, select(self, batch, cut))
 
-    return lambda entry: patched(Layout, "take", wrong)
+    return lambda entry: patched(Layout, "select", wrong)
 
 
 def dropped(layout: Layout, batch: Batch, cut: Cut, leaves: list[Any]) -> list[Any]:
     """The last sample never runs: the one before it does twice."""
     if cut[0] > 0 and cut[1] == layout.size(batch):
-        return layout.take(batch, (0, cut[1] - cut[0]))
+        return layout.select(batch, (0, cut[1] - cut[0]))
     return leaves
 
 

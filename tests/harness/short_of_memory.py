@@ -52,7 +52,7 @@ class Run(RealRun):
     def shortage(self, found: OutOfMemory) -> None:
         """Note it."""
         (root,) = self.roots
-        arrived = len(root.elastic.accumulated) if root.elastic is not None else 0
+        arrived = len(root.elastic.state.accumulated) if root.elastic is not None else 0
         self.met.append((found.phase, found.micro_batch, arrived))
 
 
@@ -117,7 +117,7 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     for root in run.roots:
         if root.elastic is not None:
             root.elastic.micro_batch = micro_batch
-            root.elastic.puts_off = loss_is == "waiting"
+            root.elastic.state.can_delay = loss_is == "waiting"
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     y = torch.randint(WIDTH, (BATCH,))

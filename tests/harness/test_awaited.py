@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.batch.lazy_output import Awaited, PutOff
+from autofit.worker.harness.batch.lazy_output import LazyOutput
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Notes
@@ -57,13 +57,14 @@ class Split:
         self.calls: Notes[int] = Notes()
         """The samples in each call of the network."""
         self.net.body.register_forward_pre_hook(lambda _, args: self.calls.append(len(args[0])))
-        self.root = HarnessRoot(self.net, Seams(Handler()), calls, shortage)
+        self.seams = Seams(Handler())
+        self.root = HarnessRoot(self.net, self.seams, calls, shortage)
         self.root.apply(Plan.of({"micro_batch": str(SIZE)}))
 
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.root.call(args, {})
-        waits = self.root.put_off(args, {}, self.root.call, lambda run: run())
+        waits = self.root.delay(args, {}, self.root.call, lambda run: run())
         return self.root.call(args, {}) if waits is None else waits
 
     def waiting(self, x: torch.Tensor) -> Any:
@@ -73,7 +74,7 @@ class Split:
         self.net.zero_grad()
         self.calls.clear()
         output = self(x)
-        assert type(output) is Awaited
+        assert type(output) is LazyOutput
         assert not self.calls
         return output
 
@@ -174,7 +175,7 @@ def test_the_loss_runs_with_the_call(split: Any, case: str) -> None:
     made.assert_same()
     torch.testing.assert_close(output.argmax(1), made.plain(x).argmax(1))
     assert len(made.calls) == CHUNKS, "the output is there with the loss"
-    assert type(made(x)) is Awaited
+    assert type(made(x)) is LazyOutput
 
 
 USES: dict[str, Made] = {
@@ -241,7 +242,7 @@ def test_what_is_asked_of_it_does_not_need_it(split: Any) -> None:
 def test_it_waits_only_where_that_saves_something(split: Any) -> None:
     made, x = split(3), samples()
     assert type(made(x)) is torch.Tensor, "the first call: nothing is known of its output"
-    assert type(made(x)) is Awaited
+    assert type(made(x)) is LazyOutput
     assert type(made(x[:7])) is torch.Tensor, "another shape"
     assert type(made(x[:4])) is torch.Tensor
     assert type(made(x[:4])) is torch.Tensor, "one chunk: nothing runs twice"
@@ -313,10 +314,10 @@ def test_arguments_are_those_of_the_call(split: Any) -> None:
         torch.testing.assert_close(output.mean(), made.plain(x).mean())
 
 
-def test_outputs_hurry_before_the_weights_step(split: Any) -> None:
+def test_delayed_calls_run_before_the_weights_change(split: Any) -> None:
     made, x = split(3), samples()
     output = made.waiting(x)
-    PutOff.hurry()
+    made.seams.run_delayed_calls()
     with torch.no_grad():
         made.net.body[0].weight.mul_(2)
     torch.testing.assert_close(output.detach(), made.plain(x).detach())
@@ -391,7 +392,7 @@ def test_nothing_is_held_on_to(split: Any) -> None:
     loss.backward()
     del x
     assert argument() is None
-    assert not PutOff.waiting
+    assert not made.seams.delayed_calls
     x = samples()
     gc.disable()
     try:

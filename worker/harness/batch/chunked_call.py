@@ -1,4 +1,4 @@
-"""One call of a root in chunks: an autograd function whose backward runs real backward passes."""
+"""One call of a root in chunks: an autograd function whose backward runs the chunks' backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,8 +14,9 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
+from autofit.worker.harness.batch.call_state import CallState
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
-from autofit.worker.harness.batch.loss_scale import LossScale, alike
+from autofit.worker.harness.batch.loss_scale import alike
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
@@ -28,58 +28,47 @@ CHANGED = "the model's weights, buffers or mode changed between its forward and 
 
 
 class Owner(Protocol):
-    """What a call needs of the root it belongs to (``elastic.Elastic``)."""
+    """What a call needs of the root it belongs to (``chunked_root.ChunkedRoot``)."""
 
+    state: CallState
     seams: Seams
     own: list[nn.Parameter]
-    """All the parameters of the root."""
+    """All parameters of the root."""
     parameters: list[nn.Parameter]
-    """Those that needed gradients when it was last called."""
+    """The parameters that required gradients at the root's last call."""
     micro_batch: int
-    accumulated: set[int]
-    pending: WeakSet[Call]
-    """Calls whose backward has not come yet."""
-    puts_off: bool
-    """Calls may wait for their loss (``awaited``)."""
-    one_at_a_time: bool
-    """Each call's backward comes before the next call, as far as has been seen."""
-    loss_scale: LossScale
-    draws_elsewhere: bool | None
-    """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
-    even: bool
-    """Its last call ran in even chunks: none was to be run again."""
 
     def cut(self, size: int, eager: bool) -> list[Cut]:
-        """Return the chunks of a call; ``eager``: none of them is run again."""
+        """Return the chunks of a call; ``eager``: no chunk runs again in backward."""
 
     def shrink(self, error: BaseException, phase: str, size: int) -> bool:
-        """Memory ran out with chunks of ``size``: make ``micro_batch`` smaller if it can be.
+        """Reduce ``micro_batch`` after memory ran out in a chunk of ``size`` samples.
 
-        Returns whether to go on; re-raises an error that is no shortage.
+        Returns whether to try again. Raises ``error`` again if it is no shortage of memory.
         """
 
-    def came_back(self) -> None:
-        """Notice that a call's backward is done."""
+    def backward_done(self) -> None:
+        """Notice that the backward of a call has ended."""
 
-    def unrecognized(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
-        """Return the shape of a chunk's graph if it is none that was verified."""
+    def unknown_graph(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
+        """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
 
     def held(self) -> nn.Module:
-        """Return the root itself, which the script may have let go of by its backward."""
+        """Return the root's module, which must still exist."""
 
     def mark(self) -> object:
-        """What must be the same in forward and backward: the root's mode, weights and buffers."""
+        """Return a value that changes with the root's mode, weights or buffers."""
 
 
-class Bridge(torch.autograd.Function):
-    """Stands in the script's graph for a root that runs in chunks."""
+class ChunkedFunction(torch.autograd.Function):
+    """The autograd node that represents a chunked root in the script's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tracked: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the chunks. ``tracked``: an anchor, then the arguments that need gradients."""
+    def forward(ctx: Any, call: ChunkedCall, *tracked: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the chunks. ``tracked``: the anchor, then the arguments that require gradients."""
         ctx.call = call
         ctx.set_materialize_grads(False)
-        # Autograd frees them after backward, and notices when the script changes them in between.
+        # Autograd frees saved tensors after backward, and detects changes in place until then.
         ctx.save_for_backward(*call.tensors())
         return call.run()
 
@@ -89,74 +78,80 @@ class Bridge(torch.autograd.Function):
         if torch.is_grad_enabled():
             reason = "the script differentiates gradients (create_graph) through the model"
             raise Refused(reason, "micro_batch")
-        gradients = ctx.call.back(cotangents, lambda: ctx.saved_tensors)
-        ctx.call.owner.came_back()
+        gradients = ctx.call.backward(cotangents, lambda: ctx.saved_tensors)
+        ctx.call.owner.backward_done()
         return (None, None, *gradients)
 
 
 @dataclass
-class Kept:
-    """A chunk whose graph still stands."""
+class ChunkGraph:
+    """A chunk whose autograd graph still exists."""
 
     cut: Cut
     leaves: list[Any]
     outputs: list[Any]
 
 
-class Call:
-    """One call of the root, from its forward to its backward."""
+class ChunkedCall:
+    """One call of a root in chunks, from its forward to its backward."""
 
     def __init__(
-        self, owner: Owner, forward: Forward, batch: Batch, layout: Layout, *, own: int = 0
+        self,
+        owner: Owner,
+        forward: Forward,
+        batch: Batch,
+        layout: Layout,
+        *,
+        first_output: int = 0,
     ) -> None:
-        """``own``: the first of the outputs that is the root's; a loss may come before it."""
+        """``first_output``: the position of the root's first output; a loss may precede it."""
         self.owner = owner
-        self._own = own
+        self._first_output = first_output
         self._recognized = False
-        """Its graph has been looked at."""
+        """The shape of this call's autograd graph was compared with the verified ones."""
         self.forward = forward
         self.batch = batch
-        """Its tensors are there while forward or backward runs."""
+        """The arguments; their tensors are removed between forward and backward."""
         self.layout = layout
         self.parameters = owner.parameters
-        """Those that needed gradients in forward."""
+        """The parameters that required gradients in forward."""
         self._size = layout.size(batch)
         tensors = ((i, x) for i, x in enumerate(batch.leaves) if isinstance(x, torch.Tensor))
         self.inputs = [index for index, tensor in tensors if tensor.requires_grad]
-        """Arguments that themselves need gradients (another root's output, say)."""
+        """Positions of the arguments that require gradients, such as another root's output."""
         self._ambient = Ambient.now()
         self._root = owner.held()
         self._attributes = Attributes(self._root)
-        """When forward begins: what runs again in backward finds them so."""
+        """The plain attributes at the start of forward; recomputation in backward restores them."""
         self._mark: object = None
-        """Of the owner, once forward has run."""
-        # Not a leaf: autograd says of other nodes only whether a backward pass comes through.
+        """The owner's mark after forward."""
+        # A view, not a leaf: autograd tells only of such nodes whether a backward visits them.
         self.anchor = torch.empty(0, requires_grad=True).view(0)
         self._parts = Parts(layout, self._size)
         self._cuts: list[Cut] = []
         self._states: list[RandomState] = []
-        """At the start of each chunk."""
+        """The state of the random generators at the start of each chunk."""
         self._drew = False
         """The forward drew random numbers."""
-        self._kept: Kept | None = None
+        self._graph: ChunkGraph | None = None
         self._gradients: Gradients | None = None
-        """Of the parameters, from eager backward."""
+        """The parameters' gradients from eager backward."""
         self._factor: torch.Tensor | None = None
-        """They are multiplied by it already."""
-        self._robbed = False
-        """A later call came first, and took them away."""
+        """The loss scale that ``_gradients`` already contain."""
+        self._released = False
+        """A later call has freed ``_gradients``."""
         self._outputs: list[Any] = []
         self._spec: TreeSpec | None = None
         self._tracked: list[int] = []
-        """Outputs that autograd follows."""
+        """Positions of the outputs that autograd follows."""
 
     def __call__(self) -> Any:
-        """Run it and return the root's output as the script expects it."""
-        tracked = Bridge.apply(  # type: ignore[no-untyped-call]
+        """Run the chunks; return the root's output with its original structure."""
+        tracked = ChunkedFunction.apply(  # type: ignore[no-untyped-call]
             self, self.anchor, *(self.batch.leaves[i] for i in self.inputs)
         )
         outputs, self._outputs = self._outputs, []
-        self._put_away()
+        self._drop_arguments()
         for index, tensor in zip(self._tracked, tracked, strict=True):
             outputs[index] = tensor
         assert self._spec is not None
@@ -166,12 +161,12 @@ class Call:
         """Return the tensors among the arguments."""
         return [leaf for leaf in self.batch.leaves if isinstance(leaf, torch.Tensor)]
 
-    def _put_away(self) -> None:
-        """Hold the arguments no longer; autograd does, until it has no more use for them."""
+    def _drop_arguments(self) -> None:
+        """Drop the arguments; autograd has saved them and frees them after backward."""
         leaves = [_ABSENT if isinstance(leaf, torch.Tensor) else leaf for leaf in self.batch.leaves]
         self.batch = Batch(leaves, self.batch.spec)
 
-    def _take_out(self, saved: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def _restore_arguments(self, saved: Callable[[], Sequence[torch.Tensor]]) -> None:
         if any(leaf is _ABSENT for leaf in self.batch.leaves):
             tensors = iter(saved())
             leaves = [next(tensors) if leaf is _ABSENT else leaf for leaf in self.batch.leaves]
@@ -180,24 +175,22 @@ class Call:
     # --- forward ---------------------------------------------------------------------------
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """Run the chunks, smaller ones while memory runs out; return what autograd follows."""
-        for other in list(self.owner.pending):
-            other.spare()
-        self.owner.pending.add(self)
+        """Run the chunks, smaller ones if memory runs out; return the outputs with a gradient."""
+        self.owner.state.begin_forward(self)
         start = self._random_state()
         eager = self._can_be_eager()
         while (error := self._attempt(eager)) is not None:
             size = max(stop - start for start, stop in self._cuts)
             if eager:
                 self._empty_gradients()
-            if isinstance(error, _InHalf):
+            if isinstance(error, _UnknownScale):
                 eager, again = False, True
-            elif isinstance(error, Unrecognized):
+            elif isinstance(error, UnknownGraph):
                 again = False
             else:
                 again = self.owner.shrink(error, "forward", size) and size > 1
-            self._let_go(error)
-            if isinstance(error, Unrecognized):
+            self._drop_attempt(error)
+            if isinstance(error, UnknownGraph):
                 start.restore()
                 self._attributes.restore()
                 if isinstance(self.forward, Once):
@@ -205,30 +198,26 @@ class Call:
             if not again:
                 raise error
             start.restore()
-        self._notice_draws(start)
+        end = self._random_state()
+        self._drew = start != end
+        looked = self.layout.draws and self.owner.state.draws_elsewhere is None
+        elsewhere = start.elsewhere != end.elsewhere if looked else None
         self._mark = self.owner.mark()
-        self.owner.even = eager
+        self.owner.state.end_forward(even=eager, draws_elsewhere=elsewhere)
         return tuple(self._outputs[index] for index in self._tracked)
 
     def _random_state(self) -> RandomState:
-        """Save the generators' state: all of it, unless the root is known to use torch's alone."""
+        """Save all generators' state; only torch's if the root is known to use no others."""
         return RandomState.now(
-            elsewhere=self.layout.draws and self.owner.draws_elsewhere is not False
+            elsewhere=self.layout.draws and self.owner.state.draws_elsewhere is not False
         )
-
-    def _notice_draws(self, start: RandomState) -> None:
-        """Note whether this forward drew: a layout says it of the first call alone."""
-        end = self._random_state()
-        self._drew = start != end
-        if self.layout.draws and self.owner.draws_elsewhere is None:
-            self.owner.draws_elsewhere = start.elsewhere != end.elsewhere
 
     def _attempt(self, eager: bool) -> Exception | None:
         self._cuts = self.owner.cut(self._size, eager)
         self._states = []
         try:
             with inside(self.owner.seams):
-                parts = [self._parts.take(cut, self._chunk(cut, eager)) for cut in self._cuts]
+                parts = [self._parts.collect(cut, self._chunk(cut, eager)) for cut in self._cuts]
                 if eager:
                     self._gradients = [p.grad for p in self.parameters]
                     self._empty_gradients()
@@ -239,35 +228,37 @@ class Call:
 
     def _chunk(self, cut: Cut, eager: bool) -> list[Any]:
         self._states.append(self._random_state())
-        keep = eager or cut == self._cuts[-1]
-        with torch.set_grad_enabled(keep):
+        graph = eager or cut == self._cuts[-1]
+        with torch.set_grad_enabled(graph):
             leaves, outputs = self._forward(cut)
-        if keep:
+        if graph:
             self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
             self._recognize(outputs)
         if eager:
             self._differentiate(outputs, cut)
-        elif keep:
-            self._kept = Kept(cut, leaves, list(outputs))
+        elif graph:
+            self._graph = ChunkGraph(cut, leaves, list(outputs))
         return [without_graph(out) for out in outputs]
 
     def _recognize(self, outputs: list[Any]) -> None:
-        """Raise ``Unrecognized`` where the first graph of the call is none that was verified."""
+        """Raise ``UnknownGraph`` if the call's first graph has a shape that was not verified."""
         if self._recognized:
             return
-        if (shape := self.owner.unrecognized(self.layout, outputs[self._own :])) is not None:
-            raise Unrecognized(shape)
+        if (
+            shape := self.owner.unknown_graph(self.layout, outputs[self._first_output :])
+        ) is not None:
+            raise UnknownGraph(shape)
         self._recognized = True
 
     def _differentiate(self, outputs: list[Any], cut: Cut) -> None:
-        """Run an eager chunk's backward; raise ``_InHalf`` where that needs a scale not known."""
-        (loss,) = self._means()
-        if not outputs[loss].requires_grad:  # of frozen parameters alone
+        """Run an eager chunk's backward; raise ``_UnknownScale`` if it needs a loss scale first."""
+        (loss,) = self._loss_outputs()
+        if not outputs[loss].requires_grad:  # all its parameters are frozen
             return
-        scale, ambient = self.owner.loss_scale, self._ambient
+        scale, ambient = self.owner.state.loss_scale, self._ambient
         half = scale.matters(ambient)
         if half is None and (half := scale.learn(ambient, outputs[loss])):
-            raise _InHalf
+            raise _UnknownScale
         self._factor = scale.factor if half else None
         if weight := self._parts.weight(self.batch, loss, cut):
             cotangent = torch.full_like(outputs[loss], weight)
@@ -278,76 +269,75 @@ class Call:
                 )
 
     def _forward(self, cut: Cut) -> tuple[list[Any], list[Any]]:
-        """Run the root on some samples; return its flattened arguments and outputs."""
+        """Run the root on the samples of ``cut``; return its flattened arguments and outputs."""
         if torch.is_grad_enabled():
-            torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
-        leaves = self.layout.take(self.batch, cut)
+            torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
+        leaves = self.layout.select(self.batch, cut)
         for index in self.inputs:
             leaves[index] = leaves[index].detach().requires_grad_()
         args, kwargs = self.batch.call(leaves)
         outputs, self._spec = flatten(self.forward(*args, **kwargs))
         return leaves, outputs
 
-    def _means(self) -> list[int]:
+    def _loss_outputs(self) -> list[int]:
         joins = enumerate(self.layout.joins)
         return [i for i, join in joins if join.scalar and not join.detached]
 
     def _can_be_eager(self) -> bool:
-        """Whether each chunk's backward can run at once, in forward.
+        """Return whether each chunk's backward can run right after its forward.
 
-        Not while ``.grad`` holds something, or another call will: kept aside, the gradients would
-        then exist twice. Not where parameters step in backward. Not in float16 before the loss's
-        scale is known.
+        It cannot while ``.grad`` holds gradients or another call will add some, because the eager
+        gradients would be a second copy. It cannot if parameters step in backward, nor in float16
+        before the loss scale is known.
         """
-        scale = self.owner.loss_scale
+        scale = self.owner.state.loss_scale
         return (
-            len(self._means()) == 1
+            len(self._loss_outputs()) == 1
             and not self.inputs
-            and self.owner.one_at_a_time
+            and self.owner.state.one_at_a_time
             and not self.owner.seams.stepping
             and all(parameter.grad is None for parameter in self.parameters)
             and (scale.settled or not scale.matters(self._ambient))
         )
 
-    def spare(self) -> None:
-        """Give up what only saves time: another call of the root begins before our backward."""
-        self._kept = None
-        self._robbed = self._robbed or self._gradients is not None
+    def release(self) -> None:
+        """Free the graph and the gradients: the root is called again before this backward."""
+        self._graph = None
+        self._released = self._released or self._gradients is not None
         self._gradients = None
 
     # --- backward --------------------------------------------------------------------------
 
-    def back(
+    def backward(
         self,
         cotangents: Sequence[torch.Tensor | None],
         saved: Callable[[], Sequence[torch.Tensor]],
     ) -> Gradients:
-        """Bring the gradients into ``.grad``; return those of the arguments that need them.
+        """Accumulate into ``.grad``; return the gradients of the arguments that require them.
 
-        ``saved`` gives the tensors among the arguments; raises where the script has changed them.
+        ``saved`` returns the argument tensors. Autograd raises in it if the script changed one.
         """
-        self.owner.pending.discard(self)
-        if self._robbed:
-            self.owner.one_at_a_time = False
+        self.owner.state.begin_backward(self, released=self._released)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         present = [index for index, cotangent in incoming.items() if cotangent is not None]
-        if present == self._means() and self._is_handed_over(incoming[present[0]]):
+        if present == self._loss_outputs() and self._hand_over_if_scaled(incoming[present[0]]):
             return []
-        self.owner.puts_off &= self._gradients is None  # else more than the loss is used
+        if self._gradients is not None:  # the script uses more than the loss
+            self.owner.state.stop_delaying()
         self._gradients = None
-        self._take_out(saved)
+        self._restore_arguments(saved)
         try:
             found = self._run_again(incoming)
             found.sort(key=lambda pair: pair[0])
             return self._parts.join_arguments(self.batch, self.inputs, found)
         finally:
-            self._kept = None
-            self._put_away()
+            self._graph = None
+            self._drop_arguments()
 
-    def _is_handed_over(self, factor: torch.Tensor | None) -> bool:
-        """Hand the gradients of eager backward over, if they are there and in the right scale."""
+    def _hand_over_if_scaled(self, factor: torch.Tensor | None) -> bool:
+        """Move eager gradients into ``.grad`` if they exist and have the right loss scale."""
         assert factor is not None
-        scale = self.owner.loss_scale
+        scale = self.owner.state.loss_scale
         right = self._factor is None
         if scale.matters(self._ambient):
             right = alike(self._factor, factor)
@@ -375,7 +365,7 @@ class Call:
         state: RandomState,
         ambient: Ambient,
     ) -> None:
-        """Accumulate into ``parameters`` for a forward that ran whole, and whose graph is gone."""
+        """Accumulate into ``parameters`` for a forward that ran whole and whose graph was freed."""
         self._ambient, self._mark, self._drew = ambient, self.owner.mark(), self.layout.draws
         self._cuts, self._states = [(0, self._size)], [state]
         with inside(self.owner.seams), torch.enable_grad():
@@ -383,27 +373,27 @@ class Call:
                 self._accumulate(cut, dict(incoming), parameters, drawn)
 
     def _receivers(self) -> list[nn.Parameter] | None:
-        """Return the parameters that this backward pass is for; ``None`` for all it leads to."""
+        """Return the parameters that this backward is for; ``None`` for all that it reaches."""
         if not torch._C._will_engine_execute_node(self.anchor.grad_fn):  # type: ignore[arg-type]
-            return []  # the script asks for the gradients of something else alone
+            return []  # the script wants other gradients only
         then = {id(parameter) for parameter in self.parameters}
         if all(id(p) in then for p in self.owner.own if p.requires_grad):
             return None
         return [p for p in self.parameters if p.requires_grad]
 
     def _chunks_backwards(self) -> Iterator[tuple[Cut, RandomState | None]]:
-        """Yield the chunks, the kept one first; smaller ones once memory has run out.
+        """Yield the chunks, last one first; smaller ones if memory has run out meanwhile.
 
-        Not where they drew: cut otherwise they would draw otherwise.
+        Chunks that drew random numbers keep their size: smaller ones would draw other numbers.
         """
         for cut, state in zip(self._cuts[::-1], self._states[::-1], strict=True):
-            if self._drew or self._stands(cut):
+            if self._drew or self._has_graph(cut):
                 yield cut, state if self._drew else None
             else:
                 yield from ((piece, None) for piece in cuts(*cut, self.owner.micro_batch)[::-1])
 
-    def _stands(self, cut: Cut) -> bool:
-        return self._kept is not None and self._kept.cut == cut
+    def _has_graph(self, cut: Cut) -> bool:
+        return self._graph is not None and self._graph.cut == cut
 
     def _hand_over(self, factor: torch.Tensor | None) -> None:
         assert self._gradients is not None
@@ -425,25 +415,25 @@ class Call:
         parameters: Sequence[nn.Parameter] | None,
         state: RandomState | None,
     ) -> list[tuple[Cut, Gradients]]:
-        """Add the gradient of some samples to ``parameters`` (``None``: to every leaf).
+        """Add the gradient of the samples in ``cut`` to ``parameters`` (``None``: every leaf).
 
-        If memory runs out: in smaller pieces, for those that have not received it. Samples that
-        drew stay together and keep their draws; they run once more with what autograd saves in
-        host memory.
+        If memory runs out, smaller pieces run for the parameters that have not received it yet.
+        Samples that drew random numbers run once more in one piece, with the same draws and with
+        autograd's saved tensors in host memory.
         """
-        self.owner.accumulated.clear()
+        self.owner.state.begin_chunk()
         size = cut[1] - cut[0]
         versions = _versions(self.parameters)
-        on_host = self._drew and size > self.owner.micro_batch and not self._stands(cut)
+        on_host = self._drew and size > self.owner.micro_batch and not self._has_graph(cut)
         found, error = self._try_accumulate(cut, incoming, parameters, state, on_host)
         if error is None:
             return [(cut, found)]
-        if _versions(self.parameters) != versions:  # some have stepped: nothing can run again
+        if _versions(self.parameters) != versions:  # some parameters have stepped already
             raise error
         candidates = self.parameters if parameters is None else parameters
-        missing = [p for p in candidates if p.requires_grad and id(p) not in self.owner.accumulated]
+        missing = self.owner.state.missing(candidates)
         smaller = self.owner.shrink(error, "backward", size)
-        self._kept = None
+        self._graph = None
         traceback.clear_frames(error.__traceback__)
         if not smaller or on_host:
             raise error
@@ -455,7 +445,7 @@ class Call:
         return [
             pair
             for half in cuts(*cut, self.owner.micro_batch)[::-1]
-            for piece in cuts(*half, self.owner.micro_batch)[::-1]  # smaller again by then, maybe
+            for piece in cuts(*half, self.owner.micro_batch)[::-1]  # may be smaller by then
             for pair in self._accumulate(piece, incoming, missing, None)
         ]
 
@@ -469,26 +459,24 @@ class Call:
     ) -> tuple[Gradients, Exception | None]:
         try:
             with saved_on_host(self.owner.own) if on_host else nullcontext():
-                leaves, outputs = self._graph(cut, state)
+                leaves, outputs = self._graph_of(cut, state)
             shares = self._parts.shares(self.batch, incoming, cut)
             wanted = [index for index in shares if _needs_gradient(outputs[index])]
-            self.owner.seams.parts_follow = cut[0] > 0  # the first samples come last
             arguments = [leaves[index] for index in self.inputs]
             leaf = None if parameters is None else [*parameters, *arguments]
             if wanted and leaf != []:
-                plain_backward(
-                    [outputs[i] for i in wanted], [shares[i] for i in wanted], inputs=leaf
-                )
+                with self.owner.seams.part_of_backward(more=cut[0] > 0):  # first samples come last
+                    plain_backward(
+                        [outputs[i] for i in wanted], [shares[i] for i in wanted], inputs=leaf
+                    )
             return [argument.grad for argument in arguments], None
         except Exception as error:  # noqa: BLE001 - the owner raises it again unless it is an OOM
             return [], error
-        finally:
-            self.owner.seams.parts_follow = False
 
-    def _graph(self, cut: Cut, state: RandomState | None) -> tuple[list[Any], list[Any]]:
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.cut == cut:
-            return kept.leaves, kept.outputs
+    def _graph_of(self, cut: Cut, state: RandomState | None) -> tuple[list[Any], list[Any]]:
+        graph, self._graph = self._graph, None
+        if graph is not None and graph.cut == cut:
+            return graph.leaves, graph.outputs
         if self.owner.mark() != self._mark:
             raise Refused(CHANGED, "micro_batch")
         if state is not None:
@@ -496,9 +484,9 @@ class Call:
         with self._ambient.again(), self._attributes.again():
             return self._forward(cut)
 
-    def _let_go(self, error: BaseException) -> None:
-        """Free what the failed attempt holds: its graphs, and the frames that hold them."""
-        self._kept = None
+    def _drop_attempt(self, error: BaseException) -> None:
+        """Free the graphs of a failed attempt and the frames that refer to them."""
+        self._graph = None
         self._outputs = []
         self._gradients = None
         self._parts.drop()
@@ -509,14 +497,14 @@ class Call:
             parameter.grad = None
 
 
-class _InHalf(Exception):
-    """Gradients turned out to flow in float16, the loss's scale being unknown yet."""
+class _UnknownScale(Exception):
+    """Gradients flow in float16 and the loss scale is not known yet."""
 
 
-class Unrecognized(Exception):
-    """A call has made a graph of another shape than those that were verified.
+class UnknownGraph(Exception):
+    """A call's autograd graph has a shape that was not verified.
 
-    Nothing has come of the call: the generators and the model's plain attributes are put back.
+    The call had no effect: the generators and the model's plain attributes are restored.
     """
 
     def __init__(self, shape: str) -> None:
@@ -525,7 +513,7 @@ class Unrecognized(Exception):
 
 
 _ABSENT = object()
-"""In the place of a tensor that autograd holds for us."""
+"""Replaces an argument tensor that autograd has saved."""
 
 
 def _needs_gradient(output: Any) -> bool:

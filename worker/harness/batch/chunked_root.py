@@ -1,22 +1,22 @@
-"""Chunked forward: a root's call in pieces, while the loop around it stays untouched.
+"""Runs a root's calls in chunks; the script's training loop stays as it is.
 
-``bridge.Call`` runs the root chunk by chunk; only one chunk's graph exists at a time, so a step
-needs no more memory than a hand-written accumulation loop:
+``chunked_call.ChunkedCall`` runs the root chunk by chunk, and only one chunk's graph exists at a
+time. A step therefore needs no more memory than a hand-written accumulation loop. There are two
+modes:
 
-* *recompute*: every chunk but the last runs without a graph and is run again in backward; the
-  last one's graph is kept, because backward consumes it first, and it is as large as it may be.
-  Always right.
-* *eager*: where the root returns the loss itself, or a loss function of torch has its output and
-  the call has waited for that (``awaited``), each chunk's backward runs at once in forward
-  and nothing is recomputed; the gradients are kept aside and multiplied by what comes in. Used
-  while ``.grad`` is empty and nothing listens to it; else it would hold the gradients twice.
+* *recompute*: every chunk but the last runs without a graph, and runs again in backward. Backward
+  starts with the last chunk, so that chunk is as large as it may be. This mode is always correct.
+* *eager*: each chunk's backward runs right after its forward, and nothing is recomputed. The root
+  must return the loss, or the call is delayed until the script calls a loss function of torch
+  (``lazy_output``). The gradients are stored and multiplied by the incoming gradient in backward.
+  This mode requires an empty ``.grad`` without hooks; otherwise the gradients would exist twice.
 
-When memory runs out inside, the work is done again in smaller pieces from the inputs that were
-kept, and the step ends with the same gradients. In forward nothing is lost by starting over. In
-backward some parameters have received the failed chunk's gradient and others have not, so its
-samples run again for the others alone (``backward(inputs=...)``); no copy of ``.grad`` is needed.
-Samples that drew random numbers are not cut there: they run again with the same draws, what
-autograd saves in host memory (``hosted``), and the chunks are smaller from the next call on.
+When memory runs out, smaller chunks run from the stored inputs, and the step has the same
+gradients. A forward simply starts again. In backward, some parameters have received the failed
+chunk's gradient and others have not. The chunk's samples run again for the others only
+(``backward(inputs=...)``), so no copy of ``.grad`` is needed. Samples that drew random numbers are
+not divided then: they run again with the same draws, with autograd's saved tensors in host memory
+(``host_saved``), and the chunks are smaller from the next call on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.batch.chunked_call import Call, Unrecognized
+from autofit.worker.harness.batch.call_state import CallState
+from autofit.worker.harness.batch.chunked_call import ChunkedCall, UnknownGraph
 from autofit.worker.harness.batch.ddp import Ranks
 from autofit.worker.harness.batch.evaluation import Evaluation, FindValues
 from autofit.worker.harness.batch.layout import (
@@ -46,17 +47,16 @@ from autofit.worker.harness.batch.layout import (
     cuts_for_keeping,
     equal_cuts,
 )
-from autofit.worker.harness.batch.lazy_output import Awaited, Loss, PutOff, saved_by_hooks
-from autofit.worker.harness.batch.loss_scale import LossScale
+from autofit.worker.harness.batch.lazy_output import DelayedCall, LazyOutput, Loss, saved_by_hooks
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_state import once
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 OnShortage = Callable[[BaseException, str, int], bool]
-"""Told ``(error, phase, micro_batch)`` when memory ran out; says whether to go on smaller.
+"""Called with ``(error, phase, micro_batch)`` when memory ran out.
 
-Re-raises an error that is no shortage.
+Returns whether to try again with smaller chunks. Raises ``error`` again if it is no shortage.
 """
 
 
@@ -79,11 +79,11 @@ class VerifiedLayouts(Protocol):
 
 
 NO_SAMPLES = "it holds no samples"
-ANOTHER_KIND = "its autograd graph has another shape than those that were verified"
+UNKNOWN_GRAPH = "its autograd graph has another shape than those that were verified"
 
 
-class Elastic:
-    """A root that runs in chunks of at most ``micro_batch`` samples."""
+class ChunkedRoot:
+    """Runs the calls of one root in chunks of at most ``micro_batch`` samples."""
 
     def __init__(
         self,
@@ -96,30 +96,29 @@ class Elastic:
         on_shortage: OnShortage,
         ranks: Ranks | None = None,
         whole_at_worst: bool = True,
+        one_size: bool = False,
     ) -> None:
-        """``whole_at_worst``: a later batch that cannot be split runs in one piece."""
+        """``whole_at_worst``: a later batch that cannot be split runs in one piece.
+
+        ``ranks``: coordinates the reduction if the root is a ``DistributedDataParallel``.
+        """
         self.seams = seams
         self.micro_batch = micro_batch
         self.own: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
-        """Those that need gradients now; the script may freeze and thaw some."""
-        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.one_at_a_time = ranks is None or not ranks.finds_unused
-        self.loss_scale = LossScale()
-        self.draws_elsewhere: bool | None = None
-        self.even = False
-        self.puts_off = ranks is None
+        """The parameters that require gradients now; the script may freeze and unfreeze some."""
+        self.state = CallState(
+            can_delay=ranks is None, one_at_a_time=ranks is None or not ranks.finds_unused
+        )
         self._outlines: dict[object, tuple[torch.Tensor, torch.device]] = {}
-        """Of outputs that a loss may be made of, by the kind of call."""
-        self.one_size = False
-        """Chunks are of one size, as far as that goes."""
-        self.accumulated: set[int] = set()
-        """Parameters (by ``id``) whose ``.grad`` has received the running chunk's gradient."""
+        """Shape and device of the outputs that may be delayed, by the kind of call."""
+        self._one_size = one_size
+        """All chunks of a call have one size, if the number of samples allows it."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
         self._layouts = layouts
         self._has_split = False
-        """A call has gone well."""
+        """A call has run in chunks without an error."""
         self._on_shortage = on_shortage
         self._evaluation = Evaluation(find_layout, on_shortage)
         self._ranks = ranks
@@ -127,19 +126,32 @@ class Elastic:
         self._buffers: list[torch.Tensor] = []
         self._layer_hooks: list[Mapping[int, Any]] = []
         self._hooks: list[RemovableHandle] = []
-        self._look_again()
+        self._update_parameters()
+
+    @property
+    def even(self) -> bool:
+        """Whether the last call ran in even chunks: no chunk had to run again."""
+        return self.state.even
+
+    def resize(self, micro_batch: int) -> None:
+        """Use chunks of at most ``micro_batch`` samples from the next call on."""
+        self.micro_batch = micro_batch
+
+    def use_one_size(self, wanted: bool) -> None:
+        """Use chunks of one size from the next call on, or no longer."""
+        self._one_size = wanted
 
     def remove(self) -> None:
-        """Take our hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _look_again(self) -> None:
-        """Find the parameters that need gradients; put our hook on each."""
+    def _update_parameters(self) -> None:
+        """Find the parameters that require gradients; register a hook on each."""
         module = self._module()
         modules = list(module.modules()) if module is not None else []
-        self.own = _all(each._parameters for each in modules)
-        self._buffers = _all(each._buffers for each in modules)
+        self.own = _distinct(each._parameters for each in modules)
+        self._buffers = _distinct(each._buffers for each in modules)
         self._layer_hooks = [
             hooks
             for each in modules
@@ -150,36 +162,40 @@ class Elastic:
         if [id(p) for p in found] != [id(p) for p in self.parameters]:
             self.remove()
             self.parameters = found
-            self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in found]
+            self._hooks = [p.register_post_accumulate_grad_hook(self._received) for p in found]
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        self.accumulated.add(id(parameter))
+    def _received(self, parameter: torch.Tensor) -> None:
+        self.state.received(parameter)
         if self._ranks is not None:
-            self._ranks.arrived(parameter)
+            self._ranks.received(parameter)
 
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run the root's call in chunks; outputs and gradients are those of the whole."""
+        """Run a call in chunks, with the outputs and gradients of the whole batch."""
         if not torch.is_grad_enabled():
             return self._around(lambda: self._evaluation(forward, args, kwargs))
-        self._look_again()
+        self._update_parameters()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
-        if not (self.parameters or _need_gradients(batch)):  # the script has frozen all of it
+        if not (self.parameters or _requires_gradients(batch)):  # all are frozen
             return self._around(lambda: self._evaluation(forward, args, kwargs))
         try:
             return self._split(forward, batch)
         except Refused as refusal:
-            if not self._has_split or self._ranks is not None or _is_of_another(refusal):
+            if (
+                not self._has_split
+                or self._ranks is not None
+                or _concerns_another_strategy(refusal)
+            ):
                 raise
             if not self._whole_at_worst:
                 reason = f"a later batch cannot be split: {refusal}"
                 raise Refused(reason, "micro_batch") from refusal
-            late = str(refusal)
-        return self._whole(late, forward, args, kwargs)
+            reason = str(refusal)
+        return self._whole(reason, forward, args, kwargs)
 
-    def refuse_what_a_call_would(self, args: Any, kwargs: Any) -> None:
-        """Raise ``Refused`` where a call with gradients would be, before it has run."""
-        self._look_again()
+    def check_call(self, args: Any, kwargs: Any) -> None:
+        """Raise ``Refused`` if a call with gradients would, before anything has run."""
+        self._update_parameters()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         if not self._layout(batch).size(batch):
@@ -191,73 +207,83 @@ class Elastic:
             if not layout.size(batch):
                 raise Refused(NO_SAMPLES)
             start = RandomState.now() if layout.draws else None
-            self._watch_what_stays(layout)
-            call = Call(self, once(forward, layout.moved), batch, layout)
+            self._ignore_updated_buffers(layout)
+            call = ChunkedCall(self, once(forward, layout.moved), batch, layout)
             try:
                 output = self._around(call)
-            except Unrecognized as unknown:
+            except UnknownGraph as unknown:
                 if last or self._ranks is not None:
-                    raise Refused(ANOTHER_KIND, "micro_batch") from None
+                    raise Refused(UNKNOWN_GRAPH, "micro_batch") from None
                 self._layouts.verify_again(layout.kind, batch, unknown.shape)
-            except Refused as refusal:  # what was proven does not hold for this batch
-                if _is_of_another(refusal):
+            except Refused as refusal:  # the verified layout does not hold for this batch
+                if _concerns_another_strategy(refusal):
                     raise
                 if start is not None:
                     start.restore()
                 self._layouts.forget()
-                if last or self._ranks is not None:  # the other ranks would wait for another call
+                if last or self._ranks is not None:  # the other ranks make no second call
                     raise
             else:
                 self._has_split = True
-                if self.puts_off and not call.inputs and _is_of_rows(layout, output):
+                if (
+                    self.state.can_delay
+                    and not call.inputs
+                    and _has_one_row_a_sample(layout, output)
+                ):
                     outline = torch.empty_like(output, device="meta")
                     self._outlines[self._kind(batch)] = outline, output.device
                 return output
         raise AssertionError("the second attempt returns or raises")
 
-    def unrecognized(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
-        """Return the shape of a chunk's graph if it is none that was verified."""
+    def unknown_graph(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
+        """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
         if layout.kind is None:
             return None
         return self._layouts.unknown_graph(layout.kind, outputs, self.own)
 
-    def put_off(
+    def delay(
         self,
         forward: Forward,
         args: Any,
         kwargs: Any,
-        again: Callable[[Any, Any], Any],
-        entered: Callable[[Callable[[], Any]], Any],
-    ) -> Awaited | None:
-        """Return a call's output before it has run; ``None`` where the call is to run now.
+        call: Callable[[Any, Any], Any],
+        enter: Callable[[Callable[[], Any]], Any],
+    ) -> LazyOutput | None:
+        """Return the lazy output of a delayed call; ``None`` if the call must run now.
 
-        Later calls only, of a kind that has run in chunks and whose output a loss may be made of.
-        ``again``: makes the call; ``entered``: runs a part of it.
+        Only a kind of call that has run in chunks, with one output row a sample, can be delayed.
+        ``call`` runs the call at once; ``enter`` runs a function inside the root.
         """
-        if self.seams.compiles_functions or not (self.puts_off and self._outlines):
+        if self.seams.compiles_functions or not (self.state.can_delay and self._outlines):
             return None
-        if torch._C._len_torch_dispatch_stack() or saved_by_hooks():  # they are for the call
+        if torch._C._len_torch_dispatch_stack() or saved_by_hooks():  # they are to see the call
             return None
         batch = Batch.of(args, without_cache(self._module(), kwargs))
-        self._look_again()
+        self._update_parameters()
         if not self.parameters:
             return None
         known = self._outlines.get(self._kind(batch))
-        if known is None or self._listened() or _need_gradients(batch):
+        if known is None or self._has_gradient_hooks() or _requires_gradients(batch):
             return None
         layout = self._layout(batch)
         if len(self.cut(layout.size(batch), eager=True)) < 2:
             return None
-        self._watch_what_stays(layout)
-        return Awaited.of(PutOff(self, forward, batch, layout, again, entered), *known)
+        self._ignore_updated_buffers(layout)
+        delayed = DelayedCall(self, forward, batch, layout, call, enter)
+        self.seams.delayed_calls.add(delayed)
+        return LazyOutput.of(delayed, *known)
 
-    def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a call that was put off with the loss as its last part; return loss and output."""
+    def end_delay(self, call: DelayedCall) -> None:
+        """Notice that a delayed call has run."""
+        self.seams.delayed_calls.discard(call)
+
+    def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a delayed call with its loss; return the loss and the output."""
         layout, ambient, plain = call.layout, call.ambient, call.forward
         args, kwargs = call.batch.call(call.batch.leaves)
 
         def forward(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with ambient.again():  # not the call's: it holds the output, whose graph holds this
+            with ambient.again():  # a copy: the call would form a reference cycle
                 output = plain(*args, **kwargs)
             return loss(output, target), output
 
@@ -267,42 +293,44 @@ class Elastic:
             both = replace(
                 layout,
                 batched=(0, *(index + 1 for index in layout.batched)),
-                joins=(loss.mean.join, *layout.joins),
+                joins=(loss.reduction.join, *layout.joins),
             )
-            return Call(self, once(forward, layout.moved), batch, both, own=1)()
+            return ChunkedCall(self, once(forward, layout.moved), batch, both, first_output=1)()
 
         def verified() -> Any:
             try:
                 return run(layout)
-            except Unrecognized as unknown:
+            except UnknownGraph as unknown:
                 shape = unknown.shape
             try:
                 return run(self._layouts.verify_again(layout.kind, call.batch, shape))
             except Refused as refusal:
-                if not self._whole_at_worst or _is_of_another(refusal):
+                if not self._whole_at_worst or _concerns_another_strategy(refusal):
                     raise
                 return self._whole(str(refusal), forward, *batch.call(batch.leaves))
 
-        found: tuple[torch.Tensor, torch.Tensor] = call.entered(verified)
+        found: tuple[torch.Tensor, torch.Tensor] = call.enter(verified)
         return found
 
     def _kind(self, batch: Batch) -> object:
-        """Return what calls have in common whose outputs have one shape."""
+        """Return a key for calls whose outputs have the same shape, data type and device."""
         leaves = tuple(
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _told(leaf)
+            (leaf.shape, leaf.dtype, leaf.device)
+            if isinstance(leaf, torch.Tensor)
+            else _identity(leaf)
             for leaf in batch.leaves
         )
         module = self._module()
         return leaves, batch.spec, module is not None and module.training, Ambient.now()
 
-    def _watch_what_stays(self, layout: Layout) -> None:
+    def _ignore_updated_buffers(self, layout: Layout) -> None:
         moving = {id(place.tensor()) for place in layout.moved}
         self._buffers = [each for each in self._buffers if id(each) not in moving]
 
     def _whole(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run a batch in one piece that cannot be split, unlike those before it.
+        """Run a batch in one piece because it cannot be split, with a warning.
 
-        Nothing has been done with it yet, so this is the script's own training.
+        No chunk has had an effect yet, so this is exactly the script's own step.
         """
         said = f"a batch runs in one piece: {reason}"
         warnings.warn(f"autofit: {said}", stacklevel=2)
@@ -324,22 +352,24 @@ class Elastic:
         state: RandomState,
         ambient: Ambient,
     ) -> None:
-        """Bring the gradient of a call that has run elsewhere into ``.grad`` of ``parameters``.
+        """Accumulate the gradients of a call that ran whole into ``.grad`` of ``parameters``.
 
-        ``incoming``: the gradient of each output used; ``state``, ``ambient``: of that forward.
+        ``incoming`` has the gradient of each output that the script uses. ``state`` and
+        ``ambient`` are the random state and the autocast state of the forward.
         """
-        Call(self, forward, batch, self._layout(batch)).finish(incoming, parameters, state, ambient)
+        call = ChunkedCall(self, forward, batch, self._layout(batch))
+        call.finish(incoming, parameters, state, ambient)
 
     def refuse_listeners(self) -> None:
-        """Raise ``Refused`` where a hook of the script would see the gradient of each part."""
-        if self._listened():
+        """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""
+        if self._has_gradient_hooks():
             reason = "a hook of the script on the gradients would see those of each part"
             raise Refused(reason, "micro_batch")
 
-    def came_back(self) -> None:
-        """Notice that a call's backward is done."""
+    def backward_done(self) -> None:
+        """Notice that the backward of a call has ended."""
         if self._ranks is not None:
-            self._ranks.came_back()
+            self._ranks.backward_done()
 
     def _layout(self, batch: Batch) -> Layout:
         layout = self._find_layout(batch, gradients=True)
@@ -349,34 +379,37 @@ class Elastic:
         return layout
 
     def cut(self, size: int, eager: bool) -> list[Cut]:
-        """Return the chunks of a call; ``eager``: none of them is run again."""
-        if self.one_size:
+        """Return the chunks of a call; ``eager``: no chunk runs again in backward."""
+        if self._one_size:
             return equal_cuts(size, self.micro_batch)
         return (
             cuts(0, size, self.micro_batch) if eager else cuts_for_keeping(size, self.micro_batch)
         )
 
     def shrink(self, error: BaseException, phase: str, size: int) -> bool:
-        """Halve the chunks after memory ran out with ``size`` samples; return whether to go on."""
+        """Halve the chunks after memory ran out in ``size`` samples; return whether to retry."""
         if not self._on_shortage(error, phase, size):
             return False
         self.micro_batch = min(self.micro_batch, -(-size // 2))
         return True
 
     def held(self) -> nn.Module:
-        """Return the root, which is there while it is called."""
+        """Return the module, which exists while it is called."""
         module = self._module()
         assert module is not None, "a root outlives its calls"
         return module
 
     def mark(self) -> tuple[bool, int]:
-        """Return what must be the same in forward and backward: mode, versions of its tensors."""
+        """Return the mode and the sum of the tensors' versions.
+
+        Both must be the same in forward and backward.
+        """
         module = self._module()
         versions = sum(tensor._version for tensor in (*self.parameters, *self._buffers))
         return (module.training if module is not None else False), versions
 
-    def _listened(self) -> bool:
-        """Return whether a hook of the script sees the gradients of weights or of layers."""
+    def _has_gradient_hooks(self) -> bool:
+        """Return whether the script has a hook on a gradient of the root."""
         return any(
             not str(getattr(hook, "__module__", "")).startswith("autofit.")
             for hooks in (
@@ -388,29 +421,29 @@ class Elastic:
         )
 
 
-def _is_of_another(refusal: Refused) -> bool:
-    """Return whether a strategy refuses that has nothing to do with the split."""
+def _concerns_another_strategy(refusal: Refused) -> bool:
+    """Return whether a strategy other than the split refuses."""
     return refusal.strategy not in (None, "micro_batch")
 
 
-def _is_of_rows(layout: Layout, output: Any) -> bool:
-    """Return whether a call's output is one plain tensor whose rows are its samples."""
+def _has_one_row_a_sample(layout: Layout, output: Any) -> bool:
+    """Return whether a call's output is one tensor whose rows are the samples."""
     rows = layout.dim == 0 and layout.joins == (Join(Rule.CONCATENATE),)
     return rows and type(output) is torch.Tensor and output.requires_grad
 
 
-def _told(argument: Any) -> object:
-    """Return what tells an argument from others; of one that says nothing: no other is like it."""
+def _identity(argument: Any) -> object:
+    """Return a key for an argument; one without a ``repr`` equals no other argument."""
     try:
         return repr(argument)
-    except Exception:  # noqa: BLE001 - it is the script's own
+    except Exception:  # noqa: BLE001 - the script's own class
         return object()
 
 
-def _need_gradients(batch: Batch) -> bool:
+def _requires_gradients(batch: Batch) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in batch.leaves)
 
 
-def _all(each: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the tensors, each once."""
+def _distinct(each: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the distinct tensors of all mappings."""
     return list({id(t): t for found in each for t in found.values() if t is not None}.values())

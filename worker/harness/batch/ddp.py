@@ -61,11 +61,11 @@ class Ranks:
         self._expected = self._expected or reduces
         return output
 
-    def arrived(self, parameter: torch.Tensor) -> None:
+    def received(self, parameter: torch.Tensor) -> None:
         """Notice that a parameter has received a gradient."""
         self._received.add(id(parameter))
 
-    def came_back(self) -> None:
+    def backward_done(self) -> None:
         """Notice that a call's backward is done, within the script's own backward pass."""
         if self._expected and not self._queued:
             self._queued = True
@@ -100,7 +100,7 @@ class _Visit(torch.autograd.Function):
         return (None,) * int(ctx.count)
 
 
-def moved(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def to_device(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments on the wrapper's device, as its module sees them."""
     if not wrapper.device_ids or not (args or kwargs):
         return args, kwargs
@@ -151,7 +151,7 @@ def _unsupported(wrapper: DistributedDataParallel) -> str | None:
     return None
 
 
-def quiet(forward: Forward) -> Forward:
+def refuse_collectives(forward: Forward) -> Forward:
     """Return ``forward``, which raises ``Refused`` where ranks communicate in it.
 
     In another number of chunks they would hang. After the first such call, which every rank makes:

@@ -127,5 +127,5 @@ def _in_parts(forward: Forward, batch: Batch, layout: Layout, size: int) -> Any:
 
 
 def _part(forward: Forward, batch: Batch, layout: Layout, cut: Cut) -> tuple[list[Any], TreeSpec]:
-    args, kwargs = batch.call(layout.take(batch, cut))
+    args, kwargs = batch.call(layout.select(batch, cut))
     return flatten(forward(*args, **kwargs))

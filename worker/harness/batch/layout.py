@@ -146,7 +146,7 @@ class Layout:
         """Return the samples in a call."""
         return int(batch.leaves[self.batched[0]].shape[self.dim])
 
-    def take(self, batch: Batch, cut: Cut) -> list[Any]:
+    def select(self, batch: Batch, cut: Cut) -> list[Any]:
         """Return the arguments of some samples: views, or copies where those would have gaps."""
         leaves = list(batch.leaves)
         for index in self.batched:

@@ -1,11 +1,11 @@
-"""A root's output that is not there yet: it waits for the loss that the script makes of it.
+"""Delays a root's call until the script computes the loss from its output.
 
-Where a batch runs in chunks and its loss is computed outside the model, each chunk would run twice:
-once for its output, and again in backward, when the output's gradient has come. Most scripts give
-the output to a loss function of torch and to nothing else before. So the call is put off until
-then, and runs with the loss as its last part: each chunk's backward comes at once, as where a model
-returns its loss (``bridge``). Whatever else a script does with the output first makes it be there,
-as if it had never waited; from then on no call of this root is put off.
+If the loss is computed outside the model, each chunk would run twice: once for its output, and
+again in backward, when the output's gradient is known. Most scripts pass the output directly to a
+loss function of torch. So the call returns a ``LazyOutput`` and runs together with the loss
+function. Each chunk's backward then runs right after its forward, as if the model returned the
+loss (``chunked_call``). If the script uses the output in another way first, the call runs at once,
+and no later call of this root is delayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,15 +22,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch import loss_functions
+from autofit.worker.harness.batch.call_state import CallState
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import plain_backward
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 CHANGED = "the model or its arguments changed between its call and the use of its output"
-LATE = "the script asks for the gradient of the model's output after it has made the loss"
-UNLIKE = "the same arguments give an output of another shape or type than before"
+TOO_LATE = "the script asks for the gradient of the model's output after it has made the loss"
+OTHER_OUTPUT = "the same arguments give an output of another shape or type than before"
 TENSOR = torch.Tensor
-TOLD: set[Any] = {
+METADATA: set[Any] = {
     TENSOR.__hash__,
     TENSOR.__len__,
     TENSOR.device.__get__,
@@ -48,8 +48,8 @@ TOLD: set[Any] = {
     torch.is_floating_point,
     torch.numel,
 }
-"""What can be said of an output that is not there."""
-SHAPED: set[Any] = {
+"""Functions that need only the shape, data type and device of an output."""
+RESHAPING: set[Any] = {
     TENSOR.__getitem__,
     TENSOR.contiguous,
     TENSOR.flatten,
@@ -68,57 +68,63 @@ SHAPED: set[Any] = {
     torch.transpose,
     torch.unsqueeze,
 }
-"""What scripts do to an output before they give it to a loss function."""
-SIZED: set[Any] = {TENSOR.view, TENSOR.reshape, torch.reshape}
-"""Those of them that may name how many rows there are."""
+"""Functions that scripts apply to an output before the loss function."""
+RESIZING: set[Any] = {TENSOR.view, TENSOR.reshape, torch.reshape}
+"""The functions among them whose arguments may contain the number of rows."""
 
-LISTENING: set[Any] = {TENSOR.register_hook, TENSOR.retain_grad}
-"""What waits for the gradient of an output: none comes if the loss has run with the call."""
+NEEDS_GRADIENT: set[Any] = {TENSOR.register_hook, TENSOR.retain_grad}
+"""Functions that need the output's own gradient, which does not exist if the loss has run."""
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A call of a loss function with a root's output."""
+    """A call of a loss function on a root's output."""
 
     function: Callable[..., Any]
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     steps: tuple[Step, ...]
-    """From the root's output to the function's input."""
+    """The functions from the root's output to the loss function's input."""
     target: torch.Tensor
     """``(samples, ...)``."""
     flat: bool
-    """The function has several rows for a sample; in ``target`` they have a dimension."""
-    mean: loss_functions.Mean
+    """The function gets several rows a sample; ``target`` has an extra dimension for them."""
+    reduction: loss_functions.Reduction
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of some samples."""
+        """Return the loss of some samples, as their share in the loss of the batch."""
         target = target.flatten(0, 1) if self.flat else target
-        mine = {"input": _after(self.steps, output), "target": target}
-        found: torch.Tensor = self.function(
-            **{**self.given, **mine, "reduction": self.mean.reduction}
+        reduction = self.reduction
+        loss: torch.Tensor = self.function(
+            **{
+                **self.arguments,
+                "input": _apply(self.steps, output),
+                "target": target,
+                "reduction": reduction.name,
+            }
         )
-        return found if self.mean.over is None else (found / self.mean.over).to(found.dtype)
+        divisor = reduction.divisor
+        return loss if divisor is None else (loss / divisor).to(loss.dtype)
 
 
 class Caller(Protocol):
-    """Runs what was put off (``elastic.Elastic``)."""
+    """What a delayed call needs of its root (``chunked_root.ChunkedRoot``)."""
 
-    puts_off: bool
-    """Calls may be put off."""
+    state: CallState
 
     def mark(self) -> object:
-        """What must be the same when the call runs: the root's mode, weights and buffers."""
+        """Return a value that changes with the root's mode, weights or buffers."""
 
-    def with_loss(self, call: PutOff, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the call with the loss as its last part; return the loss, and the output."""
+    def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the call with the loss as its last operation; return the loss and the output."""
+
+    def end_delay(self, call: DelayedCall) -> None:
+        """Notice that the call has run."""
 
 
-class PutOff:
-    """One call of a root that has not run."""
-
-    waiting: WeakSet[PutOff] = WeakSet()
+class DelayedCall:
+    """A call of a root that runs when its output is used."""
 
     def __init__(
         self,
@@ -126,211 +132,215 @@ class PutOff:
         forward: Forward,
         batch: Batch,
         layout: Layout,
-        again: Callable[[Any, Any], torch.Tensor],
-        entered: Callable[[Callable[[], Any]], Any],
+        run: Callable[[Any, Any], torch.Tensor],
+        enter: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """``again``: makes the call, with such arguments, as if none were ever put off.
-
-        ``entered``: runs a part of it.
-        """
+        """``run(args, kwargs)`` runs the call at once; ``enter(f)`` runs ``f`` inside the root."""
         self.forward = forward
         self.batch = batch
         self.layout = layout
         self.samples = layout.size(batch)
-        self.entered = entered
+        self.enter = enter
         self.ambient = Ambient.now()
         self._caller = caller
-        self._again = again
-        self._mark = self._now()
+        self._run = run
+        self._mark = self._version()
         self._output: torch.Tensor | None = None
-        self.with_loss = False
-        """It has run with its loss, which does not come from the output then."""
-        self.told: torch.Tensor | None = None
-        """What the script was told the output is like."""
-        PutOff.waiting.add(self)
+        self.ran_with_loss = False
+        """It has run with its loss, so the loss's graph does not contain the output."""
+        self._promised: torch.Tensor | None = None
+        """A tensor with the shape and data type that the script has seen of the output."""
 
-    @classmethod
-    def hurry(cls) -> None:
-        """Let every output be there: what it is made of is about to change."""
-        for call in list(cls.waiting):
-            with suppress(Refused):  # that is said when it is used, if it ever is
-                call.output()
+    def promise(self, like: torch.Tensor) -> None:
+        """Record that the script takes the output to have the shape and data type of ``like``."""
+        self._promised = like
+
+    def run_before_change(self) -> None:
+        """Compute the output, because the model is about to change."""
+        with suppress(Refused):  # raised again if the script uses the output
+            self.output()
 
     def output(self) -> torch.Tensor:
-        """Return the output, computed now if need be; raise ``Refused`` where that is too late."""
+        """Return the output; run the call now if it has not run.
+
+        Raises ``Refused`` if the model or the arguments have changed since the call.
+        """
         if self._output is None:
-            self._caller.puts_off = False
+            self._caller.state.stop_delaying()
             self._check()
             start = RandomState.now()
             try:
-                with _as_it_was(), self.ambient.again():
-                    # not with the script's own containers: it may have changed them since
-                    self._is_there(self._again(*self.batch.call(self.batch.leaves)))
-            except BaseException:  # it may be made again
+                with _call_context(), self.ambient.again():
+                    # a new container: the script may have changed its own
+                    self._finish(self._run(*self.batch.call(self.batch.leaves)))
+            except BaseException:  # the call may run again
                 start.restore()
                 raise
         assert self._output is not None
         return self._output
 
     def loss(self, loss: Loss) -> torch.Tensor | None:
-        """Return the loss, run with the call; ``None`` where the output has to be there first."""
+        """Run the call with ``loss``; return ``None`` if the output must be computed by itself."""
         if self._output is not None or not torch.is_grad_enabled() or saved_by_hooks():
             return None
         self._check()
         start = RandomState.now()
         try:
-            found, output = self._caller.with_loss(self, loss)
-        except Exception:  # noqa: BLE001 - the call meets it again as ever, where it is answered
+            found, output = self._caller.run_with_loss(self, loss)
+        except Exception:  # noqa: BLE001 - the call by itself raises it again
             start.restore()
             return None
-        self._is_there(output)
-        self.with_loss = True
+        self._finish(output)
+        self.ran_with_loss = True
         return found
 
-    def _is_there(self, output: torch.Tensor) -> None:
-        """Keep the output, and nothing that is only needed to make it."""
-        told = self.told
-        if told is not None and (told.shape, told.dtype) != (output.shape, output.dtype):
-            self._caller.puts_off = False
-            raise Refused(UNLIKE, "micro_batch")
+    def _finish(self, output: torch.Tensor) -> None:
+        """Store the output; free what was needed to compute it."""
+        like = self._promised
+        if like is not None and (like.shape, like.dtype) != (output.shape, output.dtype):
+            self._caller.state.stop_delaying()
+            raise Refused(OTHER_OUTPUT, "micro_batch")
         self._output = output
         self.batch = Batch([], self.batch.spec)
-        self._again = lambda *_: output
-        PutOff.waiting.discard(self)
+        self._run = lambda *_: output
+        self._caller.end_delay(self)
 
     def _check(self) -> None:
-        if self._now() != self._mark:
+        if self._version() != self._mark:
             raise Refused(CHANGED, "micro_batch")
 
-    def _now(self) -> object:
+    def _version(self) -> object:
         tensors = [leaf for leaf in self.batch.leaves if isinstance(leaf, torch.Tensor)]
         return self._caller.mark(), [each._version for each in tensors if not each.is_inference()]
 
 
-class Awaited(torch.Tensor):
-    """Such an output, or a view of it, in the script's hands."""
+class LazyOutput(torch.Tensor):
+    """The output of a delayed call, or a view of it."""
 
-    _call: PutOff
+    _call: DelayedCall
     _steps: tuple[Step, ...]
     _value: torch.Tensor | None
 
     @classmethod
     def of(
         cls,
-        call: PutOff,
+        call: DelayedCall,
         like: torch.Tensor,
         device: torch.device,
         steps: tuple[Step, ...] = (),
-    ) -> Awaited:
-        """Return what will be as ``like``, which may be an outline, on ``device``."""
+    ) -> LazyOutput:
+        """Return a lazy output on ``device`` with the shape and data type of ``like``.
+
+        ``like`` may be a meta tensor. ``steps``: the functions from the root's output to this view.
+        """
         if not steps:
-            call.told = like
+            call.promise(like)
         anchor = torch.empty(0, requires_grad=True)
-        made: Awaited = _Source.apply(anchor, call, like, device, steps)  # type: ignore[no-untyped-call]
+        made: LazyOutput = _Source.apply(anchor, call, like, device, steps)  # type: ignore[no-untyped-call]
         made._call, made._steps, made._value = call, steps, None
         return made
 
     def value(self) -> torch.Tensor:
-        """Return the tensor it stands for, with its graph."""
+        """Return the actual tensor, with its graph."""
         if self._value is None:
-            self._value = _after(self._steps, self._call.output())
+            self._value = _apply(self._steps, self._call.output())
         return self._value
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what can be answered, put a view off too, run the loss; else be there."""
+        """Answer metadata, delay a view, run the loss; compute the output for anything else."""
         kwargs = kwargs or {}
-        if func in TOLD:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found: torch.Tensor | None = None
-        if func in SHAPED and isinstance(args[0], Awaited):
-            found = args[0]._shaped(func, args[1:], kwargs)
+        if func in RESHAPING and isinstance(args[0], LazyOutput):
+            found = args[0]._view(func, args[1:], kwargs)
         elif func in loss_functions.LOSSES:
-            found = _loss(func, args, kwargs)
+            found = _run_loss(func, args, kwargs)
         if found is not None:
             return found
-        if func in LISTENING:
-            refuse_late((args, kwargs))
-        args, kwargs = there((tuple(args), kwargs))
+        if func in NEEDS_GRADIENT:
+            refuse_gradient((args, kwargs))
+        args, kwargs = materialize((tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Be there for what does not come through Python; gradients go back to the source."""
+        """Compute the output for calls that bypass Python; ``_Source`` returns the gradients."""
         args, kwargs = tree_map(
-            lambda each: each.value().detach() if isinstance(each, Awaited) else each,
+            lambda each: each.value().detach() if isinstance(each, LazyOutput) else each,
             (tuple(args), kwargs or {}),
         )
         return func(*args, **kwargs)
 
-    def _shaped(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Awaited | None:
-        """Return a view that waits too; ``None`` unless each sample keeps its rows in it."""
-        if self._value is not None or _hold((others, kwargs), torch.Tensor):
+    def _view(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> LazyOutput | None:
+        """Return a lazy view; ``None`` unless each sample has rows of its own in it."""
+        if self._value is not None or _contains((others, kwargs), torch.Tensor):
             return None
         try:
             like = func(self._outline(1), *others, **kwargs)
             if not like.is_meta or not like.ndim or len(like) % self._call.samples:
                 return None
-            if func in SIZED and like.dtype is not self.dtype:
+            if func in RESIZING and like.dtype is not self.dtype:
                 return None
             rest = like.shape[1:]
-            if func not in SIZED:
+            if func not in RESIZING:
                 twice = func(self._outline(2), *others, **kwargs).shape
                 if twice != (2 * len(like), *rest):
                     return None
-        except Exception:  # noqa: BLE001 - as the tensor itself will say
+        except Exception:  # noqa: BLE001 - the tensor itself raises it
             return None
 
         def step(part: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = part if func in SIZED else func(part, *others, **kwargs)
+            made: torch.Tensor = part if func in RESIZING else func(part, *others, **kwargs)
             return made.reshape(-1, *rest)
 
-        return Awaited.of(self._call, like, self.device, (*self._steps, step))
+        return LazyOutput.of(self._call, like, self.device, (*self._steps, step))
 
     def _outline(self, times: int) -> torch.Tensor:
-        """Return the shape of so many times its rows, without memory."""
+        """Return a meta tensor with ``times`` as many rows."""
         shape = (times * len(self), *self.shape[1:])
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 class _Source(torch.autograd.Function):
-    """Where a waiting output comes from, for what reaches it past Python: its own graph."""
+    """The autograd node of a lazy output, for gradients of calls that bypass Python."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
-        call: PutOff,
+        call: DelayedCall,
         like: torch.Tensor,
         device: torch.device,
         steps: tuple[Step, ...],
-    ) -> Awaited:
+    ) -> LazyOutput:
         ctx.call, ctx.steps = call, steps
-        made: Awaited = torch.Tensor._make_wrapper_subclass(
-            Awaited, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        made: LazyOutput = torch.Tensor._make_wrapper_subclass(
+            LazyOutput, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         return made
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        output = _after(ctx.steps, ctx.call.output())
-        plain_backward([output], list(cotangents), retain_graph=True)  # it may come again
+        output = _apply(ctx.steps, ctx.call.output())
+        plain_backward([output], list(cotangents), retain_graph=True)  # backward may run again
         return None, None, None, None, None
 
 
 def saved_by_hooks() -> bool:
-    """Return whether what autograd saves here goes through hooks of the script's own."""
+    """Return whether the script has hooks on the tensors that autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Compute as where a call was put off: with gradients, and without hooks on what is saved."""
+def _call_context() -> Iterator[None]:
+    """Compute with gradients and without saved-tensor hooks, as at the time of the call."""
     plain = saved_tensors_hooks(_itself, _itself) if saved_by_hooks() else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), plain:
         yield
@@ -340,59 +350,62 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def there(value: Any) -> Any:
-    """Return ``value`` with the tensors that outputs in it stand for."""
-    return tree_map(lambda each: each.value() if isinstance(each, Awaited) else each, value)
+def materialize(value: Any) -> Any:
+    """Return ``value`` with the actual tensors in the place of lazy outputs."""
+    return tree_map(lambda each: each.value() if isinstance(each, LazyOutput) else each, value)
 
 
-def refuse_late(value: Any) -> None:
-    """Raise ``Refused`` where the gradient is asked for of an output that no loss comes from."""
+def refuse_gradient(value: Any) -> None:
+    """Raise ``Refused`` if ``value`` contains an output whose call has run with its loss.
+
+    The loss's graph does not contain that output, so it gets no gradient.
+    """
     leaves = tree_leaves(value)
-    if any(isinstance(leaf, Awaited) and leaf._call.with_loss for leaf in leaves):
-        raise Refused(LATE, "micro_batch")
+    if any(isinstance(leaf, LazyOutput) and leaf._call.ran_with_loss for leaf in leaves):
+        raise Refused(TOO_LATE, "micro_batch")
 
 
-def _loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return the loss, run with the call it is made of; ``None`` where that cannot be."""
+def _run_loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Run the loss with its delayed call; return ``None`` if that is not possible."""
     try:
-        found = _understood(func, args, kwargs)
-    except Exception:  # noqa: BLE001 - as the function itself will say
+        found = _parse(func, args, kwargs)
+    except Exception:  # noqa: BLE001 - the loss function itself raises it
         return None
     return None if found is None else found[0].loss(found[1])
 
 
-def _understood(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[PutOff, Loss] | None:
-    """Return what is to run for a loss: the call that was put off, and the loss as a part of it."""
+def _parse(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[DelayedCall, Loss] | None:
+    """Return the delayed call and the loss to run with it; ``None`` if they cannot run together."""
     given = loss_functions.arguments(func, args, kwargs)
     output, target = given.pop("input"), given.pop("target")
-    if func in loss_functions.OF_DISTANCES and isinstance(target, Awaited):
+    if func in loss_functions.DISTANCE_LOSSES and isinstance(target, LazyOutput):
         output, target = target, output
-    if not isinstance(output, Awaited) or _hold((target, given), Awaited):
+    if not isinstance(output, LazyOutput) or _contains((target, given), LazyOutput):
         return None
     if not isinstance(target, torch.Tensor) or target.requires_grad or not target.ndim:
         return None
     if len(target) != len(output) or target.device != output.device or _overflows(output):
         return None
-    mean = loss_functions.mean(func, {**given, "target": target}, output)
-    if mean is None:
+    reduction = loss_functions.reduction_of(func, {**given, "target": target}, output)
+    if reduction is None:
         return None
     call = output._call
     flat = len(output) != call.samples
     target = target.unflatten(0, (call.samples, -1)) if flat else target
-    return call, Loss(func, given, output._steps, target, flat, mean)
+    return call, Loss(func, given, output._steps, target, flat, reduction)
 
 
-def _after(steps: Sequence[Step], output: torch.Tensor) -> torch.Tensor:
+def _apply(steps: Sequence[Step], output: torch.Tensor) -> torch.Tensor:
     for step in steps:
         output = step(output)
     return output
 
 
 def _overflows(output: torch.Tensor) -> bool:
-    """Return whether a sum of losses may be too large: in float16, where autocast does not help."""
+    """Return whether a sum of losses may overflow: float16 without autocast."""
     kind = output.device.type
     return output.dtype is torch.float16 and not torch.is_autocast_enabled(kind)
 
 
-def _hold(value: Any, kind: type[torch.Tensor]) -> bool:
+def _contains(value: Any, kind: type[torch.Tensor]) -> bool:
     return any(isinstance(leaf, kind) for leaf in tree_leaves(value))

@@ -31,7 +31,7 @@ class Parts:
             self._weights[join] = self._layout.weights(join, batch)
         return self._weights[join].of(cut)
 
-    def take(self, cut: Cut, outputs: list[Any]) -> list[Any]:
+    def collect(self, cut: Cut, outputs: list[Any]) -> list[Any]:
         """Return a chunk's outputs without the rows, which are put to those before at once.
 
         A language model's logits for the whole batch are as large as its weights, and would exist

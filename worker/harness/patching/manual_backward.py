@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autofit.exceptions import Refused
-from autofit.worker.harness.batch.chunked_call import Call
+from autofit.worker.harness.batch.chunked_call import ChunkedCall
 
 UNUSED = (
     "The differentiated Tensor at index {} appears to not have been used in the graph. "
@@ -92,7 +92,7 @@ def _anchors(outputs: Any) -> list[torch.Tensor]:
             continue
         seen.add(node)
         call = getattr(node, "call", None)
-        if isinstance(call, Call):
+        if isinstance(call, ChunkedCall):
             found.append(call.anchor)
         waiting += [following for following, _ in node.next_functions]
     return found

@@ -69,6 +69,13 @@ class Handler(Protocol):
         """Notice that ``optimizer`` has stepped; may raise to end the script."""
 
 
+class DelayedCall(Protocol):
+    """A call of a model that runs when its output is used (``batch.lazy_output``)."""
+
+    def run_before_change(self) -> None:
+        """Compute the output, because the model is about to change."""
+
+
 class Seams:
     """Attached to torch from ``attach`` to ``detach``."""
 
@@ -92,6 +99,8 @@ class Seams:
         """Optimizers whose parameters step in backward: gradients come on the usual way only."""
         self.parts_follow = False
         """The gradients that come are those of a part of the batch, and not of its last."""
+        self.delayed_calls: weakref.WeakSet[DelayedCall] = weakref.WeakSet()
+        """Calls of models that have not run yet."""
         self.data_seconds = 0.0
         """Spent in the loader's ``next`` since someone set it to zero."""
         self.order: Callable[[Callable[[Any], Any], Any], Any] = lambda plain, iterator: plain(
@@ -130,6 +139,11 @@ class Seams:
             self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
         self.look_for_roots()
 
+    def run_delayed_calls(self) -> None:
+        """Run all delayed calls, because a model is about to change."""
+        for call in list(self.delayed_calls):
+            call.run_before_change()
+
     def read_by(self, reader: Reader) -> Undo:
         """Let ``reader`` give the batches of loaders; the last one does."""
         self._readers.append(reader)
@@ -163,6 +177,15 @@ class Seams:
             self._stop_looking()
             self._paused = True
         self.inside += 1
+
+    @contextmanager
+    def part_of_backward(self, *, more: bool) -> Iterator[None]:
+        """Run the backward of a part of the batch; ``more``: another part follows it."""
+        self.parts_follow = more
+        try:
+            yield
+        finally:
+            self.parts_follow = False
 
     def leave(self) -> None:
         """Look for roots again, as before."""

@@ -300,7 +300,7 @@ class RealRun(Session):
         if classify_retries(self._retries).kind is Kind.NOT_OOM:
             return
         for elastic in split:
-            elastic.micro_batch = -(-elastic.micro_batch // 2)
+            elastic.resize(-(-elastic.micro_batch // 2))
         size = max(elastic.micro_batch for elastic in split)
         self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
         self._retries.clear()

@@ -22,7 +22,7 @@ from autofit.strategies.base import AS_IS, Forward, Load, Reader, Undo, Weights,
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.precision import Precision
 from autofit.worker.harness.batch import ddp
-from autofit.worker.harness.batch.chunked_root import Elastic, OnShortage
+from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching import weight_views
@@ -97,7 +97,7 @@ class HarnessRoot:
         self.proofs = 0
         """How often something was proven of it: that takes time and memory of its own."""
         self.plan = Plan()
-        self.elastic: Elastic | None = None
+        self.elastic: ChunkedRoot | None = None
         self.evaluation: Evaluation | None = None
         """Runs calls without gradients, in parts if need be, where no plan splits the batch."""
         self.whole_at_worst = True
@@ -155,7 +155,7 @@ class HarnessRoot:
             run = wrapper(run)
         return run(*args, **kwargs)
 
-    def put_off(
+    def delay(
         self,
         args: Any,
         kwargs: Any,
@@ -164,11 +164,11 @@ class HarnessRoot:
     ) -> Any | None:
         """Return what stands for the output of a call that waits; ``None`` where it does not.
 
-        See ``Elastic.put_off``.
+        See ``ChunkedRoot.delay``.
         """
         if self.elastic is None or self._outermost:
             return None
-        return self.elastic.put_off(self.forward, args, kwargs, again, entered)
+        return self.elastic.delay(self.forward, args, kwargs, again, entered)
 
     def rerun(self, *args: Any, **kwargs: Any) -> Any:
         """Run it with arguments that the plan's outermost wrappers have seen already."""
@@ -179,7 +179,7 @@ class HarnessRoot:
                 return self.standby.call(self, args, kwargs)
             return self.run_whole(args, kwargs)
         if isinstance(wrapper := self.outer, DistributedDataParallel):
-            args, kwargs = ddp.moved(wrapper, args, kwargs)
+            args, kwargs = ddp.to_device(wrapper, args, kwargs)
         return self.elastic(self.forward, args, kwargs)
 
     def refuse_what_a_call_would(self, args: Any, kwargs: Any) -> None:
@@ -187,8 +187,8 @@ class HarnessRoot:
         if self.elastic is None:
             return
         if isinstance(wrapper := self.outer, DistributedDataParallel):
-            args, kwargs = ddp.moved(wrapper, args, kwargs)
-        self.elastic.refuse_what_a_call_would(args, kwargs)
+            args, kwargs = ddp.to_device(wrapper, args, kwargs)
+        self.elastic.check_call(args, kwargs)
 
     def run_whole(self, args: Any, kwargs: Any) -> Any:
         """Run the root's own call inside what the plan puts around it."""
@@ -217,7 +217,7 @@ class HarnessRoot:
         same = self.plan.replace(micro_batch=size) == plan and plan.unsized == plan
         if self.elastic is None or not same or size == AS_IS:
             return False
-        self.elastic.micro_batch = int(size)
+        self.elastic.resize(int(size))
         self.plan = plan
         return True
 
@@ -303,7 +303,7 @@ class HarnessRoot:
         """Run each call in chunks of at most ``micro_batch`` samples."""
         outer = self.outer
         ddp.refuse_what_cannot_be_split(outer)
-        self.elastic = Elastic(
+        self.elastic = ChunkedRoot(
             outer,
             self._seams,
             micro_batch,
@@ -312,9 +312,8 @@ class HarnessRoot:
             on_shortage=self._on_shortage,
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
             whole_at_worst=self.whole_at_worst,
+            one_size=self._one_size,
         )
-
-        self.elastic.one_size = self._one_size
 
         def undo() -> None:
             if self.elastic is not None:
@@ -381,7 +380,7 @@ class HarnessRoot:
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted
         if self.elastic is not None:
-            self.elastic.one_size = wanted
+            self.elastic.use_one_size(wanted)
 
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proofs += 1
@@ -389,7 +388,7 @@ class HarnessRoot:
         with uncompiled(), self.proving(), checking():
             module = copied(self.module, weights=False) if self.untouched else self.module
             plain = module.__call__ if self.untouched else self.plain
-            forward = ddp.quiet(self._lasts(plain))
+            forward = ddp.refuse_collectives(self._lasts(plain))
             found = find_layout(
                 module,
                 forward,
@@ -420,7 +419,7 @@ class HarnessRoot:
         some = few(batch, layout, range(min(2, layout.size(batch))))
         args, kwargs = some.call(some.leaves)
         with uncompiled(), self.proving(), preserved(self.module), torch.enable_grad():
-            outputs = flatten(ddp.quiet(self._lasts(self.plain))(*args, **kwargs))[0]
+            outputs = flatten(ddp.refuse_collectives(self._lasts(self.plain))(*args, **kwargs))[0]
             return Shapes().of(outputs, [*self.module.parameters()])
 
     @property
@@ -473,7 +472,7 @@ class HarnessRoot:
 
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             assert isinstance(self.outer, DistributedDataParallel)
-            args, kwargs = ddp.moved(self.outer, args, kwargs)
+            args, kwargs = ddp.to_device(self.outer, args, kwargs)
             return forward(*args, **kwargs)
 
         return on_its_device

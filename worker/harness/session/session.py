@@ -22,7 +22,7 @@ from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import Undo
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.batch.lazy_output import Awaited, PutOff, refuse_late, there
+from autofit.worker.harness.batch.lazy_output import LazyOutput, materialize, refuse_gradient
 from autofit.worker.harness.patching import gradient_reads, manual_backward, step_in_backward
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
@@ -232,7 +232,7 @@ class Session:
 
     def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Take the gradients of split roots where the script asks for some by itself."""
-        refuse_late(inputs)
+        refuse_gradient(inputs)
         split = self._asked(inputs)
         if not split:
             return plain
@@ -259,12 +259,12 @@ class Session:
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with the tensors that outputs among them stand for."""
-        return tuple(each.value() if isinstance(each, Awaited) else each for each in args)
+        return tuple(each.value() if isinstance(each, LazyOutput) else each for each in args)
 
     def module_changes(self) -> None:
         """Let outputs that wait be there before something of a model is another."""
-        if PutOff.waiting:
-            PutOff.hurry()
+        if self.seams.delayed_calls:
+            self.seams.run_delayed_calls()
 
     def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
         """Learn that the script sets gradients to zero; calls may have been no part of a step."""
@@ -278,7 +278,7 @@ class Session:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note where the script is."""
-        PutOff.hurry()
+        self.seams.run_delayed_calls()
         self.step_calls.step_begins()
         self.reads.fresh = False
         self.phase = "optimizer step"
@@ -314,8 +314,8 @@ class Session:
     # --- inside ----------------------------------------------------------------------------
 
     def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        if PutOff.waiting:
-            args, kwargs = there((args, kwargs))
+        if self.seams.delayed_calls:
+            args, kwargs = materialize((args, kwargs))
         return self._handled(root, args, kwargs, lambda: self._guarded(root, args, kwargs))
 
     def _again(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
@@ -386,7 +386,7 @@ class Session:
             self.turn_to(root, plan, args, kwargs)
         if self.optimizers.prepare():
             self.meter.release()  # what state in another form has left in the allocator's cache
-        waits = root.put_off(args, kwargs, partial(self._again, root), self._entered)
+        waits = root.delay(args, kwargs, partial(self._again, root), self._entered)
         return root.call(args, kwargs) if waits is None else waits
 
     def _entered(self, run: Callable[[], Any]) -> Any:

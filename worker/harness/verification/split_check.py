@@ -245,7 +245,7 @@ class _Probe:
         refuse_changed_arguments(part, before, after)
         if weights(self.module) != set_out:
             raise Refused("the model sets its weights in a forward, from the batch maybe")
-        chunk = Batch(layout.take(part, (0, 1)), part.spec)
+        chunk = Batch(layout.select(part, (0, 1)), part.spec)
         state = Snapshot(self.module, copies=False)
         refuse_changes_in_backward(start, state, self.with_graph)
         moved = moved_by(start, part, chunk, self.forward, state)
@@ -297,7 +297,7 @@ class _Probe:
         args, kwargs = part.call(part.leaves)
         with torch.no_grad():
             self.forward(*args, **kwargs)
-        chunk = Batch(layout.take(part, (0, 1)), part.spec)
+        chunk = Batch(layout.select(part, (0, 1)), part.spec)
         return moved_by(start, part, chunk, self.forward, Snapshot(self.module, copies=False))
 
     def _rehearse(self, part: Batch, start: Snapshot) -> None:

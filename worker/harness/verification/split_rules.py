@@ -127,7 +127,7 @@ class Runner:
             self._draws.cut = cut
             self._start.restore_elsewhere()
         torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
-        args, kwargs = part.call(self.layout.take(part, cut))
+        args, kwargs = part.call(self.layout.select(part, cut))
         return Output.of(self.forward(*args, **kwargs))
 
 
@@ -331,7 +331,7 @@ class Comparison:
             return candidates
         size = self.layout.size(self.whole)
         while size > self.size:
-            part = Batch(self.layout.take(self.whole, (0, size)), self.whole.spec)
+            part = Batch(self.layout.select(self.whole, (0, size)), self.whole.spec)
             cuts = growing(size)
             try:
                 with torch.no_grad():

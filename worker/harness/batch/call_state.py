@@ -1,0 +1,73 @@
+"""What the chunked calls of one root have shown, which decides how later calls run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from autofit.worker.harness.batch.loss_scale import LossScale
+
+
+class ActiveCall(Protocol):
+    """A call between its forward and its backward."""
+
+    def release(self) -> None:
+        """Free the graph and the gradients that only save a recomputation."""
+
+
+class CallState:
+    """The state that all calls of one chunked root share.
+
+    Only its own methods change it. Calls report what happened; the root and later calls read it.
+    """
+
+    def __init__(self, *, can_delay: bool, one_at_a_time: bool) -> None:
+        self.loss_scale = LossScale()
+        self.can_delay = can_delay
+        """Calls may be delayed until the script calls its loss function (``lazy_output``)."""
+        self.one_at_a_time = one_at_a_time
+        """So far, every backward came before the next call."""
+        self.draws_elsewhere: bool | None = None
+        """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
+        self.even = False
+        """The last call ran in even chunks, because no chunk had to run again."""
+        self.accumulated: set[int] = set()
+        """The ``id`` of each parameter whose ``.grad`` has the running chunk's gradient."""
+        self._active: WeakSet[ActiveCall] = WeakSet()
+
+    def begin_forward(self, call: ActiveCall) -> None:
+        """Make ``call`` active; calls that still wait for their backward free their graphs."""
+        for other in list(self._active):
+            other.release()
+        self._active.add(call)
+
+    def end_forward(self, *, even: bool, draws_elsewhere: bool | None) -> None:
+        """Record a finished forward; ``draws_elsewhere`` is ``None`` if it was not looked at."""
+        self.even = even
+        if self.draws_elsewhere is None:
+            self.draws_elsewhere = draws_elsewhere
+
+    def begin_backward(self, call: ActiveCall, *, released: bool) -> None:
+        """End ``call``; ``released``: a later call has freed its gradients before this backward."""
+        self._active.discard(call)
+        if released:
+            self.one_at_a_time = False
+
+    def begin_chunk(self) -> None:
+        """Forget which parameters have received the gradient of the chunk before."""
+        self.accumulated.clear()
+
+    def received(self, parameter: torch.Tensor) -> None:
+        """Record that a parameter has received the running chunk's gradient."""
+        self.accumulated.add(id(parameter))
+
+    def missing(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Return the trainable ones of ``parameters`` without the running chunk's gradient."""
+        return [p for p in parameters if p.requires_grad and id(p) not in self.accumulated]
+
+    def stop_delaying(self) -> None:
+        """Run all later calls at once: the script uses more of the output than its loss."""
+        self.can_delay = False
