@@ -30,7 +30,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from autofit.exceptions import StorageError
-from autofit.storage.url import DEFAULT, shown, to_url
+from autofit.storage.url import DEFAULT, to_url, without_password
 
 HEAD = "0007"
 """The newest revision in ``migrations/versions``."""
@@ -73,7 +73,7 @@ def sqlite_file(url: URL) -> Path | None:
 
 def show(url: URL) -> str:
     """Return how a message names the store: its path, or its URL without the password."""
-    return str(sqlite_file(url) or shown(url.render_as_string(hide_password=True)))
+    return str(sqlite_file(url) or without_password(url.render_as_string(hide_password=True)))
 
 
 def make_private(path: Path) -> None:

@@ -42,7 +42,7 @@ def exists(storage: str | None = None) -> bool:
     return path == url or Path(path).exists()
 
 
-def shown(storage: str) -> str:
+def without_password(storage: str) -> str:
     """Return ``storage`` as a line for people may have it: without a password."""
     unnamed = re.sub(r"(?<=://)([^:/]*):[^@]*@", r"\1:***@", storage)
     return re.sub(r"(?<=[?&])(\w*password)=[^&]*", r"\1=***", unnamed)

@@ -41,7 +41,7 @@ class Situation:
     waiting: tuple[Plan, ...] = ()
     """Plans that may be measured once the same plan ``unsized`` was: they count for that one."""
     finished: tuple[TrialRecord, ...]
-    flying: tuple[Plan, ...] = ()
+    running: tuple[Plan, ...] = ()
     """Plans that are being measured."""
     facts: Facts | None
     budget: int
@@ -66,7 +66,7 @@ class Situation:
 def prospects(situation: Situation) -> list[Prospect]:
     """Return what each candidate promises, the most promising first.
 
-    Before anything fits, every plan that may fit is a gain. A plan in flight counts with what it
+    Before anything fits, every plan that may fit is a gain. A plan in launch counts with what it
     may come to, draw by draw.
     """
     candidates, best = situation.candidates, situation.best
@@ -79,13 +79,13 @@ def prospects(situation: Situation) -> list[Prospect]:
         cuda=situation.cuda,
         horizon=situation.horizon,
     )
-    plans = [*candidates, *situation.flying, *situation.waiting]
+    plans = [*candidates, *situation.running, *situation.waiting]
     drawn = model.outcomes(plans).seconds
     speed = (1.0 / drawn).mean(axis=0)
     opens = [[i for i, p in enumerate(plans) if plan in (p, p.unsized)] for plan in candidates]
     seconds = drawn[:, [max(columns, key=lambda i: float(speed[i])) for columns in opens]]
-    flying = drawn[:, len(candidates) : len(candidates) + len(situation.flying)]
-    rival = flying.min(axis=1, initial=np.inf if best is None else best)[:, None]
+    running = drawn[:, len(candidates) : len(candidates) + len(situation.running)]
+    rival = running.min(axis=1, initial=np.inf if best is None else best)[:, None]
     fitting, known = np.isfinite(seconds), np.isfinite(rival)
     speedup = np.where(known, rival, 1.0) / seconds  # without a rival any speed is a gain
     gains = np.where(known, np.maximum(speedup - 1.0, 0.0), speedup).mean(axis=0)

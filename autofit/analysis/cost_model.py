@@ -120,7 +120,7 @@ class CostModel:
         bounds = [bound for trial in finished for bound in self._bounds(trial)]
         self._budget = float(budget)
         self._static = Static.of(facts)
-        self._horizon, self._once = horizon, _once(finished)
+        self._horizon, self._compile_seconds = horizon, _compile_seconds(finished)
         self._rng = np.random.default_rng(0)
         context = context_of(budget, cuda=cuda)
         slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
@@ -175,7 +175,7 @@ class CostModel:
         samples = np.where(fits & (most >= whole), whole, np.where(splits, largest, 0.0))
         late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
         seconds = self._seconds(time, design, np.maximum(samples, 1.0), whole) * late
-        seconds = seconds + design @ self._once / self._horizon
+        seconds = seconds + design @ self._compile_seconds / self._horizon
         return Outcomes(tuple(plans), np.where(samples > 0, seconds, np.inf), samples)
 
     # --- the structure ---------------------------------------------------------------------
@@ -353,7 +353,7 @@ def _apart(one: Array, other: Array) -> Array:
     return np.block([[one, zeros], [zeros.T, other]])
 
 
-def _once(finished: Sequence[TrialRecord]) -> Array:
+def _compile_seconds(finished: Sequence[TrialRecord]) -> Array:
     """Return the seconds that each level takes once: as it last did, or as it says itself."""
     seconds = {(strategy.name, level.name): level.once for strategy, level in EFFECTS}
     for trial in finished:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from autofit import strategies
 from autofit.analysis.pruning import refused, tainted
-from autofit.analysis.ranking import standing
+from autofit.analysis.ranking import ranked_sound
 from autofit.plan import Plan
 from autofit.space.catalogue import clash, expected
-from autofit.space.static_memory import KINDS, Static, kept
+from autofit.space.static_memory import KINDS, Static, remaining_share
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Memory
 
@@ -19,7 +19,7 @@ LESS = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class FallbackContext:
     """What the next rung is chosen from."""
 
     hardware: Hardware
@@ -58,9 +58,9 @@ class Ground:
         return name in self.refused or (name, searched) in self.left_out
 
 
-def next_rung(
+def next_fallback(
     plan: Plan,
-    ground: Ground,
+    context: FallbackContext,
     tried: Iterable[Plan] = (),
     *,
     activations: bool = True,
@@ -75,58 +75,62 @@ def next_rung(
     state.
     """
     seen = {plan, *tried}
-    faithful = max(plan.fidelity(ground.facts), Fidelity.REDRAW)
+    faithful = max(plan.fidelity(context.facts), Fidelity.REDRAW)
 
-    def order(rung: Plan) -> tuple[bool, bool, float]:
-        freed = _freed(plan, rung, ground)
-        lower = rung.fidelity(ground.facts) > faithful
-        return lower, freed < missing, -freed if freed < missing else expected(rung)
+    def order(fallback: Plan) -> tuple[bool, bool, float]:
+        freed = _freed(plan, fallback, context)
+        lower = fallback.fidelity(context.facts) > faithful
+        return lower, freed < missing, -freed if freed < missing else expected(fallback)
 
-    derived = sorted(_derived(plan, ground, activations=activations), key=order)
+    derived = sorted(_derived(plan, context, activations=activations), key=order)
     if not activations:  # it is arithmetic then: what frees too little does not help
-        derived = [rung for rung in derived if _freed(plan, rung, ground) >= max(missing, 1)]
-    rungs = (*_measured(plan, ground), *derived)
-    return next((each for each in rungs if each not in seen and not ground.was_refused(each)), None)
+        derived = [
+            fallback for fallback in derived if _freed(plan, fallback, context) >= max(missing, 1)
+        ]
+    fallbacks = (*_measured(plan, context), *derived)
+    return next(
+        (each for each in fallbacks if each not in seen and not context.was_refused(each)), None
+    )
 
 
-def rungs_below(
+def fallbacks_below(
     plan: Plan,
-    ground: Ground,
+    context: FallbackContext,
     tried: Iterable[Plan] = (),
     *,
     activations: bool = True,
     missing: int = 0,
 ) -> list[Plan]:
-    """Return every rung below ``plan``, the next one first, as ``next_rung`` gives them."""
+    """Return every rung below ``plan``, the next one first, as ``next_fallback`` gives them."""
     seen, found = {plan, *tried}, list[Plan]()
     while (
-        rung := next_rung(plan, ground, seen, activations=activations, missing=missing)
+        fallback := next_fallback(plan, context, seen, activations=activations, missing=missing)
     ) is not None:
-        seen.add(rung)
-        found.append(rung)
-        plan = rung
+        seen.add(fallback)
+        found.append(fallback)
+        plan = fallback
     return found
 
 
-def _measured(plan: Plan, ground: Ground) -> Iterator[Plan]:
+def _measured(plan: Plan, context: FallbackContext) -> Iterator[Plan]:
     plans = {
         trial.report.best or trial.plan: trial.measurement.peak_device
-        for trial in standing(ground.trials, ground.budget)
+        for trial in ranked_sound(context.trials, context.budget)
         if trial.report is not None and trial.measurement is not None
     }
     if plan not in plans:
         return
     for each, peak in plans.items():
-        if not ground.rules_out(each) and peak < LESS * plans[plan]:
+        if not context.rules_out(each) and peak < LESS * plans[plan]:
             yield each
 
 
-def _derived(plan: Plan, ground: Ground, *, activations: bool) -> Iterator[Plan]:
+def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iterator[Plan]:
     """Yield the plans that are one level away and trade speed for memory."""
-    size = _samples(plan, ground)
+    size = _samples(plan, context)
     if activations and size is not None and size > 1:
         half = str(-(-size // 2))
-        if ground.allows("micro_batch", half):
+        if context.allows("micro_batch", half):
             yield plan.replace(micro_batch=half)
     for strategy in strategies.REGISTRY:
         if strategy.name == "micro_batch":
@@ -136,27 +140,27 @@ def _derived(plan: Plan, ground: Ground, *, activations: bool) -> Iterator[Plan]
             lowered = strategy.lowered(level.name)
             helps = bool(lowered if activations else lowered - {Memory.ACTIVATIONS})
             slower = level.slowdown >= max(1.0, now.slowdown) and level.keeps < now.keeps
-            if helps and slower and ground.allows(strategy.name, level.name):
-                rung = plan.replace(**{strategy.name: level.name})
-                rung = rung.unsized if clash(rung) else rung
-                if not clash(rung):
-                    yield rung
+            if helps and slower and context.allows(strategy.name, level.name):
+                fallback = plan.replace(**{strategy.name: level.name})
+                fallback = fallback.unsized if clash(fallback) else fallback
+                if not clash(fallback):
+                    yield fallback
 
 
-def _samples(plan: Plan, ground: Ground) -> int | None:
+def _samples(plan: Plan, context: FallbackContext) -> int | None:
     """Return the samples in a chunk; ``None`` while nobody knows."""
-    return ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+    return context.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
 
 
-def _freed(plan: Plan, rung: Plan, ground: Ground) -> float:
+def _freed(plan: Plan, fallback: Plan, context: FallbackContext) -> float:
     """Return the bytes that a rung is expected to free, by arithmetic and what levels promise."""
-    static = Static.of(ground.facts)
+    static = Static.of(context.facts)
     held = dict(zip(KINDS, (static.weights, static.gradients, static.state), strict=True))
-    held[Memory.ACTIVATIONS] = max(0.0, ground.budget - sum(held.values()))
-    size, smaller = _samples(plan, ground), _samples(rung, ground)
+    held[Memory.ACTIVATIONS] = max(0.0, context.budget - sum(held.values()))
+    size, smaller = _samples(plan, context), _samples(fallback, context)
     freed = 0.0
     for kind, size_of_kind in held.items():
-        before, after = kept(plan, kind), kept(rung, kind)
+        before, after = remaining_share(plan, kind), remaining_share(fallback, kind)
         if kind is Memory.ACTIVATIONS and size and smaller:
             after *= smaller / size
         freed += size_of_kind * (before - after) / before

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autofit import strategies
-from autofit.analysis.pruning import FRAGMENTED, lost
+from autofit.analysis.pruning import FRAGMENTED, fragmentation
 from autofit.plan import Plan
 from autofit.space.catalogue import Space, clash, expected
-from autofit.space.static_memory import KINDS, certain_bytes, expected_bytes, kept
+from autofit.space.static_memory import KINDS, expected_bytes, least_bytes, remaining_share
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
 from autofit.strategies.allocator import EXPANDABLE
@@ -39,7 +39,7 @@ NAMES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Footing:
+class LevelSet:
     """A set of levels under which what is held whatever the batch fits."""
 
     levels: tuple[tuple[str, str], ...]
@@ -50,7 +50,7 @@ class Footing:
     """It is tried first in a process of its own, with segments that grow where there are any."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Footing:
+    def of(cls, plan: Plan) -> LevelSet:
         """Return what a plan stands on; its room is not known."""
         split = AS_IS if plan["micro_batch"] == AS_IS else AUTO
         return cls((*((name, plan[name]) for name in NAMES), ("micro_batch", split)), 0.0)
@@ -72,25 +72,31 @@ class Footing:
             for plan in self.plans(space)
             if plan.unsized == plan and plan["allocator"] == plan["data_loading"] == AS_IS
         ]
-        order = {plan: (kept(plan, Memory.ACTIVATIONS), expected(plan)) for plan in found}
+        order = {
+            plan: (remaining_share(plan, Memory.ACTIVATIONS), expected(plan)) for plan in found
+        }
         plan = min(found, key=order.__getitem__, default=None)
         return plan.replace(allocator=EXPANDABLE) if plan is not None and grows else plan
 
 
-def footings(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...] | None:
+def level_sets_needed(
+    space: Space, facts: Facts, budget: int, *, cuda: bool
+) -> tuple[LevelSet, ...] | None:
     """Return the sets of levels of which a plan needs one; ``None`` where it can do without.
 
     So it is where what a plan that a search would combine holds at least is within ``budget``, or
     nothing is known of the model.
     """
     plans = (Plan(), *space.plans())
-    if not facts.roots or any(certain_bytes(p, facts, cuda=cuda) <= budget for p in plans):
+    if not facts.roots or any(least_bytes(p, facts, cuda=cuda) <= budget for p in plans):
         return None
-    return sets_within(space, facts, budget, cuda=cuda)
+    return level_sets_within(space, facts, budget, cuda=cuda)
 
 
 @lru_cache(maxsize=4)
-def sets_within(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple[Footing, ...]:
+def level_sets_within(
+    space: Space, facts: Facts, budget: int, *, cuda: bool
+) -> tuple[LevelSet, ...]:
     """Return the sets of levels that bring what is held whatever the batch within ``budget``.
 
     Those that are expected to leave room come first, then those that may fit: how much an optimizer
@@ -101,16 +107,16 @@ def sets_within(space: Space, facts: Facts, budget: int, *, cuda: bool) -> tuple
     found = []
     for levels in _sets(space):
         plan = Plan.of(levels)
-        if certain_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
+        if least_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
             room = budget - expected_bytes(plan, facts, budget, cuda=cuda)
             order = (room <= 0, *_order(plan, facts))
-            found.append((order, Footing(tuple(levels.items()), room)))
+            found.append((order, LevelSet(tuple(levels.items()), room)))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
 
 
-def following(
-    found: Sequence[Footing], space: Space, finished: Sequence[TrialRecord]
-) -> Footing | None:
+def next_level_set(
+    found: Sequence[LevelSet], space: Space, finished: Sequence[TrialRecord]
+) -> LevelSet | None:
     """Return the set to try next while no plan fits; ``None`` after the last.
 
     One that ran out of memory is followed by one that leaves clearly more room, or by itself alone
@@ -124,7 +130,7 @@ def following(
         return next(iter(left), None)
     doubted = [each for each in short if not _ruled_out(each, space, ended[each])]
     for each in doubted:
-        if lost(ended[each][-1]) >= FRAGMENTED:
+        if fragmentation(ended[each][-1]) >= FRAGMENTED:
             return replace(each, alone=True)
     enough = max(each.room for each in short) + MORE * max(trial.budget for trial in finished)
     roomier = [each for each in left if each.room >= enough]
@@ -139,29 +145,29 @@ def following(
 
 
 def _ended(
-    found: Sequence[Footing], space: Space, finished: Sequence[TrialRecord]
-) -> dict[Footing, list[TrialRecord]]:
+    found: Sequence[LevelSet], space: Space, finished: Sequence[TrialRecord]
+) -> dict[LevelSet, list[TrialRecord]]:
     """Return the trials that were to show whether a set is enough, by set, each in their order."""
     known = {each.levels: each for each in found}
-    ended: dict[Footing, list[TrialRecord]] = {}
+    ended: dict[LevelSet, list[TrialRecord]] = {}
     for trial in finished:
-        footing = known.get(Footing.of(trial.plan).levels)
+        level_set = known.get(LevelSet.of(trial.plan).levels)
         plan = trial.plan.replace(allocator=AS_IS)  # alone or not
-        if footing is not None and plan == footing.leanest(space):
-            ended.setdefault(footing, []).append(trial)
+        if level_set is not None and plan == level_set.leanest(space):
+            ended.setdefault(level_set, []).append(trial)
     return ended
 
 
-def _ruled_out(footing: Footing, space: Space, trials: Sequence[TrialRecord]) -> bool:
+def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord]) -> bool:
     """Return whether a set ran out of memory by itself: no plan before it, no heap in pieces.
 
     So is one that by itself would be the very plan that ran out: a study tries no plan twice.
     """
-    lean = replace(footing, alone=True).leanest(space)
+    lean = replace(level_set, alone=True).leanest(space)
     if any(trial.plan == lean for trial in trials):
         return True
     first = [trial for trial in trials if trial.report is not None and trial.report.index == 0]
-    return any(lost(trial) < FRAGMENTED for trial in first)
+    return any(fragmentation(trial) < FRAGMENTED for trial in first)
 
 
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autofit import strategies
 from autofit.plan import Plan
-from autofit.space.catalogue import order_of_retreat
+from autofit.space.catalogue import by_cost
 from autofit.space.order import leaner
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
@@ -42,7 +42,9 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less and does not fit"
     return (
-        _needless(plan, finished, batch) or _unawaited(plan, finished) or _too_early(plan, finished)
+        _needless(plan, finished, batch)
+        or _data_is_fast_enough(plan, finished)
+        or _too_early(plan, finished)
     )
 
 
@@ -81,7 +83,7 @@ def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     The same plan without it finds the size, and shows what there is to gain from.
     """
     unsized = plan.unsized
-    if waits(plan, finished):
+    if waits_for_unsized(plan, finished):
         return f"{unsized} comes first"
     twin = next((trial for trial in finished if trial.plan == unsized != plan), None)
     if twin is None or twin.verdict is Verdict.MEASURED:
@@ -91,7 +93,7 @@ def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     return f"{unsized} could not be measured"
 
 
-def waits(plan: Plan, finished: Sequence[TrialRecord]) -> bool:
+def waits_for_unsized(plan: Plan, finished: Sequence[TrialRecord]) -> bool:
     """Return whether ``plan`` has to wait for the same one without what is made for one size."""
     return plan.unsized != plan and all(trial.plan != plan.unsized for trial in finished)
 
@@ -110,12 +112,12 @@ def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) ->
         return f"{plain} comes first"
     if _whole(trial, batch):
         return f"{plain} fits with the whole batch"
-    if lost(trial) < FRAGMENTED:
+    if fragmentation(trial) < FRAGMENTED:
         return f"{plain} loses next to nothing to fragmentation"
     return None
 
 
-def _unawaited(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
+def _data_is_fast_enough(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     """Return why another way to load the data would gain nothing, or cannot be known yet."""
     if plan["data_loading"] == AS_IS:
         return None
@@ -130,7 +132,7 @@ def _unawaited(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     return None
 
 
-def lost(trial: TrialRecord) -> float:
+def fragmentation(trial: TrialRecord) -> float:
     """Return the share of the memory that the allocator held and could not use.
 
     When it ran out, if it did, under the plan or at a larger size; else at its peak.
@@ -246,9 +248,7 @@ def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:
     a later step it came to; within a step, the later part is the further.
     """
     short = [trial for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
-    return max(
-        short, key=lambda trial: (_reached(trial), order_of_retreat(trial.plan)), default=None
-    )
+    return max(short, key=lambda trial: (_reached(trial), by_cost(trial.plan)), default=None)
 
 
 def _reached(trial: TrialRecord) -> tuple[bool, int]:

@@ -64,7 +64,7 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
     winner = winning(trials, study.budget, horizon)
     if winner is None or winner.report is None or winner.report.measurement is None:
         return None
-    plan = kept(winner)
+    plan = best_plan(winner)
     as_is = [trial for trial in trials if trial.plan.neutral]
     baseline = next((t for t in as_is if t.purpose is Purpose.SEARCH), None)
     again = next((t for t in as_is if t.purpose is Purpose.CONFIRM and t.measurement), baseline)
@@ -122,7 +122,7 @@ def finalists(
     trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int, most: int
 ) -> list[Plan]:
     """Return the winner's plan and those that may take its place, ``most`` in all."""
-    return [kept(trial) for trial in (winner, *rivals(trials, winner, budget, horizon))[:most]]
+    return [best_plan(trial) for trial in (winner, *rivals(trials, winner, budget, horizon))[:most]]
 
 
 def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> bool:
@@ -148,7 +148,7 @@ def overtaking(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZO
         return None
     enough = (1 + FAR) * _speed(winner, horizon)
     left = _left(trials, budget, horizon)
-    return kept(left[0]) if left and _speed(left[0], horizon) > enough else None
+    return best_plan(left[0]) if left and _speed(left[0], horizon) > enough else None
 
 
 def _left(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[TrialRecord]:
@@ -156,11 +156,13 @@ def _left(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[Tria
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = {trial.plan for trial in confirmed}
     searched = (trial for trial in trials if trial.purpose is Purpose.SEARCH)
-    counted = [*confirmed, *(as_it_was(trial, confirmed, budget) for trial in searched)]
-    return [trial for trial in standing(counted, budget, horizon) if kept(trial) not in again]
+    counted = [*confirmed, *(corrected(trial, confirmed, budget) for trial in searched)]
+    return [
+        trial for trial in ranked_sound(counted, budget, horizon) if best_plan(trial) not in again
+    ]
 
 
-def as_it_was(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> TrialRecord:
+def corrected(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> TrialRecord:
     """Return a trial as its plan was when it was measured again, where memory made it another.
 
     Slower, where it hardly fits. Where it did not fit, it counts with the next smaller size that
@@ -169,7 +171,7 @@ def as_it_was(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> 
     ``again``: the trials in which plans were measured again; ``budget``: in bytes of a device.
     """
     while trial.report is not None and (first := trial.measurement) is not None:
-        mine = [each for each in again if each.plan == kept(trial)]
+        mine = [each for each in again if each.plan == best_plan(trial)]
         if held := [each.measurement for each in mine if fits(each, budget)]:
             return _slower(trial, first, held[-1])
         short = [e.report.out_of_memory for e in mine if e.report and e.report.out_of_memory]
@@ -209,7 +211,7 @@ def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
     return replace(report, best=best, measurements=(*smaller,), out_of_memory=short)
 
 
-def kept(trial: TrialRecord) -> Plan:
+def best_plan(trial: TrialRecord) -> Plan:
     """Return the plan that a measured trial is worth: with the micro-batch size that won."""
     return (trial.report.best if trial.report else None) or trial.plan
 
@@ -223,7 +225,7 @@ def ranked(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -
     return sorted(measured, key=lambda trial: _speed(trial, horizon), reverse=True)
 
 
-def standing(
+def ranked_sound(
     trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
 ) -> list[TrialRecord]:
     """Return those of ``ranked`` that hold nothing that drifted when it was measured again.
@@ -234,7 +236,7 @@ def standing(
     drifted = [trial.report for trial in again if trial.report is not None]
     searched = [trial for trial in trials if trial.purpose is Purpose.SEARCH]
     fitting = ranked(trials, budget, horizon)
-    return [trial for trial in fitting if not tainted(kept(trial), drifted, searched)]
+    return [trial for trial in fitting if not tainted(best_plan(trial), drifted, searched)]
 
 
 def fits(trial: TrialRecord, budget: int) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autofit.analysis.fallback import Ground, next_rung
+from autofit.analysis.fallback import FallbackContext, next_fallback
 from autofit.analysis.ranking import best
 from autofit.exceptions import AutofitError, UsageError
 from autofit.plan import Plan
@@ -43,7 +43,7 @@ class Plans(Ladder):
         self._storage = storage
         self._allow = allow
         self._effective_batch = effective_batch
-        self._ground: Ground | None = None
+        self._ground: FallbackContext | None = None
         self._refused: set[tuple[str, str]] = set()
 
     def start(self, remembered: Mapping[str, int | str] | None) -> Rung:
@@ -71,8 +71,8 @@ class Plans(Ladder):
             if plan not in short:
                 return self._rung(plan, short)
         short |= {plan, active.plan} if active.refused is None else {plan}
-        ground, skipped = self._found(active), set(short)
-        while (following := next_rung(plan, ground, skipped)) is not None:
+        context, skipped = self._found(active), set(short)
+        while (following := next_fallback(plan, context, skipped)) is not None:
             changed = {name for name in following.levels if following[name] != plan[name]}
             follows = changed & active.used and changed & ON_OPTIMIZERS <= active.used
             if follows and following == self._allowed(following):
@@ -109,11 +109,11 @@ class Plans(Ladder):
         stays = [name for name, _ in staying(plan).changes]
         return plan.replace(**dict.fromkeys((*refused, *stays), AS_IS))
 
-    def _found(self, active: ActivePlan) -> Ground:
+    def _found(self, active: ActivePlan) -> FallbackContext:
         """Return what the next plan is chosen from, with what this attempt has shown."""
         if self._ground is None:
             device = meter.default_device()
-            self._ground = Ground(hardware=meter.hardware(device), allow=self._allow)
+            self._ground = FallbackContext(hardware=meter.hardware(device), allow=self._allow)
         facts = active.facts
         batch = facts.batch or self._effective_batch
         roots = facts.roots or (UNKNOWN,)

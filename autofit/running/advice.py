@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autofit import strategies
-from autofit.analysis.fallback import Ground
+from autofit.analysis.fallback import FallbackContext
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, Memory
 from autofit.units import format_size
@@ -53,11 +53,11 @@ def where(found: OutOfMemory, budget: int | None = None) -> str:
     return ", ".join(parts)
 
 
-def advice(found: OutOfMemory, plan: Plan, ground: Ground) -> str:
+def advice(found: OutOfMemory, plan: Plan, context: FallbackContext) -> str:
     """Return what would help: the techniques that are left, else what the user can do by hand."""
     short = lacking(found)
     reach = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
-    left = list(_left(reach, plan, ground))
+    left = list(_left(reach, plan, context))
     by_hand = BY_HAND[short]
     if short in TAKEN and plan[TAKEN[short][0]] != AS_IS:
         by_hand = TAKEN[short][1]
@@ -85,14 +85,14 @@ def _phase(found: OutOfMemory) -> str:
     return found.phase
 
 
-def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
+def _left(kind: Memory, plan: Plan, context: FallbackContext) -> Iterator[str]:
     """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it.
 
     None that has turned out not to keep its promise here.
     """
     for strategy in strategies.REGISTRY:
         if strategy.name == "micro_batch":
-            size = ground.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+            size = context.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
             splits = size is not None and size > 1 and kind in strategy.lowers
             levels = [str(-(-size // 2))] if size is not None and splits else []
         else:
@@ -102,8 +102,8 @@ def _left(kind: Memory, plan: Plan, ground: Ground) -> Iterator[str]:
         allowed = (
             level
             for level in levels
-            if ground.allows(strategy.name, level)
-            and not ground.was_refused(plan.replace(**{strategy.name: level}))
+            if context.allows(strategy.name, level)
+            and not context.was_refused(plan.replace(**{strategy.name: level}))
         )
         yield from (strategy.describe(level) for level in list(allowed)[:1])
 

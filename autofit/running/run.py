@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autofit.analysis.fallback import Ground
-from autofit.analysis.ranking import best, kept, standing
+from autofit.analysis.fallback import FallbackContext
+from autofit.analysis.ranking import best, best_plan, ranked_sound
 from autofit.evidence.lookup import Evidence, key_of, stored
 from autofit.evidence.verify import Checked, verify
 from autofit.exceptions import StorageError, UsageError
@@ -80,7 +80,7 @@ def run(
     are fewer devices than ranks.
     """
     device = meter.default_device()
-    ground = Ground(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
+    context = FallbackContext(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
     diary = _Diary(storage)
     if plan is None:
         result, which = best(storage, script, ranks=ranks, say=say)
@@ -93,8 +93,8 @@ def run(
         if (held := diary.held(study)) is not None and held != plan:
             say(f"{held} in its place: it held when the script was last run")
             plan = held
-        ground = replace(
-            ground,
+        context = replace(
+            context,
             allow=Fidelity[study.key.allow.upper()],
             facts=study.facts or Facts(),
             trials=trials,
@@ -104,10 +104,10 @@ def run(
     ranks = ranks or 1
     others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
     _enough(device, ranks)
-    ground = replace(ground, facts=replace(ground.facts, world_size=ranks))
+    context = replace(context, facts=replace(context.facts, world_size=ranks))
     shown = {} if others else _as_many_cards(device, ranks, say)
     environment = {**os.environ, **shown, **launched(script, device, ranks)}
-    name = ground.hardware.name
+    name = context.hardware.name
     key = key_of(script, gpu=name, gpus=ranks, versions=versions())
     evidence = stored(storage, key, script)
     attempts = _Attempts(
@@ -119,7 +119,7 @@ def run(
         resumes=resume is not None,
         verifies=not others,
         evidence=evidence,
-        fallbacks=tuple(_verified(ground, evidence)),
+        fallbacks=tuple(_verified(context, evidence)),
         diary=diary,
         say=say,
     )
@@ -134,7 +134,7 @@ def run(
             )
         return code if code >= 0 else 128 - code
     code, last, attempt = supervise(
-        attempts.start, plan, ground, resume=resume, say=say, budget=memory
+        attempts.start, plan, context, resume=resume, say=say, budget=memory
     )
     if (attempt > 1 or last != plan) and code == 0:
         diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
@@ -167,13 +167,13 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
     return {VISIBLE: ",".join(entries)}
 
 
-def _verified(ground: Ground, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
+def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
     """Yield the other plans of the study that were verified, the fastest first, with their peaks.
 
     The script as it is comes last.
     """
-    for trial in standing(ground.trials, ground.budget)[:FALLBACKS]:
-        if trial.measurement is not None and evidence.holds(found := kept(trial)):
+    for trial in ranked_sound(context.trials, context.budget)[:FALLBACKS]:
+        if trial.measurement is not None and evidence.holds(found := best_plan(trial)):
             yield found, trial.measurement.peak_device
     yield Plan(), 0
 
@@ -253,7 +253,7 @@ class _Attempts:
             self.say(f"the script called no model with gradients: {plan} was not put on any")
         shortage, raised = None, None
         if code and not running.signals:
-            raised = heard.telling(running.first, oom_kills() - kills)
+            raised = heard.cause(running.first, oom_kills() - kills)
             shortage = self._why(code, raised, oom_kills() - kills)
         broken = raised is not None and shortage is None and raised.blamed is not None
         return Ended(
@@ -350,7 +350,7 @@ class _Heard:
     plan: Plan | None = None
     """What it went on under; ``None`` while that is the plan it began with."""
 
-    def telling(self, first: int | None, kills: int) -> Raised | None:
+    def cause(self, first: int | None, kills: int) -> Raised | None:
         """Return what ended the run: a rank's want of memory, else what ended the ``first``.
 
         A rank that another one left waiting fails too, and may be heard of before it.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autofit.analysis.fallback import Ground, rungs_below
-from autofit.analysis.ranking import kept, standing
+from autofit.analysis.fallback import FallbackContext, fallbacks_below
+from autofit.analysis.ranking import best_plan, ranked_sound
 from autofit.plan import Plan
 from autofit.running.advice import advice, where
 from autofit.strategies import Facts
@@ -65,7 +65,7 @@ class Start(Protocol):
 def supervise(
     start: Start,
     plan: Plan,
-    ground: Ground,
+    context: FallbackContext,
     *,
     resume: str | None,
     say: Callable[[str], None],
@@ -79,8 +79,8 @@ def supervise(
     Rungs are left out when leaner plans change nothing, so that at most three do, and each further
     one is to free twice as much: what is asked last is the least that is missing.
     """
-    room = ground.budget or budget or ground.hardware.total_bytes
-    ground = replace(ground, budget=room)
+    room = context.budget or budget or context.hardware.total_bytes
+    context = replace(context, budget=room)
     tried: list[Plan] = []
     before: Ended | None = None
     """The last that ran out of memory, under the plan ``starved``."""
@@ -97,13 +97,13 @@ def supervise(
         goes_on = bool(resume and newest(ended.checkpoints))
         checkpoint = newest(saved) if resume else None
         if ended.refused and (before is None or plan == starved):
-            other = _other(plan, ended.blamed, ground, tried)
+            other = _other(plan, ended.blamed, context, tried)
             if other is None or (ended.wrote and checkpoint is None):
                 say(f"{plan} does not hold here: {ended.refused}{_no_start(ended, checkpoint)}")
                 return ended.code, plan, attempt
             say(f"{plan} does not hold here: {ended.refused}; going on under {other}")
             if ended.blamed:
-                ground = replace(ground, refused=ground.refused | {ended.blamed})
+                context = replace(context, refused=context.refused | {ended.blamed})
             more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
             plan, starved, before = other, other, None
             attempt += ended.facts is not None  # one that was refused before it began is none
@@ -112,42 +112,44 @@ def supervise(
             say(f"{plan} does not hold here: {ended.refused}")
             differ = {name for name, level in plan.levels.items() if starved[name] != level}
             blamed = differ & {ended.blamed or ""} or differ
-            ground = replace(ground, refused=ground.refused | blamed)
+            context = replace(context, refused=context.refused | blamed)
             plan, ended, goes_on = starved, before, False
         elif ended.shortage is None:
             return ended.code, plan, attempt
         else:
-            ground = replace(ground, facts=ended.facts or ground.facts)
+            context = replace(context, facts=ended.facts or context.facts)
             alike = alike + 1 if before is not None and ended.like(before) else 0
             starved, before, deaths = plan, ended, deaths + 1
         assert ended.shortage is not None, "the one before died of it"
         activations = ended.shortage.of_activations(budget)
         missing = (ended.shortage.requested or 0) << (deaths - 1 if activations else 0)
-        rungs = rungs_below(plan, ground, tried, activations=activations, missing=missing)
-        rung = _after(alike, rungs)
+        fallbacks = fallbacks_below(plan, context, tried, activations=activations, missing=missing)
+        fallback = _after(alike, fallbacks)
         lost = where(ended.shortage, budget)
-        if rung is None and not goes_on:
-            help_ = advice(ended.shortage, plan, ground)
+        if fallback is None and not goes_on:
+            help_ = advice(ended.shortage, plan, context)
             say(f"{lost}; no plan that reaches it is leaner than {plan}: {help_}")
             return ended.code, plan, attempt
         if ended.wrote and checkpoint is None:
             say(f"{lost}{_no_start(ended, checkpoint)}; tried: {'; '.join(map(str, tried))}")
             return ended.code, plan, attempt
         more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
-        plan = rung or plan
+        plan = fallback or plan
         attempt += 1
         origin = f"from {checkpoint}" if checkpoint else "from the beginning"
         say(f"{lost}; attempt {attempt} starts {origin}, under {plan}")
 
 
-def _other(plan: Plan, blamed: str | None, ground: Ground, tried: Sequence[Plan]) -> Plan | None:
+def _other(
+    plan: Plan, blamed: str | None, context: FallbackContext, tried: Sequence[Plan]
+) -> Plan | None:
     """Return the fastest measured plan without what is blamed, else none at all; ``None`` if tried.
 
     Where nothing is blamed all that ``plan`` changes is doubted.
     """
     wrong = {blamed: plan[blamed]} if blamed else dict(plan.changes)
-    for trial in standing(ground.trials, ground.budget):
-        found = kept(trial)
+    for trial in ranked_sound(context.trials, context.budget):
+        found = best_plan(trial)
         if found not in tried and not any(found[name] == level for name, level in wrong.items()):
             return found
     return None if Plan() in tried else Plan()
@@ -159,11 +161,11 @@ def _no_start(ended: Ended, checkpoint: str | None) -> str:
     return "; the script has written files and does not start over: see --resume-arg"
 
 
-def _after(alike: int, rungs: Sequence[Plan]) -> Plan | None:
+def _after(alike: int, fallbacks: Sequence[Plan]) -> Plan | None:
     """Return where to go when so many rungs have changed nothing: further down, then the last."""
-    if not rungs:
+    if not fallbacks:
         return None
-    return rungs[-1] if alike > 1 else rungs[min(alike, len(rungs) - 1)]
+    return fallbacks[-1] if alike > 1 else fallbacks[min(alike, len(fallbacks) - 1)]
 
 
 def newest(checkpoints: Sequence[str]) -> str | None:

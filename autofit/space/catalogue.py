@@ -38,7 +38,7 @@ class Space:
         combinations = itertools.product(*(given.get(name) or self._tried(name) for name in names))
         plans = {Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations}
         tried = (plan for plan in plans if not plan.neutral and not clash(plan))
-        return tuple(sorted(tried, key=order_of_retreat))
+        return tuple(sorted(tried, key=by_cost))
 
     def refinements(self, plan: Plan) -> tuple[Plan, ...]:
         """Return the plans that differ from ``plan``, as it was searched, by a level that refines.
@@ -58,7 +58,7 @@ class Space:
             for level in levels
             if level != each[name] and strategies.get(name).level(level).refines
         )
-        return tuple(sorted((each for each in found if not clash(each)), key=order_of_retreat))
+        return tuple(sorted((each for each in found if not clash(each)), key=by_cost))
 
     def choices(self, name: str) -> tuple[str, ...]:
         """Return the levels of a strategy; what is never worse than ``as_is`` in its place."""
@@ -92,16 +92,16 @@ def space(
     left_out: list[Reason] = []
     for strategy in strategies.REGISTRY:
         chosen = strategy.name not in without and (not only or strategy.name in only)
-        kept = [AS_IS]
+        remaining_share = [AS_IS]
         for level in strategy.levels[1:] if chosen else ():
             reason = known.get((strategy.name, level.name)) or _reason(
                 strategy, level.name, hardware, facts, allow
             )
             if reason is None:
-                kept.append(level.name)
+                remaining_share.append(level.name)
             else:
                 left_out.append((strategy.name, level.name, reason))
-        levels.append((strategy.name, tuple(kept)))
+        levels.append((strategy.name, tuple(remaining_share)))
     return Space(levels=tuple(levels), left_out=tuple(left_out))
 
 
@@ -122,7 +122,7 @@ def clash(plan: Plan) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def order_of_retreat(plan: Plan) -> tuple[float, float, float]:
+def by_cost(plan: Plan) -> tuple[float, float, float]:
     """Return what plans are sorted by: the least loss of speed for memory first.
 
     The first figure is what the plan trades for memory, its slowdowns alone; the second, which

@@ -39,7 +39,9 @@ class Static:
     def under(self, plan: Plan) -> float:
         """Return the bytes that are left of all three under ``plan``."""
         sizes = (self.weights, self.gradients, self.state)
-        return sum(size * kept(plan, kind) for kind, size in zip(KINDS, sizes, strict=True))
+        return sum(
+            size * remaining_share(plan, kind) for kind, size in zip(KINDS, sizes, strict=True)
+        )
 
     def made(self, plan: Plan, *, cuda: bool) -> float:
         """Return the bytes of the weights while the model is made under ``plan``."""
@@ -47,7 +49,7 @@ class Static:
         return self.weights * (math.prod(shares) if cuda else 1.0)
 
 
-def kept(plan: Plan, kind: Memory) -> float:
+def remaining_share(plan: Plan, kind: Memory) -> float:
     """Return the share of a kind of memory that the levels of ``plan`` are expected to leave."""
     levels = plan.levels
     return math.prod(strategy.keeps(level, kind, levels) for strategy, level in plan)
@@ -60,7 +62,7 @@ def expected_bytes(plan: Plan, facts: Facts, budget: int, *, cuda: bool) -> floa
     return most * (1 + WASTE) + context(budget, cuda=cuda)
 
 
-def certain_bytes(plan: Plan, facts: Facts, *, cuda: bool) -> float:
+def least_bytes(plan: Plan, facts: Facts, *, cuda: bool) -> float:
     """Return the bytes a plan holds at least: state only of an optimizer that surely has some."""
     static = Static.of(facts)
     known = bool(facts.optimizers) and _is_adam(facts)

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.tuning.cards import SHARE, WHOLE
-from autofit.tuning.local_slots import Crew, Say
+from autofit.tuning.local_slots import LocalSlots, Say
 from autofit.tuning.options import SearchOptions
 from autofit.units import format_size
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.actor import Found
-from autofit.worker.cluster.cluster_pool import Arrival, Fleet
+from autofit.worker.cluster.cluster_pool import Arrival, ClusterPool
 from autofit.worker.cluster.nodes import Node, Places
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.guard import who
@@ -29,12 +29,12 @@ _PAUSE = 0.5
 NOBODY = f"none has started a worker within {FIRST:.0f} s; others may hold its CPUs or GPUs"
 
 
-def muster(options: SearchOptions, stack: ExitStack) -> Crew:
+def open_slots(options: SearchOptions, stack: ExitStack) -> LocalSlots:
     """Return the crew of a search: of this machine, or of the cluster it was given."""
-    return Crew(options) if options.address is None else ClusterCrew(options, stack)
+    return LocalSlots(options) if options.address is None else ClusterSlots(options, stack)
 
 
-class ClusterCrew(Crew):
+class ClusterSlots(LocalSlots):
     """Knows what a search on a cluster runs on; the workers are started at once, and say it.
 
     They are left with ``stack``. Raises ``UsageError`` where the cluster has no room for what was
@@ -53,14 +53,14 @@ class ClusterCrew(Crew):
         self._remarked: set[str] = set()
         self._known: set[int] = set()
         """Slots that have been used."""
-        self._fleet = stack.enter_context(Fleet(options.address, options.script))
+        self._cluster_pool = stack.enter_context(ClusterPool(options.address, options.script))
         alive = nodes.look()
         self._places: Places = nodes.choose(alive.values(), options.gpus, self.ranks)
         self.device = self._places.device
         self._looked = time.monotonic()
         self._deserted: float | None = None
         """When the last slot was lost."""
-        self._fleet.settle(self.device, self.ranks)
+        self._cluster_pool.settle(self.device, self.ranks)
         self._tried: set[str] = set()
         """Nodes, by id, that have been used, or were to be."""
         self._add(alive, self._places.slots)
@@ -80,7 +80,7 @@ class ClusterCrew(Crew):
             self._needed = self._least(same)
         for slot, each in arrived:
             self._welcome(slot, each, say)
-        used = [found[slot] for slot in self._fleet.slots]
+        used = [found[slot] for slot in self._cluster_pool.slots]
         if not used:
             for _, each in arrived:
                 if isinstance(each, UsageError):
@@ -91,16 +91,16 @@ class ClusterCrew(Crew):
         self.free = min(each.free for each in used)
         if self.device == "cpu":
             self.free //= self.ranks
-        self.slots = len(used)
+        self.count = len(used)
         self.versions = dict(used[0].versions)
 
     def _gather(self) -> list[Arrival]:
         """Return what has become of the workers, once most can be expected to be there."""
         arrived: list[Arrival] = []
         until = time.monotonic() + FIRST
-        while self._fleet.coming and (left := until - time.monotonic()) > 0:
-            arrived += self._fleet.arrivals(left)
-            if self._fleet.slots:
+        while self._cluster_pool.coming and (left := until - time.monotonic()) > 0:
+            arrived += self._cluster_pool.arrivals(left)
+            if self._cluster_pool.slots:
                 until = min(until, time.monotonic() + OTHERS)
         return arrived
 
@@ -126,11 +126,11 @@ class ClusterCrew(Crew):
             why = f"{arrived.label} is left out: {', '.join(objections)}"
         else:
             for remark in remarks(arrived.versions, self._own):
-                self._once(f"{arrived.host}: {remark}", say)
+                self._say_unless_said(f"{arrived.host}: {remark}", say)
             self._known.add(slot)
             return True
         self._give_up(slot, why)
-        self._once(why, say)
+        self._say_unless_said(why, say)
         return False
 
     def _objections(self, found: Found) -> list[str]:
@@ -149,27 +149,27 @@ class ClusterCrew(Crew):
 
     def _give_up(self, slot: int, why: str) -> None:
         self._lost[slot] = why
-        if self._fleet.where(slot) is not None:
-            self._fleet.drop(slot)
+        if self._cluster_pool.where(slot) is not None:
+            self._cluster_pool.drop(slot)
 
     def _host(self, slot: int) -> str:
-        node = self._fleet.where(slot)
+        node = self._cluster_pool.where(slot)
         return node.host if node is not None else "a machine"
 
-    def _once(self, line: str, say: Say) -> None:
+    def _say_unless_said(self, line: str, say: Say) -> None:
         if line not in self._remarked:
             self._remarked.add(line)
             say(line)
 
     # --- while the search runs -------------------------------------------------------------
 
-    def tend(self, say: Say, *, idle: bool) -> bool:
+    def update(self, say: Say, *, idle: bool) -> bool:
         """Take in what has come, give up what is gone; each is said.
 
         Return whether to call again: nothing runs (``idle``), no slot is left, one may yet come.
         """
         self._take_in(say)
-        if self._fleet.slots or not idle:
+        if self._cluster_pool.slots or not idle:
             self._deserted = None
             return False
         now = time.monotonic()
@@ -178,39 +178,41 @@ class ClusterCrew(Crew):
         return now - self._deserted < FIRST
 
     def _take_in(self, say: Say) -> None:
-        for slot, arrived in self._fleet.arrivals(0):
+        for slot, arrived in self._cluster_pool.arrivals(0):
             back = slot in self._known
             if self._welcome(slot, arrived, say) and not back:
-                say(f"{self._fleet.labels[slot]} has joined, and is used")
+                say(f"{self._cluster_pool.labels[slot]} has joined, and is used")
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
         alive = nodes.look()
-        for slot in self._fleet.gone(set(alive)):
+        for slot in self._cluster_pool.gone(set(alive)):
             why = f"{self._host(slot)} is gone, or Ray is there: it is not used any more"
             self._give_up(slot, why)
             say(why)
         new = [node for node in alive.values() if node.id not in self._tried]
         asked = self._options.gpus
-        left = None if asked is None else asked // self.ranks - self._fleet.size
+        left = None if asked is None else asked // self.ranks - self._cluster_pool.size
         self._add(alive, nodes.more(self._places, new, self.ranks, left))
 
     def _add(self, alive: Mapping[str, Node], counts: Mapping[str, int]) -> None:
         for node, count in counts.items():
-            self._fleet.add(alive[node], count)
+            self._cluster_pool.add(alive[node], count)
         self._tried |= counts.keys()
 
-    def workers(self, stack: ExitStack) -> Fleet:
+    def workers(self, stack: ExitStack) -> ClusterPool:
         """Return the fleet; raise ``WorkerError`` when no machine of it is left."""
-        if not self._fleet.slots:
+        if not self._cluster_pool.slots:
             raise self._none_left()
-        return self._fleet
+        return self._cluster_pool
 
     def label(self, slot: int) -> str:
         """Return what a slot sits on, where there is more than one."""
-        return self._fleet.labels[slot] if len(self._fleet.slots) > 1 else ""
+        return self._cluster_pool.labels[slot] if len(self._cluster_pool.slots) > 1 else ""
 
     def idle(self, busy: Collection[int]) -> list[int]:
         """Return the slots that are not ``busy``; any, where nothing runs and none is left."""
-        gone = not busy and not self._fleet.slots  # then whoever has work for one hears of it
-        return [0] if gone else [slot for slot in self._fleet.slots if slot not in busy]
+        gone = (
+            not busy and not self._cluster_pool.slots
+        )  # then whoever has work for one hears of it
+        return [0] if gone else [slot for slot in self._cluster_pool.slots if slot not in busy]

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from autofit.analysis.pruning import BLAMED, culprit, judged
 from autofit.analysis.ranking import (
-    as_it_was,
+    best_plan,
+    corrected,
     finalists,
     fits,
-    kept,
     overtaken,
     overtaking,
     ranked,
-    standing,
+    ranked_sound,
     winning,
 )
 from autofit.evidence import lookup
@@ -26,13 +26,13 @@ from autofit.strategies import Facts
 from autofit.tuning import messages
 from autofit.tuning.notices import FactsKnown, Line, Listener, TrialEnded
 from autofit.tuning.options import SearchOptions
-from autofit.tuning.optuna_study import Mirror
+from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, TrialReport, Verdict, Verified
 
 
-class Ledger:
+class History:
     """Keeps one study while it is searched: every trial that ends is entered here."""
 
     def __init__(
@@ -52,8 +52,8 @@ class Ledger:
         self.alone: frozenset[Plan] = frozenset()
         """Whose loss looked wrong after other plans: to be launched first in a process."""
         self.reference = Reference(store.reference(study), self.say)
-        self.mirror = Mirror(store, study, horizon=options.horizon)
-        self.mirror.catch_up(store.trials(study, purpose=Purpose.SEARCH))
+        self.optuna_study = OptunaStudy(store, study, horizon=options.horizon)
+        self.optuna_study.catch_up(store.trials(study, purpose=Purpose.SEARCH))
         self._started = started
         self._stored_seconds = 0.0
         self._said: set[str] = set()
@@ -72,7 +72,7 @@ class Ledger:
         """Tell a line for people."""
         self.tell(Line(text=line))
 
-    def say_once(self, line: str) -> None:
+    def say_unless_said(self, line: str) -> None:
         """Tell a line, the first time it comes up."""
         if line not in self._said:
             self._said.add(line)
@@ -95,10 +95,10 @@ class Ledger:
         """Return the finished trials that fit, the fastest first."""
         return ranked(self.finished(), self.study.budget, self.options.horizon)
 
-    def standing(self) -> list[TrialRecord]:
+    def ranked_sound(self) -> list[TrialRecord]:
         """Return those of ``ranked`` that hold nothing that drifted when it was measured again."""
         trials = *self.finished(), *self._again()
-        return standing(trials, self.study.budget, self.options.horizon)
+        return ranked_sound(trials, self.study.budget, self.options.horizon)
 
     def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
         """Return the winner's plan and those that may take its place, ``most`` in all."""
@@ -146,10 +146,10 @@ class Ledger:
         drifted = (t for t in self._again() if t.verdict is Verdict.DRIFTED)
         return [trial.report for trial in drifted if trial.report is not None]
 
-    def fitted_once(self) -> list[TrialRecord]:
+    def ranked_before_confirmation(self) -> list[TrialRecord]:
         """Return what ``standing`` would, had no plan that was measured again run out of memory."""
         trials = self.store.trials(self.study, state=State.FINISHED)
-        return standing(trials, self.study.budget, self.options.horizon)
+        return ranked_sound(trials, self.study.budget, self.options.horizon)
 
     def failed(self, plan: Plan) -> bool:
         """Return whether a plan did not fit when it was measured again."""
@@ -165,14 +165,14 @@ class Ledger:
 
     def _hardly_fit(self) -> set[Plan]:
         """Return the plans that memory made slower when they were measured again."""
-        changed = ((kept(b), a) for b, a in self._as_they_were() if a is not b)
-        return {plan for plan, a in changed if kept(a) == plan and fits(a, self.study.budget)}
+        changed = ((best_plan(b), a) for b, a in self._as_they_were() if a is not b)
+        return {plan for plan, a in changed if best_plan(a) == plan and fits(a, self.study.budget)}
 
     def _as_they_were(self) -> list[tuple[TrialRecord, TrialRecord]]:
         """Return the search's finished trials, and each as ``finished`` counts it."""
         found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
         again = self._again()
-        return [(trial, as_it_was(trial, again, self.study.budget)) for trial in found]
+        return [(trial, corrected(trial, again, self.study.budget)) for trial in found]
 
     def _again(self) -> tuple[TrialRecord, ...]:
         """Return the finished trials in which plans were measured again."""
@@ -190,8 +190,8 @@ class Ledger:
 
     def verified(self, found: Proven | Verified) -> None:
         """Take in what a launch has verified; it is stored with the next trial that ends."""
-        kept = self.evidence.add(found)
-        self._new[kept.key] = kept
+        stored = self.evidence.add(found)
+        self._new[stored.key] = stored
 
     def keep_evidence(self) -> None:
         """Store what was verified since this was called last."""
@@ -205,7 +205,7 @@ class Ledger:
         """Enter what became of a trial; raise ``ScriptError`` where that is the script's fault."""
         cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by the search's own time
         if report.verdict is Verdict.INTERRUPTED or cut:
-            return  # released with its flight, and planned again
+            return  # released with its launch, and planned again
         report = judged(report, self.baseline())
         if report.best is not None and self.study.facts is not None:
             report = replace(report, best=report.best.whole(self.study.facts))
@@ -217,7 +217,7 @@ class Ledger:
         self.keep_evidence()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
-            self.mirror.tell(trial)
+            self.optuna_study.tell(trial)
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
             for plan in self._hardly_fit() - before:
@@ -231,7 +231,7 @@ class Ledger:
     def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
         """Tell of a finished trial."""
         assert trial.report is not None, "a finished trial has a report"
-        best = any(each.id == trial.id for each in self.standing()[:1])
+        best = any(each.id == trial.id for each in self.ranked_sound()[:1])
         self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
 
     # --- time ------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ class _Log:
 
     def info(self) -> Any:
         """Return the job's state."""
-        return self._asked(self._client.get_job_info)
+        return self._request(self._client.get_job_info)
 
     def follow(self, seconds: float = math.inf) -> bool:
         """Show what it writes until it has ended; return whether it has, after ``seconds``."""
@@ -188,12 +188,12 @@ class _Log:
         return bool(ended)
 
     def _advance(self) -> None:
-        text: str = self._asked(self._client.get_job_logs)
+        text: str = self._request(self._client.get_job_logs)
         if len(text) > self._shown:
             self._write(text[self._shown :])
             self._shown = len(text)
 
-    def _asked(self, ask: Callable[[str], Any]) -> Any:
+    def _request(self, ask: Callable[[str], Any]) -> Any:
         """Ask, again where the server is silent for a while: a search takes hours."""
         deadline = time.monotonic() + LOST
         while True:

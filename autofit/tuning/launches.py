@@ -28,7 +28,7 @@ class Doubt:
 
 
 @dataclass(slots=True)
-class Flight:
+class RunningLaunch:
     """A launch under way."""
 
     trials: list[TrialRecord]
@@ -42,7 +42,7 @@ class Flight:
     """A plan may have left bad weights behind: the launch gets no other."""
     steps: int = 0
     """Where this launch runs the reference for the doubted trial's sake: for how long."""
-    launch: int = 0
+    number: int = 0
     """Its number in the study."""
     ahead: Plan = field(default_factory=Plan)
     """What is fixed in it from its start, also where that came before there was a plan for it."""
@@ -93,28 +93,28 @@ class Flight:
         self.doubted, self.spoilt = doubt, True
 
 
-class Flights(dict[int, Flight]):
+class RunningLaunches(dict[int, RunningLaunch]):
     """The launches under way, by their slots."""
 
     @property
     def about_to_ask(self) -> bool:
         """Whether one will ask for a plan in a moment, which then needs no start."""
-        return any(flight.about_to_ask for flight in self.values())
+        return any(launch.about_to_ask for launch in self.values())
 
     @property
     def ending(self) -> bool:
         """Whether a slot is about to be free."""
-        return any(flight.over and flight.doubted is None for flight in self.values())
+        return any(launch.over and launch.doubted is None for launch in self.values())
 
     @property
-    def waiting(self) -> dict[int, Flight]:
+    def waiting(self) -> dict[int, RunningLaunch]:
         """Those that wait for a plan."""
-        return {slot: flight for slot, flight in self.items() if flight.asking is not None}
+        return {slot: launch for slot, launch in self.items() if launch.asking is not None}
 
     @property
     def busy(self) -> bool:
         """Whether one runs, of which something may be learned."""
-        return any(flight.asking is None and not flight.over for flight in self.values())
+        return any(launch.asking is None and not launch.over for launch in self.values())
 
 
 def in_turn(plans: Iterable[Plan]) -> Callable[[Plan | None], Plan | None]:

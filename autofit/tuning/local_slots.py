@@ -24,7 +24,7 @@ BLIND = "without NVML nobody says what others hold: the whole card is taken to b
 Say = Callable[[str], None]
 
 
-class Crew:
+class LocalSlots:
     """Knows what a search runs on, and starts its workers when the first is needed.
 
     Raises ``UsageError`` where the devices asked for are not there or not free enough.
@@ -50,7 +50,7 @@ class Crew:
         if self.device == "cuda":
             self._choose()
         else:
-            self.slots = CPU_SLOTS
+            self.count = CPU_SLOTS
             if options.gpus is not None:
                 self.lines = (f"--gpus {options.gpus}: no GPU is visible here, the CPU is used",)
             self.hardware = meter.hardware(self.device)
@@ -66,24 +66,24 @@ class Crew:
         self.free = min(card.free for card in found.cards)
         if len(found.cards) < each:
             raise WorkerError(f"--gpus-per-trial {each}: {'; '.join(found.lines)}")
-        self.slots = len(found.cards) // each
+        self.count = len(found.cards) // each
         self._cards = found.cards
 
     @property
     def devices(self) -> int:
         """How many devices trials run on; ranks without GPUs share the one machine."""
-        return self.slots * (self.ranks if self.device == "cuda" else 1)
+        return self.count * (self.ranks if self.device == "cuda" else 1)
 
     def workers(self, stack: ExitStack) -> Pool:
         """Return the pool; it is started by the first call, and left with ``stack``.
 
         Raises ``WorkerError`` when every slot has been given up.
         """
-        if len(self._lost) == self.slots:
+        if len(self._lost) == self.count:
             raise self._none_left()
         if self._pool is None:
             pool = Pool(
-                self.slots,
+                self.count,
                 self.device,
                 gpus=self.ranks,
                 cards=[card.entry for card in self._cards],
@@ -97,7 +97,7 @@ class Crew:
             " Finished trials are stored: the same command carries on from there"
         )
 
-    def tend(self, say: Say, *, idle: bool) -> bool:
+    def update(self, say: Say, *, idle: bool) -> bool:
         """Take note of workers that have come and gone, where they can; ``idle``: nothing runs.
 
         Return whether to call again, because one is waited for.
@@ -106,18 +106,18 @@ class Crew:
 
     def label(self, slot: int) -> str:
         """Return which card a slot has, where there is more than one slot."""
-        return self._pool.labels[slot] if self._pool is not None and self.slots > 1 else ""
+        return self._pool.labels[slot] if self._pool is not None and self.count > 1 else ""
 
     def idle(self, busy: Collection[int]) -> list[int]:
         """Return the slots that are not ``busy``, those given up only where no other is left."""
-        slots = [slot for slot in range(self.slots) if slot not in busy]
-        gone = len(self._lost) == self.slots  # then whoever has work for one hears of it
+        slots = [slot for slot in range(self.count) if slot not in busy]
+        gone = len(self._lost) == self.count  # then whoever has work for one hears of it
         return [slot for slot in slots if gone or slot not in self._lost]
 
     def _give_up(self, slot: int, why: str) -> None:
         self._lost[slot] = why
 
-    def heed(self, slot: int, ended: LaunchEnded, say: Say) -> bool:
+    def handle_end(self, slot: int, ended: LaunchEnded, say: Say) -> bool:
         """Return whether a launch ended for the sake of its card, and give up one that is lost.
 
         Raises ``WorkerError`` when others take the memory again and again.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from autofit.analysis.pruning import PHASES, closest
-from autofit.analysis.ranking import TIE, fits, kept
+from autofit.analysis.ranking import TIE, best_plan, fits
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
@@ -53,7 +53,7 @@ def replaced(
     ``again``: the trials in which ``first`` was measured again; ``budget``: bytes of a device;
     ``horizon``: optimizer steps over which the time to compile is charged.
     """
-    return f"{kept(winner)} takes the place of {first}, {_why(again, winner, budget, horizon)}"
+    return f"{best_plan(winner)} takes the place of {first}, {_why(again, winner, budget, horizon)}"
 
 
 def _why(again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int) -> str:

@@ -14,7 +14,7 @@ from autofit.worker.records.trials import Measurement, Script, TrialReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyOpened:
+class StudyStarted:
     """The study is known: first notice of every search."""
 
     study: str
@@ -101,7 +101,7 @@ class Line:
 
 
 Notice = (
-    StudyOpened
+    StudyStarted
     | FactsKnown
     | LevelsLeftOut
     | TrialStarted

@@ -1,7 +1,7 @@
 """The study as Optuna sees it: asked for proposals, told what became of them.
 
 Our tables are the truth. Optuna's are written after our commit and can be made again from ours, so
-a kill between the two loses nothing: ``Mirror.catch_up`` tells what was not told.
+a kill between the two loses nothing: ``OptunaStudy.catch_up`` tells what was not told.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ T = TypeVar("T")
 
 
 def _explained(
-    method: Callable[Concatenate[Mirror, P], T],
-) -> Callable[Concatenate[Mirror, P], T]:
+    method: Callable[Concatenate[OptunaStudy, P], T],
+) -> Callable[Concatenate[OptunaStudy, P], T]:
     """Let a method turn errors of the database, as Optuna raises them, into one clear line."""
 
     @functools.wraps(method)
-    def explained(self: Mirror, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def explained(self: OptunaStudy, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._store.explained():
             return method(self, *args, **kwargs)
 
     return explained
 
 
-class Mirror:
+class OptunaStudy:
     """Optuna's study of one of ours. Its methods raise ``StorageError`` as the store's do."""
 
     def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
@@ -66,7 +66,7 @@ class Mirror:
         self._store = store
         self._budget = study.budget
         self._horizon = horizon
-        self._asked: dict[Plan, optuna.Trial] = {}
+        self._request: dict[Plan, optuna.Trial] = {}
         with warnings.catch_warnings(), store.explained():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._sampler = CostSampler(CHOICES)
@@ -107,21 +107,21 @@ class Mirror:
             return None
         trial = self._study.ask()
         levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
-        self._asked[chosen.plan] = trial
+        self._request[chosen.plan] = trial
         assert Plan.of(levels) == chosen.plan, "Optuna holds what is measured"
         return chosen.plan
 
     @_explained
     def drop(self, plan: Plan) -> None:
         """End what was asked and will not be told: its trial ended before its verdict."""
-        if (asked := self._asked.pop(plan, None)) is not None:
+        if (asked := self._request.pop(plan, None)) is not None:
             self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
 
     @_explained
     def tell(self, trial: TrialRecord) -> None:
         """Tell a trial that has just been stored as finished."""
         state, value, constraints = self._outcome(trial)
-        asked = self._asked.pop(trial.plan, None)
+        asked = self._request.pop(trial.plan, None)
         if asked is not None:
             asked.set_user_attr(OURS, trial.id)
             for name, excess in constraints.items():

@@ -7,17 +7,29 @@ from dataclasses import replace
 
 from autofit import strategies
 from autofit.analysis.acquisition import Situation, choose
-from autofit.analysis.fallback import Ground, rungs_below
-from autofit.analysis.feasibility import Footing, following, footings, sets_within
-from autofit.analysis.pruning import FRAGMENTED, dominated, lost, refused, tainted, waits
-from autofit.analysis.ranking import kept, ranked
+from autofit.analysis.fallback import FallbackContext, fallbacks_below
+from autofit.analysis.feasibility import (
+    LevelSet,
+    level_sets_needed,
+    level_sets_within,
+    next_level_set,
+)
+from autofit.analysis.pruning import (
+    FRAGMENTED,
+    dominated,
+    fragmentation,
+    refused,
+    tainted,
+    waits_for_unsized,
+)
+from autofit.analysis.ranking import best_plan, ranked
 from autofit.plan import Plan
-from autofit.space.catalogue import Reason, Space, order_of_retreat, space
-from autofit.space.static_memory import certain_bytes
+from autofit.space.catalogue import Reason, Space, by_cost, space
+from autofit.space.static_memory import least_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
 from autofit.strategies.allocator import EXPANDABLE
-from autofit.tuning.history import Ledger
+from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
 from autofit.tuning.reference import leading
 from autofit.units import format_duration
@@ -46,18 +58,18 @@ def within_reach(
     """
     fitting = [trial.plan for trial in ranked(finished, budget, horizon)]
     short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
-    bases = fitting or sorted(short, key=order_of_retreat, reverse=True)
+    bases = fitting or sorted(short, key=by_cost, reverse=True)
     refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
-    stands = dict.fromkeys(Footing.of(base) for base in fitting[:REFINED])
+    stands = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
     core = [p for each in stands for p in each.plans(space)] if holds else space.plans()
     return (*dict.fromkeys(filter(holds, (*core, *refined))),)
 
 
 class Proposer:
-    """Proposes one plan at a time, by what the ledger holds when it is asked."""
+    """Proposes one plan at a time, by what the history holds when it is asked."""
 
-    def __init__(self, ledger: Ledger, hardware: Hardware) -> None:
-        self._ledger = ledger
+    def __init__(self, history: History, hardware: Hardware) -> None:
+        self._history = history
         self._hardware = hardware
         self._left_out: tuple[Reason, ...] = ()
 
@@ -68,97 +80,99 @@ class Proposer:
         nothing has run in the one that asks, so that the plan comes first in its process.
         """
         found = self._next(fixed, fresh=fresh)
-        return self._ledger.mirror.ask(found) if isinstance(found, Situation) else found
+        return self._history.optuna_study.ask(found) if isinstance(found, Situation) else found
 
     def known(self) -> tuple[Hashable, ...]:
         """Return what proposals depend on: while that stays equal, so do they."""
-        study, running = self._ledger.study, self._ledger.running()
-        flying = frozenset(trial.plan for trial in running)
-        return len(self._ledger.finished()), flying, study.facts, study.left_out
+        study = self._history.study
+        running = frozenset(trial.plan for trial in self._history.running())
+        return len(self._history.finished()), running, study.facts, study.left_out
 
     def wants_launch(self) -> bool:
         """Return whether there is a plan to measure in a new launch."""
         found = self._next(None, fresh=False)
         return choose(found) is not None if isinstance(found, Situation) else found is not None
 
-    def rung(self) -> Plan | None:
+    def fallback(self) -> Plan | None:
         """Return the next rung below the fastest plan; ``None`` after the last.
 
         For when none of those that fitted did so again in a fresh process. Where the heap was in
         pieces then, the first one is the same plan with segments that grow.
         """
-        study, ledger, space = self._ledger.study, self._ledger, self._space()
+        study, history, space = self._history.study, self._history, self._space()
         unused = (name for name, levels in space.levels if len(levels) == 1)
-        ground = Ground(
+        level_sets = FallbackContext(
             hardware=self._hardware,
-            allow=ledger.options.allow,
+            allow=history.options.allow,
             facts=study.facts or Facts(),
-            trials=ledger.finished(),
+            trials=history.finished(),
             budget=study.budget,
             refused=frozenset(unused),
             left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
         )
-        if not (fitted := ledger.fitted_once()):
+        if not (fitted := history.ranked_before_confirmation()):
             return None
-        plan = kept(fitted[0])
-        rungs = rungs_below(plan, ground)
-        pieces = any(lost(trial) >= FRAGMENTED for trial in ledger.confirmations(plan))
+        plan = best_plan(fitted[0])
+        fallbacks = fallbacks_below(plan, level_sets)
+        pieces = any(fragmentation(trial) >= FRAGMENTED for trial in history.confirmations(plan))
         if pieces and EXPANDABLE in space.choices("allocator"):
-            rungs.insert(0, plan.replace(allocator=EXPANDABLE))
-        return next((rung for rung in rungs if not ledger.confirmations(rung)), None)
+            fallbacks.insert(0, plan.replace(allocator=EXPANDABLE))
+        return next(
+            (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
+        )
 
     def _next(self, fixed: Plan | None, *, fresh: bool) -> Plan | Situation | None:
         """Return the plan to measure next, or of what it is to be chosen."""
-        ledger = self._ledger
-        finished, flying = ledger.finished(), {trial.plan for trial in ledger.running()}
-        if self._spent(len(finished) + len(flying)):
+        history = self._history
+        finished, running = history.finished(), {trial.plan for trial in history.running()}
+        if self._spent(len(finished) + len(running)):
             return None
-        if fixed is None and self._awaited(flying):
+        if fixed is None and self._reference_runs(running):
             return None
-        if fixed is None and Plan() not in flying.union(trial.plan for trial in finished):
+        if fixed is None and Plan() not in running.union(trial.plan for trial in finished):
             return Plan()
         space = self._space()
-        ground = self._ground(space)
-        ledger.require_baseline(reachable=bool(ground))
-        footing = self._footing(ground, space, finished)
-        if footing is not None:
-            return self._footed(footing, space, flying, fixed, fresh=fresh)
-        if ground is not None and not ledger.ranked():
+        level_sets = self._level_sets(space)
+        history.require_baseline(reachable=bool(level_sets))
+        level_set = self._next_level_set(level_sets, space, finished)
+        if level_set is not None:
+            return self._plan_of_level_set(level_set, space, running, fixed, fresh=fresh)
+        if level_sets is not None and not history.ranked():
             return None
-        found = self._situation(space, ground, flying, fixed)
+        found = self._situation(space, level_sets, running, fixed)
         core = [plan for plan in space.plans() if plan in found.candidates]
         if (first := self._leading(core)) is not None:
             here = fixed is None or (fresh and first.follows(fixed))
-            out = first in flying  # in small parts, in a launch that began a moment ago
+            out = first in running  # in small parts, in a launch that began a moment ago
             return first if here and not out else None  # what others are compared with comes first
         if fixed is not None and not fresh:
-            left = tuple(plan for plan in found.candidates if plan not in ledger.alone)
+            left = tuple(plan for plan in found.candidates if plan not in history.alone)
             return replace(found, candidates=left)
         return found
 
     def _situation(
         self,
         space: Space,
-        ground: tuple[Footing, ...] | None,
-        flying: set[Plan],
+        level_sets: tuple[LevelSet, ...] | None,
+        running: set[Plan],
         fixed: Plan | None = None,
     ) -> Situation:
         """Return what may be measured next beside what is ``flying``, and what that depends on."""
-        ledger = self._ledger
-        finished, drifted = ledger.finished(), ledger.drifted()
+        history = self._history
+        finished, drifted = history.finished(), history.drifted()
         good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
-        facts, budget, horizon = ledger.study.facts, ledger.study.budget, ledger.options.horizon
-        known = flying.union(trial.plan for trial in finished)
-        holds = self._holds if ground is not None else None
+        facts, budget, horizon = history.study.facts, history.study.budget, history.options.horizon
+        known = running.union(trial.plan for trial in finished)
+        holds = self._holds if level_sets is not None else None
         tried = within_reach(space, good, budget, horizon, holds=holds)
         ended = (*drifted, *refused(finished))
         untried = [p for p in tried if p not in known and not tainted(p, ended, finished)]
         batch = facts.batch if facts else None
         return Situation(
             candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
-            waiting=tuple(plan for plan in untried if waits(plan, good)),
+            waiting=tuple(plan for plan in untried if waits_for_unsized(plan, good)),
             finished=good,
-            flying=tuple(flying),
+            running=tuple(running),
             facts=facts,
             budget=budget,
             cuda=self._hardware.device == "cuda",
@@ -168,44 +182,44 @@ class Proposer:
 
     def outdone(self) -> bool:
         """Return whether nothing is worth beginning by what is known now, not even what runs."""
-        if self.awaiting() or not self._ledger.ranked():
+        if self.awaiting() or not self._history.ranked():
             return False
         space = self._space()
-        return choose(self._situation(space, self._ground(space), set())) is None
+        return choose(self._situation(space, self._level_sets(space), set())) is None
 
     def awaiting(self) -> bool:
         """Return whether the launch is out that shows what plans are compared with."""
-        return self._awaited({trial.plan for trial in self._ledger.running()})
+        return self._reference_runs({trial.plan for trial in self._history.running()})
 
-    def _ground(self, space: Space) -> tuple[Footing, ...] | None:
+    def _level_sets(self, space: Space) -> tuple[LevelSet, ...] | None:
         """Return the sets of levels of which a plan needs one; ``None`` if it fits without."""
-        facts, budget = self._ledger.study.facts, self._ledger.study.budget
-        if facts is None or self._ledger.baseline() is not Verdict.OUT_OF_MEMORY:
+        facts, budget = self._history.study.facts, self._history.study.budget
+        if facts is None or self._history.baseline() is not Verdict.OUT_OF_MEMORY:
             return None
-        return footings(space, facts, budget, cuda=self._hardware.device == "cuda")
+        return level_sets_needed(space, facts, budget, cuda=self._hardware.device == "cuda")
 
     def _holds(self, plan: Plan) -> bool:
         """Return whether what is held whatever the batch may fit under ``plan``."""
-        facts, cuda = self._ledger.study.facts or Facts(), self._hardware.device == "cuda"
-        return certain_bytes(plan, facts, cuda=cuda) <= self._ledger.study.budget
+        facts, cuda = self._history.study.facts or Facts(), self._hardware.device == "cuda"
+        return least_bytes(plan, facts, cuda=cuda) <= self._history.study.budget
 
-    def _footing(
-        self, ground: Sequence[Footing] | None, space: Space, finished: Sequence[TrialRecord]
-    ) -> Footing | None:
+    def _next_level_set(
+        self, level_sets: Sequence[LevelSet] | None, space: Space, finished: Sequence[TrialRecord]
+    ) -> LevelSet | None:
         """Return the set of levels to try next: where one is needed, or nothing else has fitted."""
-        if self._ledger.ranked():
+        if self._history.ranked():
             return None
-        study, cuda = self._ledger.study, self._hardware.device == "cuda"
+        study, cuda = self._history.study, self._hardware.device == "cuda"
         short = sum(trial.verdict is Verdict.OUT_OF_MEMORY for trial in finished)
-        if ground is None and short >= LOSSES and study.facts is not None and study.facts.roots:
-            ground = sets_within(space, study.facts, study.budget, cuda=cuda)
-        return following(ground or (), space, finished)
+        if level_sets is None and short >= LOSSES and study.facts is not None and study.facts.roots:
+            level_sets = level_sets_within(space, study.facts, study.budget, cuda=cuda)
+        return next_level_set(level_sets or (), space, finished)
 
-    def _footed(
+    def _plan_of_level_set(
         self,
-        footing: Footing,
+        level_set: LevelSet,
         space: Space,
-        flying: set[Plan],
+        running: set[Plan],
         fixed: Plan | None,
         *,
         fresh: bool,
@@ -214,43 +228,43 @@ class Proposer:
 
         On an exact set, what others are compared with comes before it.
         """
-        if fixed is None and flying:
+        if fixed is None and running:
             return None
-        known = {trial.plan for trial in self._ledger.finished()} | flying
-        ended = refused(self._ledger.finished())
+        known = {trial.plan for trial in self._history.finished()} | running
+        ended = refused(self._history.finished())
         others = [
             plan
-            for plan in footing.plans(space)
-            if plan not in known and not tainted(plan, ended, self._ledger.finished())
+            for plan in level_set.plans(space)
+            if plan not in known and not tainted(plan, ended, self._history.finished())
         ]
-        leading = None if footing.alone else self._leading(others)
-        plan = leading or footing.leanest(space)
-        if plan is None or plan in flying:
+        leading = None if level_set.alone else self._leading(others)
+        plan = leading or level_set.leanest(space)
+        if plan is None or plan in running:
             return None
-        first = leading or plan in self._ledger.alone
+        first = leading or plan in self._history.alone
         if fixed is None:
             return plan
-        here = plan.follows(fixed) and not footing.alone and (fresh or not first)
+        here = plan.follows(fixed) and not level_set.alone and (fresh or not first)
         return plan if here else None
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
         """Return the plan that goes first, to be the reference, where the script does not fit."""
-        ledger = self._ledger
-        if ledger.reference.trace is not None or ledger.baseline() in (None, Verdict.MEASURED):
+        history = self._history
+        if history.reference.trace is not None or history.baseline() in (None, Verdict.MEASURED):
             return None
-        return self._first(candidates, ledger.finished())
+        return self._first(candidates, history.finished())
 
     def _first(self, candidates: Sequence[Plan], finished: Sequence[TrialRecord]) -> Plan | None:
         cuda = self._hardware.device == "cuda"
-        return leading(candidates, finished, self._ledger.study.facts, cuda=cuda)
+        return leading(candidates, finished, self._history.study.facts, cuda=cuda)
 
-    def _awaited(self, flying: set[Plan]) -> bool:
+    def _reference_runs(self, running: set[Plan]) -> bool:
         """Return whether the launch that becomes the reference, or shows there is none, is out."""
-        exact = {plan for plan in flying if self._first([plan], ())}
-        return Plan() in flying or bool(exact and self._leading([*exact]))
+        exact = {plan for plan in running if self._first([plan], ())}
+        return Plan() in running or bool(exact and self._leading([*exact]))
 
     def _space(self) -> Space:
-        options, study = self._ledger.options, self._ledger.study
+        options, study = self._history.options, self._history.study
         found = space(
             self._hardware,
             study.facts or Facts(),
@@ -267,24 +281,24 @@ class Proposer:
             )
             self._left_out = found.left_out
             if new:
-                self._ledger.tell(LevelsLeftOut(reasons=new))
+                self._history.tell(LevelsLeftOut(reasons=new))
         return found
 
     def _is_news(self, strategy: str, level: str) -> bool:
         """Return whether people expect a level to be tried; ``--dry-run`` tells of all."""
-        asked = strategy in self._ledger.options.only
+        asked = strategy in self._history.options.only
         return asked or not strategies.get(strategy).level(level).refines
 
     def tell_limit(self) -> None:
         """Tell, once, which option has ended the search, if one has."""
-        ledger, options, limit = self._ledger, self._ledger.options, ""
-        if ledger.late() and options.timeout is not None:
+        history, options, limit = self._history, self._history.options, ""
+        if history.late() and options.timeout is not None:
             limit = f"--timeout {format_duration(options.timeout)}"
-        elif self._spent(len(ledger.finished())):
+        elif self._spent(len(history.finished())):
             limit = f"--trials {options.trials}"
         if limit:
-            ledger.say_once(f"ended by {limit}: plans that were not tried may be faster")
+            history.say_unless_said(f"ended by {limit}: plans that were not tried may be faster")
 
     def _spent(self, trials: int) -> bool:
-        most = self._ledger.options.trials
-        return self._ledger.late() or (most is not None and trials >= most)
+        most = self._history.options.trials
+        return self._history.late() or (most is not None and trials >= most)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autofit.equivalence.compare import compare, finite, strays
 from autofit.plan import Plan
-from autofit.space.catalogue import expected, order_of_retreat
+from autofit.space.catalogue import by_cost, expected
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
 from autofit.strategies.micro_batch import AUTO
@@ -151,7 +151,7 @@ def leading(
             return None
     exact_plans = [plan for plan in candidates if plan.fidelity(facts) <= Fidelity.REDRAW]
     shared = [plan for plan in exact_plans if plan.fixed.neutral]
-    first = max(shared or exact_plans, key=order_of_retreat, default=None)
+    first = max(shared or exact_plans, key=by_cost, default=None)
     batch = facts.batch if facts is not None else None
     if first is None or first["micro_batch"] != AUTO or batch is None:
         return first

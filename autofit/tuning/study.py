@@ -8,12 +8,12 @@ from autofit.exceptions import UsageError
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
 from autofit.tuning import messages
-from autofit.tuning.notices import StudyOpened
+from autofit.tuning.notices import StudyStarted
 from autofit.tuning.options import SearchOptions
 from autofit.units import format_size
 from autofit.worker.cluster.versions import versions
 
-__all__ = ["budget", "key", "opened", "taken", "versions"]
+__all__ = ["budget", "key", "study_started", "taken", "versions"]
 
 
 def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
@@ -79,11 +79,11 @@ def taken(
     return study, before
 
 
-def opened(
+def study_started(
     study: StudyRecord, options: SearchOptions, *, devices: int, resumed: int
-) -> StudyOpened:
+) -> StudyStarted:
     """Return the notice that a study is open; ``resumed``: trials it holds already."""
-    return StudyOpened(
+    return StudyStarted(
         study=study.id,
         script=options.script,
         hardware=study.hardware,

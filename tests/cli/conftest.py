@@ -7,7 +7,7 @@ import pytest
 from autofit.analysis.result import Result
 from autofit.plan import Plan
 from autofit.strategies import Facts, Hardware, RootFacts
-from autofit.tuning.notices import StudyOpened
+from autofit.tuning.notices import StudyStarted
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 GIB = 1 << 30
@@ -16,9 +16,9 @@ SCRIPT = Script(target="train.py", args=("--epochs", "3"), cwd="/project")
 
 
 @pytest.fixture
-def opened() -> StudyOpened:
+def opened() -> StudyStarted:
     """Return the first notice of a search within 24 GiB."""
-    return StudyOpened(
+    return StudyStarted(
         study="3f9c0000",
         script=SCRIPT,
         hardware=H200,

@@ -18,7 +18,7 @@ from autofit.strategies import Facts
 from autofit.tuning.notices import (
     FactsKnown,
     SizeMeasured,
-    StudyOpened,
+    StudyStarted,
     TrialDropped,
     TrialEnded,
     TrialStarted,
@@ -30,7 +30,7 @@ SPLIT = Plan.of({"checkpointing": "all", "micro_batch": "8"})
 
 
 def test_rows_stay_and_what_runs_goes(
-    opened: StudyOpened,
+    opened: StudyStarted,
     facts: Facts,
     measured: Callable[[Plan, float, float], TrialReport],
 ) -> None:

@@ -21,7 +21,7 @@ from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Hardware
-from autofit.tuning.notices import StudyOpened, TrialEnded
+from autofit.tuning.notices import StudyStarted, TrialEnded
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -48,7 +48,7 @@ def test_there_is_one_way_out() -> None:
             assert not re.fullmatch(r"sys\.std(out|err)\.write", name), file
 
 
-def test_a_transcript_is_clean(opened: StudyOpened) -> None:
+def test_a_transcript_is_clean(opened: StudyStarted) -> None:
     evil = replace(opened, hardware=replace(opened.hardware, name=EVIL))
     failed = TrialReport(index=0, plan=Plan(), verdict=Verdict.PLAN_FAILED, reason=EVIL)
     transcript = Transcript()

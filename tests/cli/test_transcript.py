@@ -18,7 +18,7 @@ from autofit.tuning.notices import (
     Notice,
     Remeasuring,
     SizeMeasured,
-    StudyOpened,
+    StudyStarted,
     TrialEnded,
     TrialStarted,
 )
@@ -42,7 +42,7 @@ def ended(number: int, report: TrialReport, *, best: bool = False) -> TrialEnded
 
 
 @pytest.fixture
-def search(opened: StudyOpened, facts: Facts, measured: Measured) -> list[Notice]:
+def search(opened: StudyStarted, facts: Facts, measured: Measured) -> list[Notice]:
     """Return the notices of a small search whose script does not fit as it is."""
     return [
         opened,
@@ -99,7 +99,7 @@ def test_rows_fit_the_terminal(search: list[Notice], width: int) -> None:
     assert {"bf16,", "micro", "20.3", "fits", "best"} <= set(words)
 
 
-def test_a_row_names_a_plan_as_every_other_line_does(opened: StudyOpened) -> None:
+def test_a_row_names_a_plan_as_every_other_line_does(opened: StudyStarted) -> None:
     fused = BF16.replace(optimizer="fused")
     transcript = Transcript()
     transcript.lines(opened)
@@ -111,7 +111,7 @@ def test_a_row_names_a_plan_as_every_other_line_does(opened: StudyOpened) -> Non
 
 
 def test_a_change_is_told_against_the_script_as_it_is(
-    opened: StudyOpened, measured: Measured
+    opened: StudyStarted, measured: Measured
 ) -> None:
     transcript = Transcript()
     transcript.lines(opened)
@@ -122,7 +122,7 @@ def test_a_change_is_told_against_the_script_as_it_is(
     assert (first[-1].style, slower[-1].style) == ("best", "")
 
 
-def test_facts_are_told_once(opened: StudyOpened, facts: Facts) -> None:
+def test_facts_are_told_once(opened: StudyStarted, facts: Facts) -> None:
     transcript = Transcript()
     transcript.lines(opened)
     assert len(transcript.lines(FactsKnown(facts=facts))) == 1
@@ -154,7 +154,7 @@ def test_facts_are_told_once(opened: StudyOpened, facts: Facts) -> None:
         (TrialReport(index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY), "out of memory"),
     ],
 )
-def test_every_other_verdict(opened: StudyOpened, report: TrialReport, said: str) -> None:
+def test_every_other_verdict(opened: StudyStarted, report: TrialReport, said: str) -> None:
     transcript = Transcript()
     transcript.lines(opened)
     row = transcript.lines(ended(3, report))[-1]
@@ -162,7 +162,7 @@ def test_every_other_verdict(opened: StudyOpened, report: TrialReport, said: str
     assert row.style == "bad"
 
 
-def test_every_verdict_has_words(opened: StudyOpened, measure: Callable[..., Measurement]) -> None:
+def test_every_verdict_has_words(opened: StudyStarted, measure: Callable[..., Measurement]) -> None:
     transcript = Transcript()
     transcript.lines(opened)
     for verdict in Verdict:

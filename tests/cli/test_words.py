@@ -10,7 +10,7 @@ import pytest
 from autofit.cli.view import words
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts
-from autofit.tuning.notices import StudyOpened
+from autofit.tuning.notices import StudyStarted
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -51,7 +51,7 @@ def test_many() -> None:
     ]
 
 
-def test_a_resumed_study_says_so(opened: StudyOpened) -> None:
+def test_a_resumed_study_says_so(opened: StudyStarted) -> None:
     line = words.device_line(replace(opened, resumed=4, asked=False, allow="exact"))
     assert "budget 24.0 GiB free; allowed: exact; study 3f9c0000 (4 trials stored)" in line
 

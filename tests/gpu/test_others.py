@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autofit.tuning import study
-from autofit.tuning.local_slots import Crew
+from autofit.tuning.local_slots import LocalSlots
 from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
 from autofit.worker.records.trials import Script
@@ -29,12 +29,12 @@ def test_a_process_that_holds_most_of_the_card(
         script=Script(target="train.py", cwd=str(tmp_path)), storage="sqlite://", gpus=1
     )
     with hog(held) as pid:
-        crew = Crew(options)
-        budget = study.budget(crew.free, crew.hardware, None, 5.0)
+        slots = LocalSlots(options)
+        budget = study.budget(slots.free, slots.hardware, None, 5.0)
         assert free - held - 10 * GIB < budget < free - held
         named = any(holder.size for holder in meter.cards()[0].holders)
         line = f"process {pid} (" if named else "processes that the driver does not name here"
-        assert line in crew.lines[0]
+        assert line in slots.lines[0]
         command = [sys.executable, "-m", "autofit", "doctor"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert line in done.stdout, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autofit.tuning.controller import search
-from autofit.tuning.notices import Notice, StudyOpened, TrialStarted
+from autofit.tuning.notices import Notice, StudyStarted, TrialStarted
 from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
 from autofit.worker.records.trials import Script
@@ -58,7 +58,7 @@ def test_a_search(gpus: int, tmp_path: Path) -> None:
         without=frozenset({"compile"}),
     )
     result = search(options, heard.append)
-    assert isinstance(heard[0], StudyOpened)
+    assert isinstance(heard[0], StudyStarted)
     assert (heard[0].devices, heard[0].hardware.device) == (gpus, "cuda")
     assert GIB // 4 < result.measurement.peak_device <= 2 * GIB
     assert result.measurement.peak_reserved < result.measurement.peak_device

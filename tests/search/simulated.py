@@ -8,7 +8,7 @@ from typing import Protocol
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Facts, Fidelity, Hardware
-from autofit.tuning.history import Ledger
+from autofit.tuning.history import History
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.proposals import Proposer
 from autofit.worker.records.trials import Script, TrialReport, Verdict
@@ -26,7 +26,7 @@ class Simulated(Protocol):
         """Return what a trial says, the so-manieth of its process, and what is known then."""
 
 
-def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: str) -> Ledger:
+def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: str) -> History:
     """Return a new study of a script in ``folder`` on an H200."""
     (folder / "train.py").touch()
     script = Script(target="train.py", cwd=str(folder))
@@ -40,27 +40,27 @@ def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: s
     options = SearchOptions(
         script=script, storage=store.url, allow=allow, without=frozenset(without)
     )
-    return Ledger(store, study, options, lambda _: None, 0.0)
+    return History(store, study, options, lambda _: None, 0.0)
 
 
-def searched(ledger: Ledger, model: Simulated, *, most: int = 1000) -> int:
+def searched(history: History, model: Simulated, *, most: int = 1000) -> int:
     """Search as the controller does, one card, ``most`` plans; return the launches it took.
 
     Where memory has run out in a model that was called, the process goes on: as if nothing had
     run in it, as long as no plan was measured.
     """
-    proposer, launches, index, fresh = Proposer(ledger, H200), 0, 0, True
+    proposer, launches, index, fresh = Proposer(history, H200), 0, 0, True
     facts = Facts()
     plan, fixed = proposer.next(), None
-    while plan is not None and len(ledger.finished()) < most:
+    while plan is not None and len(history.finished()) < most:
         launches += fixed is None
         index, fresh = (0, True) if fixed is None else (index + 1, fresh)
-        (trial,) = ledger.store.add_trials(
-            ledger.study, [plan], launch=launches, owner=Owner.current()
+        (trial,) = history.store.add_trials(
+            history.study, [plan], launch=launches, owner=Owner.current()
         )
         report, facts = model.launched(plan, facts, index)
-        ledger.learn(facts)
-        ledger.finish(trial, report, 0)
+        history.learn(facts)
+        history.finish(trial, report, 0)
         fresh = fresh and report.verdict is OOM
         goes_on = report.verdict is Verdict.MEASURED or (facts.called and report.verdict is OOM)
         fixed = plan.fixed if goes_on else None

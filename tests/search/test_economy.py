@@ -19,7 +19,7 @@ import optuna
 import pytest
 
 from autofit.analysis.acquisition import Situation, choose
-from autofit.analysis.pruning import dominated, waits
+from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import Owner, Purpose, State, TrialRecord
@@ -323,7 +323,9 @@ def by_model(work: Work, budget: int) -> Pick:
         plans = within_reach(levels, trials, budget)
         situation = Situation(
             candidates=tuple(left),
-            waiting=tuple(plan for plan in plans if plan not in known and waits(plan, trials)),
+            waiting=tuple(
+                plan for plan in plans if plan not in known and waits_for_unsized(plan, trials)
+            ),
             finished=tuple(trials),
             facts=work.facts,
             budget=budget,

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from autofit.analysis.pruning import most
-from autofit.analysis.ranking import kept, result_of
+from autofit.analysis.ranking import best_plan, result_of
 from autofit.exceptions import NothingFits
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.tuning.confirmation import FINALISTS, Confirming
-from autofit.tuning.history import Ledger
+from autofit.tuning.confirmation import FINALISTS, Confirmation
+from autofit.tuning.history import History
 from autofit.tuning.messages import did_not_hold
 from autofit.tuning.notices import Line, Notice, TrialEnded
 from autofit.tuning.proposals import Proposer
@@ -51,47 +51,47 @@ def tight(measurement: Measurement) -> Measurement:
 GPU = Hardware(device="cuda", name="a GPU", total_bytes=8 * GIB, capability=(9, 0))
 
 
-class Played(Confirming):
+class Played(Confirmation):
     """The end of a search whose launches are played."""
 
-    def __init__(self, ledger: Ledger, again: Again, short: OutOfMemory = SHORT) -> None:
-        super().__init__(ledger, Proposer(ledger, GPU), self._play, slots=1)
+    def __init__(self, history: History, again: Again, short: OutOfMemory = SHORT) -> None:
+        super().__init__(history, Proposer(history, GPU), self._play, slots=1)
         self._played, self._short = again, short
         self.measured: list[Plan] = []
 
     def _play(self, *plans: Plan) -> None:
         for plan in plans:
             self.measured.append(plan)
-            ends(self._ledger, plan, self._played.get(plan), Purpose.CONFIRM, self._short)
+            ends(self._history, plan, self._played.get(plan), Purpose.CONFIRM, self._short)
 
 
 def ends(
-    ledger: Ledger,
+    history: History,
     plan: Plan,
     found: Measurement | None,
     purpose: Purpose,
     short: OutOfMemory = SHORT,
 ) -> None:
     """Enter a trial: as it was measured, or out of memory."""
-    (trial,) = ledger.store.add_trials(
-        ledger.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
+    (trial,) = history.store.add_trials(
+        history.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
     )
     report = TrialReport(
         index=0, plan=plan, verdict=Verdict.OUT_OF_MEMORY, out_of_memory=short, measurements=()
     )
     if found is not None:
         report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(found,))
-    ledger.finish(trial, report, 0)
+    history.finish(trial, report, 0)
 
 
-def searched(ledger: Ledger, figures: Sequence[Measurement]) -> None:
+def searched(history: History, figures: Sequence[Measurement]) -> None:
     """Enter what a search has measured of each of ``PLANS``."""
     for plan, found in zip(PLANS, figures, strict=True):
-        ends(ledger, plan, found, Purpose.SEARCH)
+        ends(history, plan, found, Purpose.SEARCH)
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def history(tmp_path: Path) -> Iterator[History]:
     """A study on a GPU, its time not limited."""
     with Store(str(tmp_path / "autofit.db")) as store:
         held = opened(store, tmp_path, Fidelity.ROUNDING, 6 * GIB)
@@ -106,24 +106,24 @@ def figures(measurement: Callable[..., Measurement]) -> list[Measurement]:
 
 
 def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
-    ledger: Ledger, figures: list[Measurement], measurement: Callable[..., Measurement]
+    history: History, figures: list[Measurement], measurement: Callable[..., Measurement]
 ) -> None:
-    searched(ledger, figures)
+    searched(history, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
-    search = Played(ledger, {PLANS[0]: slow, PLANS[1]: figures[1]})
+    search = Played(history, {PLANS[0]: slow, PLANS[1]: figures[1]})
     assert search.holding().plan == PLANS[1]
     assert search.measured == PLANS[:2]
-    result = result_of(ledger.store, ledger.study)
+    result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == PLANS[1]
 
 
 def test_it_is_kept_where_nothing_else_fits_again(
-    ledger: Ledger, figures: list[Measurement], measurement: Callable[..., Measurement]
+    history: History, figures: list[Measurement], measurement: Callable[..., Measurement]
 ) -> None:
-    searched(ledger, figures)
+    searched(history, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
-    search = Played(ledger, dict.fromkeys(PLANS) | {PLANS[0]: slow})
+    search = Played(history, dict.fromkeys(PLANS) | {PLANS[0]: slow})
     assert search.holding().plan == PLANS[0]
     assert search.measured == PLANS[:FINALISTS]
     assert search.holding().plan == PLANS[0]
@@ -131,46 +131,46 @@ def test_it_is_kept_where_nothing_else_fits_again(
 
 @pytest.mark.parametrize("late", [False, True])
 def test_plans_are_not_measured_again_without_end(
-    ledger: Ledger,
+    history: History,
     figures: list[Measurement],
     measurement: Callable[..., Measurement],
     late: bool,
 ) -> None:
     if late:
-        ledger.options = replace(ledger.options, timeout=0.0)
-    searched(ledger, figures)
+        history.options = replace(history.options, timeout=0.0)
+    searched(history, figures)
     slow = [tight(measurement(32, 4.0 + index, 5 * GIB)) for index in range(len(PLANS))]
-    search = Played(ledger, dict(zip(PLANS, slow, strict=True)))
-    kept = search.holding().plan
+    search = Played(history, dict(zip(PLANS, slow, strict=True)))
+    best_plan = search.holding().plan
     assert len(search.measured) == (1 if late else FINALISTS)
-    assert kept == PLANS[0]
+    assert best_plan == PLANS[0]
 
 
-def test_none_is_kept_where_none_fits_again(ledger: Ledger, figures: list[Measurement]) -> None:
-    searched(ledger, figures)
-    search = Played(ledger, {})
+def test_none_is_kept_where_none_fits_again(history: History, figures: list[Measurement]) -> None:
+    searched(history, figures)
+    search = Played(history, {})
     with pytest.raises(NothingFits, match="fitted again"):
         search.holding()
     assert len(search.measured) == len(set(search.measured)) == 2 * FINALISTS, "plans, then rungs"
-    result = result_of(ledger.store, ledger.study)
+    result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == PLANS[-1], "the one that was not measured again"
 
 
 def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
-    ledger: Ledger, measurement: Callable[..., Measurement]
+    history: History, measurement: Callable[..., Measurement]
 ) -> None:
     """A 7B model fitted with 4 samples at a time, by a hundredth of a GiB, and then did not."""
     plan = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "4"})
-    ends(ledger, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
+    ends(history, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
     half, one = (plan.replace(micro_batch=size) for size in ("2", "1"))
-    search = Played(ledger, {one: measurement(1, 1.1, 4 * GIB)})
+    search = Played(history, {one: measurement(1, 1.1, 4 * GIB)})
     assert search.holding().plan == one
     assert search.measured == [plan, half, one]
-    result = result_of(ledger.store, ledger.study)
+    result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == one
-    search = Played(ledger, {})
+    search = Played(history, {})
     search.confirm()
     assert search.measured == [], "what holds is known"
 
@@ -183,7 +183,7 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     ],
 )
 def test_a_batch_in_one_piece_is_no_split(
-    ledger: Ledger,
+    history: History,
     measurement: Callable[..., Measurement],
     size: int,
     kept_plan: dict[str, str],
@@ -191,11 +191,11 @@ def test_a_batch_in_one_piece_is_no_split(
 ) -> None:
     """A search asks for the size; where all 32 samples win, nothing is cut and nothing drawn."""
     drops = replace(ROOT, dropout=True)
-    ledger.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
+    history.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
     told: list[TrialEnded] = []
-    ledger.tell = lambda notice: told.extend([notice] if isinstance(notice, TrialEnded) else [])
+    history.tell = lambda notice: told.extend([notice] if isinstance(notice, TrialEnded) else [])
     asked = Plan.of({"checkpointing": "all", "micro_batch": "auto"})
-    (trial,) = ledger.store.add_trials(ledger.study, [asked], launch=1, owner=Owner.current())
+    (trial,) = history.store.add_trials(history.study, [asked], launch=1, owner=Owner.current())
     report = TrialReport(
         index=0,
         plan=asked,
@@ -203,10 +203,10 @@ def test_a_batch_in_one_piece_is_no_split(
         best=asked.replace(micro_batch=str(size)),
         measurements=(measurement(size, 1.0, 5 * GIB),),
     )
-    ledger.finish(trial, report, 0)
+    history.finish(trial, report, 0)
     plan = Plan.of(kept_plan)
-    assert told[0].report.best == kept(ledger.finished()[0]) == plan
-    result = result_of(ledger.store, ledger.study)
+    assert told[0].report.best == best_plan(history.finished()[0]) == plan
+    result = result_of(history.store, history.study)
     assert result is not None
     assert (result.plan, result.fidelity) == (plan, fidelity)
 
@@ -226,60 +226,60 @@ def test_a_size_stays_where_a_level_needs_a_split_or_a_batch_is_not_known() -> N
 
 
 @pytest.fixture
-def ramped(ledger: Ledger, measurement: Callable[..., Measurement]) -> list[Plan]:
+def ramped(history: History, measurement: Callable[..., Measurement]) -> list[Plan]:
     """One plan, measured with 1, 2 and 4 samples at a time; beside it a slower one."""
     split = Plan.of({"checkpointing": "half", "micro_batch": "auto"})
     plans = [split.replace(micro_batch=size) for size in ("1", "2", "4")]
     sizes = tuple(measurement(n, time, n * GIB) for n, time in [(1, 1.6), (2, 1.2), (4, 1.0)])
-    (trial,) = ledger.store.add_trials(ledger.study, [split], launch=1, owner=Owner.current())
+    (trial,) = history.store.add_trials(history.study, [split], launch=1, owner=Owner.current())
     report = TrialReport(
         index=0, plan=split, verdict=Verdict.MEASURED, best=plans[-1], measurements=sizes
     )
-    ledger.finish(trial, report, 0)
-    ends(ledger, PLANS[-1], measurement(32, 1.4, 3 * GIB), Purpose.SEARCH)
+    history.finish(trial, report, 0)
+    ends(history, PLANS[-1], measurement(32, 1.4, 3 * GIB), Purpose.SEARCH)
     return plans
 
 
 def test_the_size_below_takes_the_place_of_one_that_does_not_fit_again(
-    ledger: Ledger, ramped: list[Plan], measurement: Callable[..., Measurement]
+    history: History, ramped: list[Plan], measurement: Callable[..., Measurement]
 ) -> None:
     """It was measured on the way, and is faster than what comes next."""
     _, two, four = ramped
     found = measurement(2, 1.2, 2 * GIB)
-    search = Played(ledger, {two: found})
-    assert kept(search.holding()) == two
+    search = Played(history, {two: found})
+    assert best_plan(search.holding()) == two
     assert search.measured == [four, two]
-    report = ledger.finished()[0].report
+    report = history.finished()[0].report
     assert report is not None
     assert report.measurements[-1] == found
     assert report.out_of_memory == replace(SHORT, micro_batch=4)
-    assert most(Plan.of({"micro_batch": "auto"}), ledger.finished()) == 3, "it needs more"
-    result = result_of(ledger.store, ledger.study)
+    assert most(Plan.of({"micro_batch": "auto"}), history.finished()) == 3, "it needs more"
+    result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == two
 
 
 def test_no_size_is_left_where_none_fits_again(
-    ledger: Ledger, ramped: list[Plan], measurement: Callable[..., Measurement]
+    history: History, ramped: list[Plan], measurement: Callable[..., Measurement]
 ) -> None:
     one, two, four = ramped
-    search = Played(ledger, {PLANS[-1]: measurement(32, 1.4, 3 * GIB)})
+    search = Played(history, {PLANS[-1]: measurement(32, 1.4, 3 * GIB)})
     assert search.holding().plan == PLANS[-1]
     assert search.measured == [four, two, PLANS[-1]], "the faster of the two comes first"
-    ends(ledger, one, None, Purpose.CONFIRM)
-    assert ledger.finished()[0].verdict is Verdict.OUT_OF_MEMORY
-    assert [trial.plan for trial in ledger.standing()] == [PLANS[-1]]
+    ends(history, one, None, Purpose.CONFIRM)
+    assert history.finished()[0].verdict is Verdict.OUT_OF_MEMORY
+    assert [trial.plan for trial in history.ranked_sound()] == [PLANS[-1]]
 
 
 def test_a_heap_in_pieces_gets_segments_that_grow(
-    ledger: Ledger, measurement: Callable[..., Measurement]
+    history: History, measurement: Callable[..., Measurement]
 ) -> None:
     plan = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "4"})
-    ends(ledger, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
+    ends(history, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
     grows, half = plan.replace(allocator="expandable"), plan.replace(micro_batch="2")
     message = "1.7 GiB is reserved by PyTorch but unallocated"
     found = {half: measurement(2, 1.1, 4 * GIB)}
-    search = Played(ledger, found, replace(SHORT, phase="the whole step", message=message))
+    search = Played(history, found, replace(SHORT, phase="the whole step", message=message))
     assert search.holding().plan == half
     assert search.measured == [plan, grows, half]
 
@@ -293,19 +293,19 @@ def test_a_heap_in_pieces_gets_segments_that_grow(
     ids=["refused", "more than the budget"],
 )
 def test_it_is_told_why_a_plan_did_not_hold(
-    ledger: Ledger, short: OutOfMemory, expected: str
+    history: History, short: OutOfMemory, expected: str
 ) -> None:
-    ends(ledger, PLANS[0], None, Purpose.CONFIRM, short)
-    told = did_not_hold(PLANS[0], ledger.confirmations(PLANS[0]))
+    ends(history, PLANS[0], None, Purpose.CONFIRM, short)
+    told = did_not_hold(PLANS[0], history.confirmations(PLANS[0]))
     assert told == f"{PLANS[0]} did not hold when measured again: {expected}"
 
 
 def test_what_a_search_has_learned_of_sizes_stays(
-    ledger: Ledger, measurement: Callable[..., Measurement]
+    history: History, measurement: Callable[..., Measurement]
 ) -> None:
     more = Plan.of({"micro_batch": "auto"})
     split = more.replace(checkpointing="all")
-    (trial,) = ledger.store.add_trials(ledger.study, [split], launch=1, owner=Owner.current())
+    (trial,) = history.store.add_trials(history.study, [split], launch=1, owner=Owner.current())
     sizes = {4: 3.0, 8: 2.0, 16: 1.0}
     report = TrialReport(
         index=0,
@@ -315,33 +315,33 @@ def test_what_a_search_has_learned_of_sizes_stays(
         measurements=tuple(measurement(size, time, 5 * GIB) for size, time in sizes.items()),
         out_of_memory=replace(SHORT, micro_batch=24),
     )
-    ledger.finish(trial, report, 0)
-    before = most(more, ledger.finished())
+    history.finish(trial, report, 0)
+    before = most(more, history.finished())
     again = tight(measurement(16, 1.5, 5 * GIB))
-    ends(ledger, split.replace(micro_batch="16"), again, Purpose.CONFIRM)
-    (found,) = ledger.finished()
+    ends(history, split.replace(micro_batch="16"), again, Purpose.CONFIRM)
+    (found,) = history.finished()
     assert found.measurement == again
     assert found.report is not None
     assert len(found.report.measurements) == 3
-    assert most(more, ledger.finished()) == before == 23
+    assert most(more, history.finished()) == before == 23
 
 
 @pytest.mark.parametrize(("seconds", "measured"), [(1.15, 1), (1.3, 2), (9.0, 4)])
 def test_plans_that_were_far_faster_than_the_winner_turned_out_are_measured_again(
-    ledger: Ledger,
+    history: History,
     figures: list[Measurement],
     measurement: Callable[..., Measurement],
     seconds: float,
     measured: int,
 ) -> None:
     """Steps that wait for Python scatter, and from one process to another by more."""
-    searched(ledger, figures)
+    searched(history, figures)
     turned_out = measurement(32, seconds, 5 * GIB)
     good = figures[1] if seconds < 9 else measurement(32, seconds, 5 * GIB)
-    search = Played(ledger, {**dict.fromkeys(PLANS, good), PLANS[0]: turned_out})
+    search = Played(history, {**dict.fromkeys(PLANS, good), PLANS[0]: turned_out})
     search.confirm()
     assert search.measured == PLANS[:measured]
-    result = result_of(ledger.store, ledger.study)
+    result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == PLANS[1 if measured == 2 else 0]
 
@@ -357,33 +357,33 @@ def test_plans_that_were_far_faster_than_the_winner_turned_out_are_measured_agai
     ids=["out of memory", "slower", "more memory", "kept"],
 )
 def test_it_is_told_which_plan_takes_the_place_of_the_fastest(
-    ledger: Ledger,
+    history: History,
     measurement: Callable[..., Measurement],
     seconds: float | None,
     said: str | None,
 ) -> None:
     told: list[str] = []
-    ledger.tell = lambda notice: told.extend([notice.text] if isinstance(notice, Line) else [])
+    history.tell = lambda notice: told.extend([notice.text] if isinstance(notice, Line) else [])
     first, second = PLANS[:2]
     lean = measurement(32, 1.01 if said and "more" in said else 1.1, 4 * GIB)
-    ends(ledger, first, measurement(32, 1.0, 5 * GIB), Purpose.SEARCH)
-    ends(ledger, second, lean, Purpose.SEARCH)
+    ends(history, first, measurement(32, 1.0, 5 * GIB), Purpose.SEARCH)
+    ends(history, second, lean, Purpose.SEARCH)
     again = None if seconds is None else measurement(32, seconds, 5 * GIB)
-    Played(ledger, {first: again, second: measurement(32, 1.1, 4 * GIB)}).confirm()
+    Played(history, {first: again, second: measurement(32, 1.1, 4 * GIB)}).confirm()
     changes = [line for line in told if "takes the place" in line]
     assert changes == ([f"{second} takes the place of {first}, {said}"] if said else [])
 
 
 def test_a_loss_that_is_no_number_makes_nothing_slower(
-    ledger: Ledger, figures: list[Measurement]
+    history: History, figures: list[Measurement]
 ) -> None:
     told: list[str] = []
 
     def listen(notice: Notice) -> None:
         told.extend([notice.text] if isinstance(notice, Line) else [])
 
-    ledger.tell = listen
+    history.tell = listen
     diverged = [replace(each, losses=(math.nan,)) for each in figures]
-    searched(ledger, diverged)
-    ends(ledger, PLANS[0], diverged[0], Purpose.CONFIRM)
+    searched(history, diverged)
+    ends(history, PLANS[0], diverged[0], Purpose.CONFIRM)
     assert told == []

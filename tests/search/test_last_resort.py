@@ -11,7 +11,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.storage import Store
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
-from autofit.tuning.history import Ledger
+from autofit.tuning.history import History
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.search.simulated import GIB, MIB, OOM, opened, searched
 
@@ -69,8 +69,10 @@ class VisionTransformer:
         fitting = [size for size in sizes if peaks[size] <= self.budget]
         known = Facts(roots=(LARGE,), optimizers=("AdamW",), stepped=facts.stepped or bool(fitting))
         if not fitting:
-            lost = f"{pieces * 1024:.2f} MiB is reserved by PyTorch but unallocated"
-            error = OutOfMemory(phase="forward", message=lost, requested=50 * MIB, micro_batch=1)
+            fragmentation = f"{pieces * 1024:.2f} MiB is reserved by PyTorch but unallocated"
+            error = OutOfMemory(
+                phase="forward", message=fragmentation, requested=50 * MIB, micro_batch=1
+            )
             report = TrialReport(index=index, plan=plan, verdict=OOM, out_of_memory=error)
             return report, known
         measured = tuple(
@@ -92,24 +94,24 @@ class VisionTransformer:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], Ledger]]:
+def history(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], History]]:
     """A new study of such a script."""
     with Store(str(tmp_path / "autofit.db")) as store:
         yield lambda allow, budget: opened(store, tmp_path, allow, budget)
 
 
-def verdicts(ledger: Ledger) -> list[Verdict | None]:
+def verdicts(history: History) -> list[Verdict | None]:
     """Return how the trials ended."""
-    return [trial.verdict for trial in ledger.finished()]
+    return [trial.verdict for trial in history.finished()]
 
 
 @pytest.mark.parametrize("allow", [Fidelity.ROUNDING, Fidelity.RECIPE])
 def test_what_ran_out_in_a_heap_in_pieces_is_tried_in_a_process_of_its_own(
-    ledger: Callable[..., Ledger], allow: Fidelity
+    history: Callable[..., History], allow: Fidelity
 ) -> None:
     """It is not the plan that has been ruled out, but what others had left behind."""
     budget = 22 * GIB // 10
-    found = ledger(allow, budget)
+    found = history(allow, budget)
     launches = searched(found, VisionTransformer(budget), most=5)
     assert verdicts(found) == [OOM] * 4 + [Verdict.MEASURED]
     in_pieces, alone = (trial.plan for trial in found.finished()[3:])
@@ -120,10 +122,10 @@ def test_what_ran_out_in_a_heap_in_pieces_is_tried_in_a_process_of_its_own(
 
 @pytest.mark.parametrize("allow", [Fidelity.ROUNDING, Fidelity.RECIPE])
 def test_a_search_gives_up_after_what_needs_least_has_run_out_by_itself(
-    ledger: Callable[..., Ledger], allow: Fidelity
+    history: Callable[..., History], allow: Fidelity
 ) -> None:
     budget = 22 * GIB // 10
-    found = ledger(allow, budget)
+    found = history(allow, budget)
     launches = searched(found, VisionTransformer(budget, least=1.5))
     assert {*verdicts(found)} == {OOM}
     alone = [trial for trial in found.finished() if trial.plan["allocator"] == "expandable"]
@@ -147,11 +149,11 @@ def test_where_no_segments_grow_what_needs_least_is_tried_once(tmp_path: Path) -
 
 
 def test_what_needs_least_is_tried_where_arithmetic_alone_asked_for_nothing(
-    ledger: Callable[..., Ledger],
+    history: Callable[..., History],
 ) -> None:
     """8-bit state would fit but for what a process holds besides: no set of levels was needed."""
     budget = 33 * GIB // 10
-    found = ledger(Fidelity.ROUNDING, budget)
+    found = history(Fidelity.ROUNDING, budget)
     launches = searched(found, VisionTransformer(budget), most=8)
     assert verdicts(found)[0] is OOM
     assert found.ranked()

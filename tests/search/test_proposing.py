@@ -11,7 +11,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.tuning.history import Ledger
+from autofit.tuning.history import History
 from autofit.tuning.messages import hardly_fits
 from autofit.tuning.notices import LevelsLeftOut, Line, Notice
 from autofit.tuning.options import SearchOptions
@@ -35,7 +35,7 @@ ROOT = RootFacts(
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def history(tmp_path: Path) -> Iterator[History]:
     """A study on GPUs whose script has run out of memory as it is."""
     (tmp_path / "train.py").touch()
     script = Script(target="train.py", cwd=str(tmp_path))
@@ -48,7 +48,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
             versions={},
         )
         options = SearchOptions(script=script, storage=store.url, allow=Fidelity.ROUNDING)
-        held = Ledger(store, study, options, lambda _: None, 0.0)
+        held = History(store, study, options, lambda _: None, 0.0)
         held.learn(Facts(roots=(ROOT,), optimizers=("AdamW",)))
         (trial,) = store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
         short = OutOfMemory(phase="forward", message="no memory", requested=GIB)
@@ -59,32 +59,32 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield held
 
 
-def test_what_others_are_compared_with_is_launched_once(ledger: Ledger) -> None:
+def test_what_others_are_compared_with_is_launched_once(history: History) -> None:
     """In small parts, as it cannot win: by the launch that asks first, not by a second card too."""
-    proposer = Proposer(ledger, GPU)
+    proposer = Proposer(history, GPU)
     first = proposer.next()
     assert first is not None
     assert first["micro_batch"] == str(32 // PARTS)
-    ledger.store.add_trials(ledger.study, [first], launch=1, owner=Owner.current())
+    history.store.add_trials(history.study, [first], launch=1, owner=Owner.current())
     assert proposer.next() is None
     assert proposer.next(fixed=Plan(), fresh=True) is None
     assert proposer.next(fixed=Plan()) is None
 
 
-def test_what_drops_is_compared_as_well(ledger: Ledger) -> None:
+def test_what_drops_is_compared_as_well(history: History) -> None:
     drops = replace(ROOT, dropout=True)
-    ledger.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
-    first = Proposer(ledger, GPU).next(fixed=Plan(), fresh=True)
+    history.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
+    first = Proposer(history, GPU).next(fixed=Plan(), fresh=True)
     assert first is not None
-    assert first.fidelity(ledger.study.facts) is Fidelity.REDRAW
+    assert first.fidelity(history.study.facts) is Fidelity.REDRAW
 
 
-def test_of_levels_that_refine_only_those_asked_for_are_news(ledger: Ledger) -> None:
+def test_of_levels_that_refine_only_those_asked_for_are_news(history: History) -> None:
     def told(only: frozenset[str]) -> set[str]:
         heard: list[Notice] = []
-        ledger.options = replace(ledger.options, only=only)
-        ledger.tell = heard.append
-        Proposer(ledger, GPU).next()
+        history.options = replace(history.options, only=only)
+        history.tell = heard.append
+        Proposer(history, GPU).next()
         return {r[0] for each in heard if isinstance(each, LevelsLeftOut) for r in each.reasons}
 
     assert "loss" not in told(frozenset())
@@ -92,24 +92,24 @@ def test_of_levels_that_refine_only_those_asked_for_are_news(ledger: Ledger) -> 
 
 
 def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
-    ledger: Ledger, measurement: Callable[..., Measurement]
+    history: History, measurement: Callable[..., Measurement]
 ) -> None:
     """Not because of one another: of two that promise as much, either would be begun."""
 
     def begun(plan: Plan) -> TrialRecord:
-        (trial,) = ledger.store.add_trials(ledger.study, [plan], launch=1, owner=Owner.current())
+        (trial,) = history.store.add_trials(history.study, [plan], launch=1, owner=Owner.current())
         return trial
 
     def ends(trial: TrialRecord, seconds: float) -> None:
         found = (measurement(32, seconds, 2 * GIB),)
         verdict = Verdict.MEASURED
         report = TrialReport(index=0, plan=trial.plan, verdict=verdict, measurements=found)
-        ledger.finish(trial, report, 0)
+        history.finish(trial, report, 0)
 
-    ledger.options = replace(ledger.options, only=frozenset({"precision", "micro_batch"}))
+    history.options = replace(history.options, only=frozenset({"precision", "micro_batch"}))
     split = Plan.of({"micro_batch": "auto"})
     narrow = [split.replace(precision=name) for name in ("tf32", "bf16")]
-    proposer, first = Proposer(ledger, GPU), begun(split)
+    proposer, first = Proposer(history, GPU), begun(split)
     running = [begun(plan) for plan in narrow]
     assert not proposer.outdone()
     ends(first, 1.0)
@@ -124,7 +124,7 @@ def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
     ids=["tight and slower", "slower", "tight"],
 )
 def test_what_hardly_fits_when_measured_again_is_relieved(
-    ledger: Ledger,
+    history: History,
     measurement: Callable[..., Measurement],
     retries: int,
     seconds: float,
@@ -137,8 +137,8 @@ def test_what_hardly_fits_when_measured_again_is_relieved(
         told.extend([notice.text] if isinstance(notice, Line) else [])
 
     def ends(plan: Plan, purpose: Purpose, retries: int, seconds: float) -> None:
-        (trial,) = ledger.store.add_trials(
-            ledger.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
+        (trial,) = history.store.add_trials(
+            history.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
         )
         tight = replace(
             measurement(32, seconds, 6 * GIB - 1),
@@ -147,25 +147,25 @@ def test_what_hardly_fits_when_measured_again_is_relieved(
             peak_reserved=5 * GIB,
         )
         report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(tight,))
-        ledger.finish(trial, report, 0)
+        history.finish(trial, report, 0)
 
-    ledger.learn(
+    history.learn(
         Facts(roots=(replace(ROOT, batch_norm=True),), optimizers=("AdamW",), stepped=True)
     )
-    ledger.options = replace(ledger.options, only=frozenset({"checkpointing", "allocator"}))
-    lean, proposer = Plan.of({"checkpointing": "all"}), Proposer(ledger, GPU)
-    ledger.tell = listen
+    history.options = replace(history.options, only=frozenset({"checkpointing", "allocator"}))
+    lean, proposer = Plan.of({"checkpointing": "all"}), Proposer(history, GPU)
+    history.tell = listen
     ends(lean, Purpose.SEARCH, 0, 1.0)
     for plan in (Plan.of({"checkpointing": name}) for name in ("half", "third", "selective")):
         ends(plan, Purpose.SEARCH, 0, 1.2)
     assert proposer.next() is None
-    assert ledger.standing()[0].plan == lean
+    assert history.ranked_sound()[0].plan == lean
     ends(lean, Purpose.CONFIRM, retries, seconds)
     if relieved:
         assert proposer.next() == lean.replace(allocator="expandable")
-        assert ledger.standing()[0].plan != lean, "another is faster"
+        assert history.ranked_sound()[0].plan != lean, "another is faster"
         assert told == [hardly_fits(lean)]
     else:
         assert proposer.next() is None
-        assert ledger.standing()[0].plan == lean
+        assert history.ranked_sound()[0].plan == lean
         assert told == []

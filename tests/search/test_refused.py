@@ -11,7 +11,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.storage import Store
 from autofit.strategies import AS_IS, NAMES, Facts, Fidelity, RootFacts
-from autofit.tuning.history import Ledger
+from autofit.tuning.history import History
 from autofit.tuning.proposals import Proposer
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.search.simulated import GIB, H200, OOM, opened, searched
@@ -74,29 +74,29 @@ class Refusing:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def history(tmp_path: Path) -> Iterator[History]:
     """A new study of such a script."""
     with Store(str(tmp_path / "autofit.db")) as store:
         others = {*NAMES} - {"precision", "checkpointing", "optimizer", "micro_batch"}
         yield opened(store, tmp_path, Fidelity.ROUNDING, BUDGET, *others)
 
 
-def refusals(ledger: Ledger) -> list[Plan]:
+def refusals(history: History) -> list[Plan]:
     """The plans that were refused, in their order."""
-    return [t.plan for t in ledger.finished() if t.verdict is Verdict.REFUSED]
+    return [t.plan for t in history.finished() if t.verdict is Verdict.REFUSED]
 
 
-def test_a_refused_technique_is_left_out_at_once_with_its_reason(ledger: Ledger) -> None:
-    searched(ledger, Refusing(frozenset({("precision", "bf16")}), "precision"))
-    assert len(refusals(ledger)) == 1
-    assert ledger.study.left_out == (("precision", "bf16", REASON),)
-    rung = Proposer(ledger, H200).rung()
-    assert rung is None or rung["precision"] != "bf16"
+def test_a_refused_technique_is_left_out_at_once_with_its_reason(history: History) -> None:
+    searched(history, Refusing(frozenset({("precision", "bf16")}), "precision"))
+    assert len(refusals(history)) == 1
+    assert history.study.left_out == (("precision", "bf16", REASON),)
+    fallback = Proposer(history, H200).fallback()
+    assert fallback is None or fallback["precision"] != "bf16"
 
 
-def test_what_is_refused_only_together_is_not_tried_with_more_beside_it(ledger: Ledger) -> None:
+def test_what_is_refused_only_together_is_not_tried_with_more_beside_it(history: History) -> None:
     """Neither is left out by itself."""
-    searched(ledger, Refusing(frozenset({("precision", "bf16"), ("checkpointing", "half")})))
-    assert len(refusals(ledger)) == 1, [str(plan) for plan in refusals(ledger)]
-    assert ledger.study.left_out == ()
-    assert Verdict.MEASURED in {trial.verdict for trial in ledger.finished()}
+    searched(history, Refusing(frozenset({("precision", "bf16"), ("checkpointing", "half")})))
+    assert len(refusals(history)) == 1, [str(plan) for plan in refusals(history)]
+    assert history.study.left_out == ()
+    assert Verdict.MEASURED in {trial.verdict for trial in history.finished()}

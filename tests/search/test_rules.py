@@ -19,14 +19,14 @@ from autofit.analysis.pruning import (
     tainted,
     within,
 )
-from autofit.analysis.ranking import overtaken, rivals, standing, winning
+from autofit.analysis.ranking import overtaken, ranked_sound, rivals, winning
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.space.catalogue import Space, order_of_retreat, space
+from autofit.space.catalogue import Space, by_cost, space
 from autofit.space.order import leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.tuning.launches import Flight
+from autofit.tuning.launches import RunningLaunch
 from autofit.tuning.proposals import within_reach
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -92,7 +92,7 @@ def test_the_neutral_plan_is_never_among_them() -> None:
 
 def test_plans_come_cheapest_first() -> None:
     plans = tried(hardware=GPU).plans()
-    costs = [order_of_retreat(plan) for plan in plans]
+    costs = [by_cost(plan) for plan in plans]
     assert costs == sorted(costs)
     first = {"precision": "bf16", "optimizer": "fused", "micro_batch": "auto"}
     assert plans[0] == Plan.of(first)
@@ -208,13 +208,13 @@ def test_a_plan_that_was_refused_fixes_nothing(ended: Ended) -> None:
         ended(plan, verdict=Verdict.MEASURED)
         for plan in (lean, lean.replace(**dict(eight.changes)))
     ]
-    flight = Flight(trials, ahead=lean.fixed)
+    launch = RunningLaunch(trials, ahead=lean.fixed)
     for index, verdict in enumerate((Verdict.MEASURED, Verdict.REFUSED)):
-        flight.note(TrialReport(index=index, plan=trials[index].plan, verdict=verdict))
-    assert flight.fixed == lean
-    assert flight.about_to_ask
-    flight.refused.clear()
-    assert flight.fixed == lean.replace(optimizer="eight_bit")
+        launch.note(TrialReport(index=index, plan=trials[index].plan, verdict=verdict))
+    assert launch.fixed == lean
+    assert launch.about_to_ask
+    launch.refused.clear()
+    assert launch.fixed == lean.replace(optimizer="eight_bit")
 
 
 # --- rules ----------------------------------------------------------------------------------
@@ -503,7 +503,7 @@ def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
     search = [measured(whole, 0.4), measured(BF16, 0.5), measured(HALF, 0.9), measured(Plan(), 1.0)]
     drifted = replace(ended(BF16, verdict=Verdict.DRIFTED), purpose=Purpose.CONFIRM)
     assert winning(search, 100) is search[0]
-    assert standing([*search, drifted], 100) == search[2:]
+    assert ranked_sound([*search, drifted], 100) == search[2:]
     assert winning([*search, drifted], 100) is search[2]
     assert winning([*search[:2], drifted], 100) is None
 

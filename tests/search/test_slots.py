@@ -21,7 +21,7 @@ from autofit.tuning.notices import (
     Notice,
     Remeasuring,
     SizeMeasured,
-    StudyOpened,
+    StudyStarted,
     TrialDropped,
     TrialEnded,
     TrialStarted,
@@ -52,7 +52,7 @@ def test_every_slot_is_kept_busy_with_plans_of_its_own(
     monkeypatch.setattr(acquisition, "GAIN", -1.0)  # whatever is not dominated is measured
     heard: list[Notice] = []
     result = search(options, heard.append)
-    assert isinstance(heard[0], StudyOpened)
+    assert isinstance(heard[0], StudyStarted)
     assert heard[0].devices == 2
     plans = [each.report.plan for each in heard if isinstance(each, TrialEnded)]
     assert len(plans) == len(set(plans)) >= 3
@@ -75,13 +75,13 @@ def ended(**why: str) -> LaunchEnded:
 @pytest.mark.quick
 def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> None:
     said: list[str] = []
-    slots = local_slots.Crew(options)
+    slots = local_slots.LocalSlots(options)
     assert slots.idle({1}) == [0]
-    assert not slots.heed(0, ended(), said.append)
-    assert slots.heed(0, ended(lost="GPU 0 has 1.0 GiB free"), said.append)
+    assert not slots.handle_end(0, ended(), said.append)
+    assert slots.handle_end(0, ended(lost="GPU 0 has 1.0 GiB free"), said.append)
     assert slots.idle(()) == [1]
     assert said == ["GPU 0 has 1.0 GiB free; it is not used any more"]
-    assert slots.heed(1, ended(lost="GPU 1 has 2.0 GiB free"), said.append)
+    assert slots.handle_end(1, ended(lost="GPU 1 has 2.0 GiB free"), said.append)
     assert slots.idle(()), "whoever has work left is told by the next launch"
     with (
         ExitStack() as stack,
@@ -93,18 +93,18 @@ def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> 
 @pytest.mark.quick
 def test_memory_that_others_take_again_and_again_ends_the_search(options: SearchOptions) -> None:
     said: list[str] = []
-    slots = local_slots.Crew(options)
+    slots = local_slots.LocalSlots(options)
     for _ in range(local_slots.TAKEN):
-        assert slots.heed(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
+        assert slots.handle_end(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
     assert slots.idle(()) == [0, 1]
     with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0 was taken"):
-        slots.heed(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
+        slots.handle_end(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
 
 
 @pytest.mark.quick
 def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
-    assert local_slots.Crew(options).lines == ()
-    said = local_slots.Crew(replace(options, gpus=4)).lines
+    assert local_slots.LocalSlots(options).lines == ()
+    said = local_slots.LocalSlots(replace(options, gpus=4)).lines
     assert said == ("--gpus 4: no GPU is visible here, the CPU is used",)
 
 
@@ -195,8 +195,8 @@ def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
 
     def once(proposer: Proposer) -> bool:
         """Whether something runs that began a moment ago; the first time."""
-        finished, flying, *_ = proposer.known()
-        due = not times[True] and bool(finished and flying)
+        finished, running, *_ = proposer.known()
+        due = not times[True] and bool(finished and running)
         times[due] += 1
         return due
 

@@ -24,8 +24,8 @@ from sqlalchemy import Column, Connection, Engine, event, inspect, text
 from autofit.exceptions import StorageError
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyRecord, default_url, engine, models
-from autofit.storage.url import shown
-from autofit.tuning.optuna_study import Mirror
+from autofit.storage.url import without_password
+from autofit.tuning.optuna_study import OptunaStudy
 from autofit.worker.records.trials import Script, TrialReport
 
 pytestmark = pytest.mark.quick
@@ -210,11 +210,11 @@ def test_a_store_that_fills_up_while_optunas_tables_are_made(
         event.listen(Engine, "connect", limit)
         try:
             with pytest.raises(StorageError, match=r"is full; free some space and run") as caught:
-                Mirror(store, study)
+                OptunaStudy(store, study)
         finally:
             event.remove(Engine, "connect", limit)
         assert "\n" not in str(caught.value)
-        Mirror(store, study).catch_up(store.trials(study))
+        OptunaStudy(store, study).catch_up(store.trials(study))
 
 
 # --- many at once -----------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_no_password_is_shown_wherever_the_url_has_it() -> None:
             "postgresql+psycopg://me@host/db?password=***&connect_timeout=3"
         ),
     }.items():
-        assert shown(given) == expected
+        assert without_password(given) == expected
         text = engine.show(engine.parse(given))
         assert "***" in text
         assert "secret" not in text

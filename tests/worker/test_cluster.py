@@ -17,12 +17,12 @@ import pytest
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.plan import Plan
-from autofit.tuning.cluster_slots import muster
-from autofit.tuning.local_slots import Crew
+from autofit.tuning.cluster_slots import open_slots
+from autofit.tuning.local_slots import LocalSlots
 from autofit.tuning.options import SearchOptions
-from autofit.worker.cluster.actor import Found, moved
+from autofit.worker.cluster.actor import Found, in_copied_folder
 from autofit.worker.cluster.archive import identity, is_seen
-from autofit.worker.cluster.cluster_pool import Fleet
+from autofit.worker.cluster.cluster_pool import ClusterPool
 from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.cluster.nodes import Node, choose, look, more
 from autofit.worker.cluster.versions import DRIVER, obstacles, remarks
@@ -144,7 +144,7 @@ def test_a_folder_stays_the_same_while_a_log_is_written_into_it(tmp_path: Path) 
 def test_a_script_moves_with_its_folder() -> None:
     def target(given: str, module: bool = False) -> str:
         script = Script(target=given, module=module, cwd="/home/me")
-        script = moved(script, "/home/me", "/tmp/copy")
+        script = in_copied_folder(script, "/home/me", "/tmp/copy")
         assert script.cwd == "/tmp/copy"
         return script.target
 
@@ -210,30 +210,30 @@ def test_code_and_folder_travel_to_a_machine_that_does_not_have_them(
     monkeypatch.setenv("OF_BOTH", "the user's")
     monkeypatch.setenv("OF_THE_USER", "the user's own")
     script = Script(target=str(folder / "train.py"), cwd=str(folder))
-    with Fleet(ray_cluster.address, script) as fleet:
+    with ClusterPool(ray_cluster.address, script) as pool:
         deadline = time.monotonic() + 60
         while far not in {each.host for each in look().values()}:
             assert time.monotonic() < deadline, "the machine did not join"
             time.sleep(0.5)
-        fleet.settle("cpu", 1)
+        pool.settle("cpu", 1)
         machines = {each.host: each for each in look().values()}
         assert {host: each.here for host, each in machines.items()} == {
             far: False,
             socket.gethostname(): True,
         }
         for each in machines.values():
-            fleet.add(each, 1)
+            pool.add(each, 1)
         found: dict[int, Found] = {}
-        while fleet.coming:
+        while pool.coming:
             assert time.monotonic() < deadline + 60, "the workers did not come"
-            for slot, arrived in fleet.arrivals(5):
+            for slot, arrived in pool.arrivals(5):
                 assert isinstance(arrived, Found), arrived
                 found[slot] = arrived
         assert sorted(each.host for each in found.values()) == sorted(machines)
         (there,) = (slot for slot, each in found.items() if each.host == far)
-        (here,) = set(fleet.slots) - {there}
-        assert run(fleet, here, script) == f"found {folder} the user's own the user's"
-        word, where, *users = run(fleet, there, script).split(maxsplit=2)
+        (here,) = set(pool.slots) - {there}
+        assert run(pool, here, script) == f"found {folder} the user's own the user's"
+        word, where, *users = run(pool, there, script).split(maxsplit=2)
         assert word == "found"
         assert "working_dir_files" in where, "a copy, where Ray keeps them"
         assert users == ["the user's own the node's"]
@@ -253,23 +253,23 @@ def test_trials_side_by_side_on_a_machine_share_its_cores(
     ray_cluster.add("CPU=2")
     cores = len(os.sched_getaffinity(0))
     for count, expected in ((2, str(max(1, cores // 2))), (1, "None")):
-        with Fleet(ray_cluster.address, script) as fleet:
-            fleet.settle("cpu", 1)
-            fleet.add(max(look().values(), key=lambda each: each.cpus), count)
-            while fleet.coming:
-                assert all(isinstance(each, Found) for _, each in fleet.arrivals(60))
-            assert run(fleet, fleet.slots[0], script).strip() == expected
+        with ClusterPool(ray_cluster.address, script) as pool:
+            pool.settle("cpu", 1)
+            pool.add(max(look().values(), key=lambda each: each.cpus), count)
+            while pool.coming:
+                assert all(isinstance(each, Found) for _, each in pool.arrivals(60))
+            assert run(pool, pool.slots[0], script).strip() == expected
 
 
-def run(fleet: Fleet, slot: int, script: Script) -> str:
+def run(pool: ClusterPool, slot: int, script: Script) -> str:
     """Run a script that takes no step; return what it printed."""
     request = LaunchRequest(
         script=script, plans=(Plan(),), device="cpu", budget=1 << 30, timeout=60
     )
-    fleet.submit(slot, request)
+    pool.submit(slot, request)
     deadline = time.monotonic() + 70
     while time.monotonic() < deadline:
-        for _, event in fleet.events(timeout=5):
+        for _, event in pool.events(timeout=5):
             if isinstance(event, LaunchEnded):
                 return event.output
             assert not isinstance(event, WorkerError), event
@@ -317,19 +317,21 @@ def test_machines_join_and_are_gone(ray_cluster: Any, temporary: Path, folder: P
     raylet = ray_cluster.add()
     said: list[str] = []
     with ExitStack() as stack:
-        crew = muster(options(ray_cluster, folder), stack)
-        before = crew.slots
-        assert crew.idle([]) == [*range(before)]
+        slots = open_slots(options(ray_cluster, folder), stack)
+        before = slots.count
+        assert slots.idle([]) == [*range(before)]
         ray_cluster.add()
-        tend(crew, lambda: len(crew.idle([])) == before + 1, said)
+        update(slots, lambda: len(slots.idle([])) == before + 1, said)
         assert said == [f"{socket.gethostname()} has joined, and is used"]
         os.kill(raylet, signal.SIGKILL)
-        tend(crew, lambda: len(crew.idle([])) == before, said)
+        update(slots, lambda: len(slots.idle([])) == before, said)
         assert said[1:] == [
             f"{socket.gethostname()} is gone, or Ray is there: it is not used any more"
         ]
-        assert crew.heed(crew.idle([])[0], ended(lost="GPU 0 has 1.0 GiB free"), said.append)
-        assert len(crew.idle([])) == before - 1
+        assert slots.handle_end(
+            slots.idle([])[0], ended(lost="GPU 0 has 1.0 GiB free"), said.append
+        )
+        assert len(slots.idle([])) == before - 1
 
 
 @pytest.mark.full
@@ -340,9 +342,9 @@ def test_a_machine_that_cannot_be_used_gives_its_gpus_back(
     ray_cluster.add("GPU=3")  # as Ray was told: there is no driver
     why = "no machine of the cluster can be used: .* cannot be used: the NVIDIA driver does not"
     with pytest.raises(WorkerError, match=why), ExitStack() as stack:
-        muster(options(ray_cluster, folder, gpus_per_trial=2), stack)
+        open_slots(options(ray_cluster, folder, gpus_per_trial=2), stack)
     with pytest.raises(UsageError, match="none of the cluster's has more than 3"), ExitStack() as s:
-        muster(options(ray_cluster, folder, gpus_per_trial=4), s)
+        open_slots(options(ray_cluster, folder, gpus_per_trial=4), s)
     with RaySession(address=ray_cluster.address):
         from ray.util import placement_group_table
 
@@ -353,11 +355,11 @@ def test_a_machine_that_cannot_be_used_gives_its_gpus_back(
             time.sleep(0.2)
 
 
-def tend(crew: Crew, done: Callable[[], bool], said: list[str]) -> None:
+def update(slots: LocalSlots, done: Callable[[], bool], said: list[str]) -> None:
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, said
-        crew.tend(said.append, idle=False)
+        slots.update(said.append, idle=False)
         time.sleep(0.2)
 
 

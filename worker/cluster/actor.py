@@ -140,7 +140,7 @@ class Slot:
         self._idle.clear()
         try:
             if self._setting.folder is not None:
-                script = moved(request.script, self._setting.folder, os.getcwd())
+                script = in_copied_folder(request.script, self._setting.folder, os.getcwd())
                 request = replace(request, script=script)
             yield from launch(
                 request,
@@ -183,7 +183,7 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def moved(script: Script, old: str, new: str) -> Script:
+def in_copied_folder(script: Script, old: str, new: str) -> Script:
     """Return ``script`` as it is started in ``new``, a copy of its working directory ``old``.
 
     Raises ``UsageError`` where it lies outside: it has not travelled.

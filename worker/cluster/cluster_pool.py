@@ -9,7 +9,7 @@ from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.cluster import archive
-from autofit.worker.cluster.actor import Found, Setting, moved
+from autofit.worker.cluster.actor import Found, Setting, in_copied_folder
 from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.cluster.nodes import Node, look
 from autofit.worker.cluster.pool import Pool, first_line
@@ -22,7 +22,7 @@ Arrival = tuple[int, Found | WorkerError | UsageError]
 """A slot that can be used from now on, or why it cannot be and is given up."""
 
 
-class Fleet(Pool):
+class ClusterPool(Pool):
     """A pool on the Ray cluster at ``address``; a context manager.
 
     Nothing runs before ``settle`` has said on what, and ``add`` where. ``script``: what will run;
@@ -188,7 +188,9 @@ class Fleet(Pool):
         if what not in self._sent and what == "code":
             self._sent[what] = archive.send_code()
         elif what not in self._sent:
-            moved(self._script, self._script.cwd, self._script.cwd)  # refuses one that lies outside
+            in_copied_folder(
+                self._script, self._script.cwd, self._script.cwd
+            )  # refuses one that lies outside
             self._sent[what] = archive.send_folder(self._script.cwd)
         return self._sent[what]
 

@@ -18,7 +18,7 @@ from autofit.printable import printable
 from autofit.tuning.notices import (
     Notice,
     SizeMeasured,
-    StudyOpened,
+    StudyStarted,
     TrialDropped,
     TrialEnded,
     TrialStarted,
@@ -83,7 +83,7 @@ class LiveTable:
 
     def _follow(self, notice: Notice) -> None:
         match notice:
-            case StudyOpened(budget=budget):
+            case StudyStarted(budget=budget):
                 self._budget = budget
             case TrialStarted(slot=slot, plan=plan, on=on):
                 self._running[slot] = Running(plan=plan, since=time.monotonic(), on=on)

@@ -6,7 +6,7 @@ import shlex
 
 from autofit.analysis.result import Result
 from autofit.cli.view import words
-from autofit.storage.url import shown
+from autofit.storage.url import without_password
 from autofit.units import format_duration
 from autofit.worker.records.trials import Script, Verdict
 
@@ -84,7 +84,7 @@ def _effort(result: Result) -> str:
 
 
 def _next(script: Script, storage: str | None) -> list[str]:
-    stored = () if storage is None else ("--storage", shown(storage))
+    stored = () if storage is None else ("--storage", without_password(storage))
     commands = [
         (_command(script, "run", *stored), "train with it"),
         (_command(script, "best", *stored, "--format", "json"), "take it elsewhere"),

@@ -14,7 +14,7 @@ from autofit.tuning.notices import (
     Notice,
     Remeasuring,
     SizeMeasured,
-    StudyOpened,
+    StudyStarted,
     TrialDropped,
     TrialEnded,
     TrialStarted,
@@ -34,7 +34,7 @@ class Transcript:
     """Turns each notice into the lines it is worth, at the width given (``None``: any)."""
 
     def __init__(self) -> None:
-        self._opened: StudyOpened | None = None
+        self._opened: StudyStarted | None = None
         self._about: set[str] = set()
         self._headed = False
         self._first_seen = False
@@ -50,7 +50,7 @@ class Transcript:
 
     def _lines(self, notice: Notice, width: int | None) -> list[Said]:
         match notice:
-            case StudyOpened():
+            case StudyStarted():
                 self._opened = notice
                 return [Said(words.device_line(notice), "head")]
             case FactsKnown(facts=facts):
@@ -78,7 +78,7 @@ class Transcript:
         return [Said(about, "head")]
 
     def _trial(self, ended: TrialEnded, columns: table.Columns) -> list[Said]:
-        assert self._opened is not None, "StudyOpened is the first notice of every search"
+        assert self._opened is not None, "StudyStarted is the first notice of every search"
         budget = self._opened.budget
         above = [] if self._headed else [Said(""), Said(table.header(budget, columns), "head")]
         self._headed = True

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from autofit.facts import Facts, RootFacts
 from autofit.strategies import Fidelity, get
-from autofit.tuning.notices import StudyOpened
+from autofit.tuning.notices import StudyStarted
 from autofit.units import format_duration, format_size
 from autofit.worker.records.trials import OutOfMemory, Script, TrialReport, Verdict
 
@@ -66,7 +66,7 @@ def many(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
-def device_line(opened: StudyOpened) -> str:
+def device_line(opened: StudyStarted) -> str:
     """Return the line that says where the search runs, within what, and under which study."""
     hardware = opened.hardware
     budget = f"{format_size(opened.budget)} {'as asked' if opened.asked else 'free'}"

@@ -13,7 +13,7 @@ from autofit.analysis.acquisition import Situation
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
-from autofit.tuning.optuna_study import CHOICES, MEMORY, OURS, Mirror
+from autofit.tuning.optuna_study import CHOICES, MEMORY, OURS, OptunaStudy
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -55,8 +55,8 @@ def study(store: Store, tmp_path: Path) -> StudyRecord:
 
 
 @pytest.fixture
-def mirror(store: Store, study: StudyRecord) -> Mirror:
-    return Mirror(store, study)
+def optuna_study(store: Store, study: StudyRecord) -> OptunaStudy:
+    return OptunaStudy(store, study)
 
 
 @pytest.fixture
@@ -105,42 +105,44 @@ def told(trials: list[FrozenTrial]) -> dict[int, TrialState]:
     return {t.user_attrs[OURS]: t.state for t in trials if t.state is not TrialState.FAIL}
 
 
-def test_the_space_holds_every_level_always(mirror: Mirror, mirrored: Mirrored) -> None:
-    assert mirror.ask(among(PLANS)) in PLANS
+def test_the_space_holds_every_level_always(optuna_study: OptunaStudy, mirrored: Mirrored) -> None:
+    assert optuna_study.ask(among(PLANS)) in PLANS
     for trial in mirrored():
         choices = {name: each.choices for name, each in trial.distributions.items()}  # type: ignore[attr-defined]
         assert choices == CHOICES
 
 
-def test_optuna_suggests_what_was_chosen(mirror: Mirror, mirrored: Mirrored) -> None:
+def test_optuna_suggests_what_was_chosen(optuna_study: OptunaStudy, mirrored: Mirrored) -> None:
     asked: list[Plan] = []
-    while (plan := mirror.ask(among(each for each in PLANS if each not in asked))) is not None:
+    while (
+        plan := optuna_study.ask(among(each for each in PLANS if each not in asked))
+    ) is not None:
         assert mirrored()[-1].params == plan.levels
         asked.append(plan)
     assert sorted(asked, key=PLANS.index) == PLANS
     assert [trial.state for trial in mirrored()] == [TrialState.RUNNING] * len(PLANS)
 
 
-def test_without_a_choice_tpe_suggests(mirror: Mirror, mirrored: Mirrored) -> None:
+def test_without_a_choice_tpe_suggests(optuna_study: OptunaStudy, mirrored: Mirrored) -> None:
     """A study can be carried on by whoever knows Optuna alone."""
-    mirror.ask(among(PLANS[:1]))
-    trial = mirror._study.ask()
+    optuna_study.ask(among(PLANS[:1]))
+    trial = optuna_study._study.ask()
     levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
     assert Plan.of(levels) in map(Plan.of, (each.params for each in mirrored()[1:]))
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
 def test_each_verdict_has_its_state_in_optuna(
-    mirror: Mirror, finish: Finish, mirrored: Mirrored, asked: bool
+    optuna_study: OptunaStudy, finish: Finish, mirrored: Mirrored, asked: bool
 ) -> None:
     if asked:
         for plan in PLANS[:3]:
-            assert mirror.ask(among([plan])) == plan
+            assert optuna_study.ask(among([plan])) == plan
     good = finish(PLANS[0], peak=500)
     short = finish(PLANS[1], peak=1500)
     refused = finish(PLANS[2], verdict=Verdict.REFUSED)
     for trial in (good, short, refused):
-        mirror.tell(trial)
+        optuna_study.tell(trial)
     by_ours = {t.user_attrs[OURS]: t for t in mirrored() if OURS in t.user_attrs}
     assert by_ours[good.id].state is TrialState.COMPLETE
     assert by_ours[good.id].value == pytest.approx(8.0)
@@ -151,14 +153,14 @@ def test_each_verdict_has_its_state_in_optuna(
 
 
 def test_a_size_that_was_found_is_told_as_auto(
-    mirror: Mirror, finish: Finish, mirrored: Mirrored
+    optuna_study: OptunaStudy, finish: Finish, mirrored: Mirrored
 ) -> None:
-    mirror.tell(finish(Plan.of({"micro_batch": "16"})))
+    optuna_study.tell(finish(Plan.of({"micro_batch": "16"})))
     assert mirrored()[-1].params["micro_batch"] == "auto"
 
 
 def kills(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
-    """Every place in ``Mirror.tell`` where a kill can come between two commits."""
+    """Every place in ``OptunaStudy.tell`` where a kill can come between two commits."""
 
     def at(owner: object, name: str, *, after: bool = False) -> Callable[[], None]:
         plain = getattr(owner, name)
@@ -191,16 +193,16 @@ def test_a_kill_loses_and_doubles_nothing(
     mirrored: Mirrored,
     where: str,
 ) -> None:
-    mirror = Mirror(store, study)
+    optuna_study = OptunaStudy(store, study)
     for plan in PLANS[:2]:
-        mirror.ask(among([plan]))
-    mirror.tell(finish(PLANS[0]))
+        optuna_study.ask(among([plan]))
+    optuna_study.tell(finish(PLANS[0]))
     trial = finish(PLANS[1], peak=1500)
     with pytest.MonkeyPatch.context() as patch:
         kills(patch)[where]()
         with pytest.raises(Killed):
-            mirror.tell(trial)
-    again = Mirror(store, study)
+            optuna_study.tell(trial)
+    again = OptunaStudy(store, study)
     for _ in range(2):  # the second finds nothing to do
         again.catch_up(store.trials(study, purpose=Purpose.SEARCH))
     state = TrialState.PRUNED
@@ -218,17 +220,17 @@ def test_two_kills_in_a_row_lose_nothing(
     store: Store, study: StudyRecord, finish: Finish, mirrored: Mirrored
 ) -> None:
     """The first leaves a trial half-told; the second comes once that one has been given up."""
-    mirror = Mirror(store, study)
-    assert mirror.ask(among(PLANS[:1])) == PLANS[0]
+    optuna_study = OptunaStudy(store, study)
+    assert optuna_study.ask(among(PLANS[:1])) == PLANS[0]
     trial = finish(PLANS[0], peak=1500)
     with pytest.MonkeyPatch.context() as patch:
         kills(patch)["before Optuna is told"]()
         with pytest.raises(Killed):
-            mirror.tell(trial)
+            optuna_study.tell(trial)
     with pytest.MonkeyPatch.context() as patch:
         kills(patch)["before it is added"]()
-        again = Mirror(store, study)
+        again = OptunaStudy(store, study)
         with pytest.raises(Killed):
             again.catch_up(store.trials(study))
-    Mirror(store, study).catch_up(store.trials(study))
+    OptunaStudy(store, study).catch_up(store.trials(study))
     assert told(mirrored()) == {trial.id: TrialState.PRUNED}

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from autofit.analysis.feasibility import NAMES, Footing, following, footings
+from autofit.analysis.feasibility import NAMES, LevelSet, level_sets_needed, next_level_set
 from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import State, Store, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
 from autofit.strategies.micro_batch import AUTO
-from autofit.tuning.history import Ledger
+from autofit.tuning.history import History
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import (
     LaunchRequest,
@@ -131,7 +131,7 @@ class Llama:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], Ledger]]:
+def history(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], History]]:
     """A new study of such a script."""
     with Store(str(tmp_path / "autofit.db")) as store:
         yield lambda allow, budget: opened(store, tmp_path, allow, budget, *OTHER_TRAINING)
@@ -140,9 +140,9 @@ def ledger(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], Ledger]]:
 @pytest.mark.quick
 @pytest.mark.parametrize("allow", [Fidelity.ROUNDING, Fidelity.RECIPE])
 def test_seven_billion_parameters_are_trained_in_full_within_24_gib(
-    ledger: Callable[[Fidelity, int], Ledger], allow: Fidelity
+    history: Callable[[Fidelity, int], History], allow: Fidelity
 ) -> None:
-    found = ledger(allow, 24 * GIB)
+    found = history(allow, 24 * GIB)
     launches = searched(found, Llama(24 * GIB))
     assert launches <= 9  # 12, less those that confirm the winner
     best = found.ranked()[0].plan
@@ -157,11 +157,11 @@ def test_seven_billion_parameters_are_trained_in_full_within_24_gib(
 
 @pytest.mark.quick
 def test_a_set_that_comes_to_nothing_is_followed_by_one_with_more_room(
-    ledger: Callable[[Fidelity, int], Ledger],
+    history: Callable[[Fidelity, int], History],
 ) -> None:
     """Arithmetic lets masters fit within 18.5 GiB, and by a little they do not."""
     budget = 37 * GIB // 2
-    found = ledger(Fidelity.RECIPE, budget)
+    found = history(Fidelity.RECIPE, budget)
     searched(found, Llama(budget))
     first = [(t.plan["weights"], t.verdict) for t in found.finished()[:3]]
     assert first == [("as_is", OOM), ("bf16_master", OOM), ("bf16", Verdict.MEASURED)]
@@ -169,10 +169,10 @@ def test_a_set_that_comes_to_nothing_is_followed_by_one_with_more_room(
 
 @pytest.mark.quick
 def test_where_every_set_comes_to_nothing_the_search_ends_soon(
-    ledger: Callable[[Fidelity, int], Ledger],
+    history: Callable[[Fidelity, int], History],
 ) -> None:
     """A script that clips its gradients needs all of them at once."""
-    found = ledger(Fidelity.ROUNDING, 24 * GIB)
+    found = history(Fidelity.ROUNDING, 24 * GIB)
     searched(found, Llama(24 * GIB, clips=True))
     assert [trial.verdict for trial in found.finished()] == [OOM, Verdict.REFUSED]
 
@@ -182,33 +182,33 @@ def test_sets_are_only_for_what_no_other_plan_holds() -> None:
     facts = Facts(roots=(CALLED,), optimizers=("AdamW",))
     for budget, needed in ((130, False), (60, True), (24, True), (10, False)):
         levels = space(H200, facts, allow=Fidelity.EXACT)
-        found = footings(levels, facts, budget * GIB, cuda=True)
+        found = level_sets_needed(levels, facts, budget * GIB, cuda=True)
         exact = budget == 60  # the weights fit, what follows from them does not
         assert bool(found) == (needed and exact)
         assert (found is None) == (budget == 130)
         rounding = space(H200, facts, allow=Fidelity.ROUNDING)
-        assert bool(footings(rounding, facts, budget * GIB, cuda=True)) == needed
+        assert bool(level_sets_needed(rounding, facts, budget * GIB, cuda=True)) == needed
     unknown = Facts(roots=(CALLED,), optimizers=("SGD",))  # which may keep nothing
     levels = space(H200, unknown, allow=Fidelity.EXACT)
-    assert footings(levels, unknown, 60 * GIB, cuda=True) is None
+    assert level_sets_needed(levels, unknown, 60 * GIB, cuda=True) is None
 
 
 @pytest.mark.quick
 def test_the_first_set_changes_the_training_least() -> None:
     facts = Facts(roots=(CALLED,), optimizers=("AdamW",))
     levels = space(H200, facts, allow=Fidelity.RECIPE)
-    found = footings(levels, facts, 24 * GIB, cuda=True)
+    found = level_sets_needed(levels, facts, 24 * GIB, cuda=True)
     assert found is not None
     plans = [Plan.of(dict(each.levels)) for each in found]
     assert plans[0].fidelity(facts) is Fidelity.ROUNDING
     masters = {"optimizer": "fused", "weights": "bf16_master", "optimizer_offload": "streamed"}
     assert plans[0] == Plan.of({**masters, "gradient_release": "hosted", "micro_batch": AUTO})
-    lean = following(found, levels, ())
+    lean = next_level_set(found, levels, ())
     assert lean is not None
     plan = lean.leanest(levels)
     assert plan is not None
     assert plan["checkpointing"] == "all"
-    assert Footing.of(plan).levels == lean.levels
+    assert LevelSet.of(plan).levels == lean.levels
     assert {*NAMES} == {name for name, _ in lean.levels} - {"micro_batch"}
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from autofit import strategies
-from autofit.analysis.fallback import Ground, next_rung, rungs_below
+from autofit.analysis.fallback import FallbackContext, fallbacks_below, next_fallback
 from autofit.plan import Plan
 from autofit.running.advice import advice, where
 from autofit.space.catalogue import clash
@@ -24,14 +24,14 @@ ROOT = RootFacts(
     name="Net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", batch=8, blocks=4
 )
 FACTS = Facts(roots=(ROOT,), optimizers=("SGD",))
-GROUND = Ground(hardware=CPU, allow=Fidelity.ROUNDING, facts=FACTS, budget=1000)
+GROUND = FallbackContext(hardware=CPU, allow=Fidelity.ROUNDING, facts=FACTS, budget=1000)
 
 
-def rungs_of(plan: Plan, ground: Ground) -> list[Plan]:
+def rungs_of(plan: Plan, context: FallbackContext) -> list[Plan]:
     """Return every rung that may come next after ``plan``, the first choice first."""
     found: list[Plan] = []
-    while (rung := next_rung(plan, ground, found)) is not None:
-        found.append(rung)
+    while (fallback := next_fallback(plan, context, found)) is not None:
+        found.append(fallback)
     return found
 
 
@@ -62,50 +62,50 @@ def test_the_fastest_measured_plan_that_needed_less(measured: Callable[..., Tria
         measured({"checkpointing": "half"}, 500, 1.2),
         measured({"precision": "bf16"}, 900, 0.5),
     )
-    ground = replace(GROUND, trials=trials)
-    first = next_rung(Plan.of({"micro_batch": "4"}), ground)
+    context = replace(GROUND, trials=trials)
+    first = next_fallback(Plan.of({"micro_batch": "4"}), context)
     assert first == Plan.of({"checkpointing": "half"})
-    second = next_rung(first, ground, tried=[Plan.of({"micro_batch": "4"})])
+    second = next_fallback(first, context, tried=[Plan.of({"micro_batch": "4"})])
     assert second == Plan.of({"checkpointing": "all"})
 
 
 def test_what_was_not_measured_is_derived() -> None:
-    rungs = rungs_below(Plan.of({"precision": "bf16"}), GROUND)
-    assert [each["micro_batch"] for each in rungs[:4]] == ["4", "2", "1", "1"]
-    assert rungs[-1]["checkpointing"] == "all"
-    assert {each["precision"] for each in rungs} <= {"bf16", "as_is"}
-    assert len({*rungs}) == len(rungs)
-    for before, after in pairwise(rungs):
+    fallbacks = fallbacks_below(Plan.of({"precision": "bf16"}), GROUND)
+    assert [each["micro_batch"] for each in fallbacks[:4]] == ["4", "2", "1", "1"]
+    assert fallbacks[-1]["checkpointing"] == "all"
+    assert {each["precision"] for each in fallbacks} <= {"bf16", "as_is"}
+    assert len({*fallbacks}) == len(fallbacks)
+    for before, after in pairwise(fallbacks):
         changed = [name for name in strategies.NAMES if before[name] != after[name]]
         assert len(changed) == 1 or "compile" in changed
 
 
 def test_what_the_script_does_not_allow_is_no_rung() -> None:
     normalised = replace(FACTS, roots=(replace(ROOT, batch_norm=True, blocks=0),))
-    for rung in rungs_of(Plan(), replace(GROUND, facts=normalised)):
-        assert rung["micro_batch"] == rung["checkpointing"] == "as_is"
+    for fallback in rungs_of(Plan(), replace(GROUND, facts=normalised)):
+        assert fallback["micro_batch"] == fallback["checkpointing"] == "as_is"
 
 
 def test_without_facts_the_batch_is_not_split() -> None:
-    rungs = rungs_of(Plan(), replace(GROUND, facts=Facts()))
-    assert {plan["micro_batch"] for plan in rungs} == {"as_is"}
-    assert {plan["checkpointing"] for plan in rungs} >= {"half", "all"}
+    fallbacks = rungs_of(Plan(), replace(GROUND, facts=Facts()))
+    assert {plan["micro_batch"] for plan in fallbacks} == {"as_is"}
+    assert {plan["checkpointing"] for plan in fallbacks} >= {"half", "all"}
 
 
 def test_an_allowance_holds() -> None:
     dropping = replace(FACTS, roots=(replace(ROOT, dropout=True),))
-    ground = replace(GROUND, facts=dropping, allow=Fidelity.EXACT)
-    rungs = rungs_of(Plan(), ground)
-    assert {plan["checkpointing"] for plan in rungs} >= {"half", "all"}
-    assert {plan.fidelity(dropping) for plan in rungs} == {Fidelity.EXACT}
+    context = replace(GROUND, facts=dropping, allow=Fidelity.EXACT)
+    fallbacks = rungs_of(Plan(), context)
+    assert {plan["checkpointing"] for plan in fallbacks} >= {"half", "all"}
+    assert {plan.fidelity(dropping) for plan in fallbacks} == {Fidelity.EXACT}
 
 
 def test_a_rung_leaves_out_what_cannot_stand_beside_it() -> None:
-    ground = replace(GROUND, facts=replace(FACTS, roots=(replace(ROOT, batch=1),)))
+    context = replace(GROUND, facts=replace(FACTS, roots=(replace(ROOT, batch=1),)))
     full, regional = (Plan.of({"compile": level}) for level in ("full", "regional"))
-    below = rungs_of(full, ground)
+    below = rungs_of(full, context)
     assert Plan.of({"checkpointing": "half"}) in below
-    assert regional.replace(checkpointing="half") in rungs_of(regional, ground)
+    assert regional.replace(checkpointing="half") in rungs_of(regional, context)
     assert not any(clash(plan) for plan in below)
 
 
@@ -113,14 +113,14 @@ def test_the_bytes_missing_decide_between_rungs() -> None:
     """Weights and gradients hold 8 GiB of 20 there, AdamW's state 8 more."""
     big = replace(ROOT, parameters=1 << 30, parameter_bytes=4 << 30, trainable=1 << 30, batch=2)
     facts = replace(FACTS, roots=(big,), optimizers=("AdamW",))
-    ground = replace(GROUND, facts=facts, budget=20 << 30)
+    context = replace(GROUND, facts=facts, budget=20 << 30)
     bf16 = Plan.of({"precision": "bf16"})
-    assert next_rung(bf16, ground) == bf16.replace(micro_batch="1")
-    assert next_rung(bf16, ground, missing=5 << 30) == bf16.replace(optimizer="eight_bit")
-    for rung in rungs_below(bf16, ground, activations=False)[:1]:
-        (name,) = {name for name in strategies.NAMES if rung[name] != bf16[name]}
+    assert next_fallback(bf16, context) == bf16.replace(micro_batch="1")
+    assert next_fallback(bf16, context, missing=5 << 30) == bf16.replace(optimizer="eight_bit")
+    for fallback in fallbacks_below(bf16, context, activations=False)[:1]:
+        (name,) = {name for name in strategies.NAMES if fallback[name] != bf16[name]}
         assert strategies.get(name).lowers - {Memory.ACTIVATIONS}, "fewer samples would not help"
-    exact = next_rung(Plan(), ground, tried=[Plan.of({"micro_batch": "1"})])
+    exact = next_fallback(Plan(), context, tried=[Plan.of({"micro_batch": "1"})])
     assert exact is not None
     assert exact.fidelity(facts) <= Fidelity.REDRAW, "rounding comes last"
 
@@ -128,21 +128,21 @@ def test_the_bytes_missing_decide_between_rungs() -> None:
 def test_only_levels_that_lower_what_is_missing_help() -> None:
     """bf16 weights with masters leave AdamW's state as it is, where bf16 weights halve it."""
     short = OutOfMemory(phase="optimizer step", message="no memory")
-    ground = replace(GROUND, facts=replace(FACTS, optimizers=("AdamW",)), allow=Fidelity.RECIPE)
-    said = advice(short, Plan(), ground)
+    context = replace(GROUND, facts=replace(FACTS, optimizers=("AdamW",)), allow=Fidelity.RECIPE)
+    said = advice(short, Plan(), context)
     assert "bf16 weights" in said
     assert "masters" not in said
     assert "one-at-a-time" not in said
-    static = rungs_of_static(Plan(), ground)
+    static = rungs_of_static(Plan(), context)
     assert {"weights", "optimizer"} <= static
     assert static.isdisjoint({"checkpointing", "loss", "sequence_length"})
 
 
 def test_nobody_is_advised_what_the_plan_has() -> None:
     short = OutOfMemory(phase="optimizer step", message="no memory")
-    ground = replace(GROUND, facts=replace(FACTS, optimizers=("Lamb",)), allow=Fidelity.EXACT)
-    assert "8-bit Adam" in advice(short, Plan(), ground)
-    said = advice(short, Plan.of({"optimizer": "eight_bit"}), ground)
+    context = replace(GROUND, facts=replace(FACTS, optimizers=("Lamb",)), allow=Fidelity.EXACT)
+    assert "8-bit Adam" in advice(short, Plan(), context)
+    said = advice(short, Plan.of({"optimizer": "eight_bit"}), context)
     assert "8-bit" not in said
     assert said.endswith("what is left is a smaller model, or an optimizer without state (SGD)")
 
@@ -152,13 +152,13 @@ def test_nothing_that_was_refused_is_advised_or_a_rung(
 ) -> None:
     """By itself, as the study has it; or beside others, as a trial has shown."""
     short = OutOfMemory(phase="backward", message="no memory", started=True)
-    ground = replace(GROUND, allow=Fidelity.ROUNDING)
+    context = replace(GROUND, allow=Fidelity.ROUNDING)
     split = Plan.of({"micro_batch": "4"})
-    assert "bf16" in advice(short, Plan(), ground)
-    assert "micro 4" in advice(short, Plan(), ground)
+    assert "bf16" in advice(short, Plan(), context)
+    assert "micro 4" in advice(short, Plan(), context)
     left_out = frozenset({("precision", "bf16"), ("micro_batch", "auto")})
     without = replace(
-        ground,
+        context,
         left_out=left_out,
         trials=(
             measured({}, 1000, 1.0),
@@ -170,17 +170,21 @@ def test_nothing_that_was_refused_is_advised_or_a_rung(
     assert "bf16" not in said
     assert "micro" not in said
     assert "checkpointing" in said
-    for rung in rungs_of(Plan(), without):
-        assert (rung["precision"], rung["micro_batch"]) == ("as_is", "as_is")
+    for fallback in rungs_of(Plan(), without):
+        assert (fallback["precision"], fallback["micro_batch"]) == ("as_is", "as_is")
     both = split.replace(checkpointing="all")
     refused = TrialReport(index=0, plan=both, verdict=Verdict.REFUSED, reason="they differ")
-    together = replace(ground, trials=(finished(refused),))
-    rungs = {*rungs_of(split, together), *rungs_below(split, together)}
-    assert all(rung["checkpointing"] != "all" for rung in rungs if rung["micro_batch"] != "as_is")
+    together = replace(context, trials=(finished(refused),))
+    fallbacks = {*rungs_of(split, together), *fallbacks_below(split, together)}
+    assert all(
+        fallback["checkpointing"] != "all"
+        for fallback in fallbacks
+        if fallback["micro_batch"] != "as_is"
+    )
     assert Plan.of({"checkpointing": "all"}) in rungs_of(Plan(), together)
     levels = [level.name for level in strategies.get("checkpointing").levels]
     nearly = split.replace(checkpointing=levels[levels.index("all") - 1])
-    assert "checkpointing" in advice(short, nearly, ground)
+    assert "checkpointing" in advice(short, nearly, context)
     assert "checkpointing" not in advice(short, nearly, together)
 
 
@@ -204,11 +208,11 @@ def test_figures_never_read_as_if_there_had_been_room(
     assert told == f"out of memory in backward, {said}"
 
 
-def rungs_of_static(plan: Plan, ground: Ground) -> set[str]:
+def rungs_of_static(plan: Plan, context: FallbackContext) -> set[str]:
     """Return the strategies of the rungs that lower more than activations."""
     big = replace(ROOT, parameters=1 << 20, parameter_bytes=4 << 20, trainable=1 << 20)
-    ground = replace(ground, facts=replace(ground.facts, roots=(big,)))
+    context = replace(context, facts=replace(context.facts, roots=(big,)))
     found: list[Plan] = []
-    while (rung := next_rung(plan, ground, found, activations=False)) is not None:
-        found.append(rung)
-    return {name for rung in found for name in strategies.NAMES if rung[name] != plan[name]}
+    while (fallback := next_fallback(plan, context, found, activations=False)) is not None:
+        found.append(fallback)
+    return {name for fallback in found for name in strategies.NAMES if fallback[name] != plan[name]}
