@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+STAMP_LOWER := .venv-lower/installed
 # Without a GPU, torch comes in its CPU build; unconstrained it would bring gigabytes of CUDA.
 CONSTRAINT = $(shell nvidia-smi -L >/dev/null 2>&1 || echo "-c constraints-cpu.txt")
 # A budget in which examples/char_lm.py runs out of memory as it is.
@@ -14,6 +15,9 @@ KILLS ?= 100
 LOOPS ?= 2000
 # More arguments for pytest: make test ARGS=tests/storage
 ARGS ?=
+# How many tests run side by side. Most start processes of their own, which need a core each.
+WORKERS ?= 2
+PYTEST_QUICK = -m pytest -m "quick and not full" -n $(WORKERS) --dist worksteal
 # What of the quick tests depends on other packages most: run on the oldest releases allowed too.
 LOWER_TESTS := tests/harness/test_hf_loops.py tests/harness/test_transformers.py tests/storage \
 	tests/cli/test_main.py tests/search/test_search.py tests/worker/test_cluster.py
@@ -27,15 +31,10 @@ demo: $(STAMP)  ## search the plan for an example that does not fit, and show it
 	$(BIN)/autofit best examples/char_lm.py --storage $(DEMO_STORAGE)
 
 test: $(STAMP)  ## run the quick tests (CI does)
-	$(BIN)/python -m pytest -m "quick and not full" $(ARGS)
+	$(BIN)/python $(PYTEST_QUICK) $(ARGS)
 
-test-lower:  ## run some of them with the oldest releases that pyproject.toml allows (CI does)
-	@echo "Installing into .venv-lower; this takes some minutes."
-	$(PYTHON) -m venv --clear .venv-lower
-	$(PYTHON) .ci/lower_bounds.py > .venv-lower/bounds.txt
-	.venv-lower/bin/python -m pip install --quiet -e '.[peft]' transformers pytest pytest-timeout \
-		hypothesis -c .venv-lower/bounds.txt $(CONSTRAINT)
-	.venv-lower/bin/python -m pytest -m "quick and not full" $(LOWER_TESTS) $(ARGS)
+test-lower: $(STAMP_LOWER)  ## run some of them with the oldest releases that pyproject.toml allows (CI does)
+	.venv-lower/bin/python $(PYTEST_QUICK) $(LOWER_TESTS) $(ARGS)
 
 test-full: $(STAMP)  ## run the quick and the full tests
 	$(BIN)/python -m pytest -m "quick or full" $(ARGS)
@@ -67,4 +66,12 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@echo "Installing into .venv; this takes some minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -e '.[dev]' $(CONSTRAINT)
+	touch $@
+
+$(STAMP_LOWER): pyproject.toml constraints-cpu.txt .ci/lower_bounds.py
+	@echo "Installing into .venv-lower; this takes some minutes."
+	$(PYTHON) -m venv --clear .venv-lower
+	$(PYTHON) .ci/lower_bounds.py > .venv-lower/bounds.txt
+	.venv-lower/bin/python -m pip install --quiet -e '.[peft]' transformers pytest pytest-timeout \
+		pytest-xdist hypothesis -c .venv-lower/bounds.txt $(CONSTRAINT)
 	touch $@

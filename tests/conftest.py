@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from autofit.storage import TrialRecord
+    from autofit.worker.records.trials import Measurement, TrialReport
     from tests.roots import Rooted
 
 # Idle OpenMP threads wait by spinning, and most tests train something tiny in a process of its own.
@@ -130,3 +133,65 @@ def ray_cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, RayCluster() as cluster:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # whoever joins has to be told
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray_host() -> Iterator[None]:
+    """A Ray in which several searches of this process are guests: each is seconds shorter."""
+    import ray
+
+    from autofit.worker.cluster.local_ray import RaySession
+
+    init: Callable[..., object] = ray.init
+
+    def with_room(**options: Any) -> object:
+        return init(**{**options, "num_cpus": 3})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", with_room)
+        with RaySession():
+            yield
+
+
+@pytest.fixture
+def measurement() -> "Callable[..., Measurement]":
+    """Return what makes a measurement of some micro-batch size, step time and peak."""
+    from autofit.worker.records.trials import Measurement
+
+    def make(
+        micro_batch: int = 8, seconds: float = 1.0, peak: int = 100, steps: int = 5
+    ) -> "Measurement":
+        return Measurement(
+            micro_batch=micro_batch,
+            effective_batch=8,
+            step_seconds=(seconds,) * steps,
+            peak_allocated=peak,
+            peak_reserved=peak,
+            peak_device=peak,
+        )
+
+    return make
+
+
+@pytest.fixture
+def finished() -> "Callable[[TrialReport], TrialRecord]":
+    """Return what makes a finished trial of its report, as the store keeps it."""
+    from autofit.storage import Owner, Purpose, State, TrialRecord
+
+    def make(report: "TrialReport") -> TrialRecord:
+        return TrialRecord(
+            id=1,
+            study="study",
+            number=0,
+            purpose=Purpose.SEARCH,
+            state=State.FINISHED,
+            plan=report.plan,
+            launch=0,
+            owner=Owner.current(),
+            budget=1,
+            versions={},
+            created=datetime.now(UTC),
+            report=report,
+        )
+
+    return make

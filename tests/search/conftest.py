@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autofit.plan import Plan
-from autofit.storage import Owner, Purpose, State, Store, TrialRecord
+from autofit.storage import State, Store, TrialRecord
 from autofit.worker.launch.launcher import launch
-from autofit.worker.records.trials import LaunchRequest, Measurement, Script, TrialReport
+from autofit.worker.records.trials import LaunchRequest, Script, TrialReport
 
 TINY = """\
 import argparse
@@ -121,24 +120,6 @@ def budget(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> int:
     return report.measurement.peak_device // 2
 
 
-@pytest.fixture(scope="module")
-def ray_host() -> Iterator[None]:
-    """A Ray in which several searches of this process are guests: each is seconds shorter."""
-    import ray
-
-    from autofit.worker.cluster.local_ray import RaySession
-
-    init: Callable[..., object] = ray.init
-
-    def with_room(**options: Any) -> object:
-        return init(**{**options, "num_cpus": 3})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "init", with_room)
-        with RaySession():
-            yield
-
-
 @pytest.fixture
 def trials() -> Callable[..., tuple[TrialRecord, ...]]:
     """Return the finished trials of the newest study in a folder's store."""
@@ -148,45 +129,3 @@ def trials() -> Callable[..., tuple[TrialRecord, ...]]:
             return store.trials(store.studies()[0], state=state)
 
     return read
-
-
-@pytest.fixture
-def measurement() -> Callable[..., Measurement]:
-    """Return what makes a measurement of some micro-batch size, step time and peak."""
-
-    def make(
-        micro_batch: int = 8, seconds: float = 1.0, peak: int = 100, steps: int = 5
-    ) -> Measurement:
-        return Measurement(
-            micro_batch=micro_batch,
-            effective_batch=8,
-            step_seconds=(seconds,) * steps,
-            peak_allocated=peak,
-            peak_reserved=peak,
-            peak_device=peak,
-        )
-
-    return make
-
-
-@pytest.fixture
-def finished() -> Callable[[TrialReport], TrialRecord]:
-    """Return what makes a finished trial of its report, as the store keeps it."""
-
-    def make(report: TrialReport) -> TrialRecord:
-        return TrialRecord(
-            id=1,
-            study="study",
-            number=0,
-            purpose=Purpose.SEARCH,
-            state=State.FINISHED,
-            plan=report.plan,
-            launch=0,
-            owner=Owner.current(),
-            budget=1,
-            versions={},
-            created=datetime.now(UTC),
-            report=report,
-        )
-
-    return make
