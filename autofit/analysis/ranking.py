@@ -35,11 +35,11 @@ def best(
     ranks: int | None = None,
     say: Callable[[str], object] | None = None,
 ) -> tuple[Result, str]:
-    """Return the best of the study that matches ``script``, and a line that says which.
+    """Return the best result of the study that matches ``script``, and a line that names the study.
 
-    Without a script: of the study opened last. ``ranks``: of each training, where that is known.
-    ``say``: is told what cannot be read and is left out.
-    Raises ``UsageError`` when nothing matches.
+    Without ``script``, the newest study is used. ``ranks`` is the number of ranks of a training, if
+    known. ``say`` receives a line for each record that cannot be read.
+    Raises ``UsageError`` if no study matches.
     """
     with Store(storage, create=False) as store:
         store.say = say

@@ -69,17 +69,16 @@ class Same(Protocol):
 
 
 class Resilient:
-    """``autofit.resilient``: runs a function again, leaner, when memory runs out in it.
+    """``autofit.resilient``: calls a function again with less memory when memory runs out in it.
 
-    Only what ``autofit.worker.oom`` calls out of memory is answered; every other exception passes
-    through untouched. Before the next attempt the failed one's frames are cleared and its memory is
-    given back, outside the ``except`` block. See
-    ``docs/tutorials/surviving-run.md``.
+    Only errors that ``autofit.worker.oom`` classifies as out of memory are handled. Every other
+    exception passes through. Before the next attempt, outside the ``except`` block, the frames of
+    the failed attempt are cleared and its memory is freed.
 
-    A plan is checked where it is used, in the user's process: a few samples run through the model
-    before its first step. Afterwards the state that the model's calls can reach is as it was
-    (buffers, attributes, what hooks keep, globals of the user's code, generators). A technique that
-    would leave another state than plain Python does is not used; ``Retry.refused`` tells.
+    A plan is verified in the user's process: a few samples run through the model before its first
+    step. Afterwards the state that calls of the model can reach is restored: buffers, attributes,
+    values of hooks, globals of the user's code, and random generators. A technique that would leave
+    another state than plain Python is not used, and ``Retry.refused`` reports it.
     """
 
     @overload
@@ -130,20 +129,22 @@ class Resilient:
         checkpoint: object = None,
         remember: bool = True,
     ) -> Any:
-        """Decorate a function that takes a plan, or with ``batch_size`` one that takes that.
+        """Decorate a function that takes a plan, or with ``batch_size`` one that takes a size.
 
-        *Batch size*: from ``batch_size`` down to ``smallest``; a function that also takes
-        ``accumulation`` is given as many batches as keep the effective batch. ``reduce``: from a
-        size that does not fit, the next.
+        *Batch size*: attempts go from ``batch_size`` down to ``smallest``. ``reduce`` returns the
+        next size after one that does not fit. A function with a parameter ``accumulation`` receives
+        the number of batches that keeps the effective batch.
 
-        *Plan*: from ``plan`` (levels by strategy), else the stored best of the running script, down
-        the ladder; nothing above ``allow`` is tried. ``effective_batch``: samples in an optimizer
-        step, for loops that cut their own batches.
+        *Plan*: attempts start with ``plan`` (levels by strategy), or with the best stored plan of
+        the running script, and continue with plans that need less memory. No level above ``allow``
+        is tried. ``effective_batch`` is the samples in an optimizer step, for loops that cut their
+        own batches.
 
-        Both: ``storage``: where what held is kept, ``$AUTOFIT_STORAGE`` when not given.
-        ``attempts``: the most in one call. ``on_retry``: hooks, told of each retry. ``checkpoint``:
-        what to put back before another attempt, objects with ``state_dict`` or names of arguments.
-        ``remember``: a call like one before starts at what held then.
+        *Both*: ``storage`` is where results are kept, by default ``$AUTOFIT_STORAGE``. ``attempts``
+        limits the attempts of one call. ``on_retry`` are hooks that receive each retry.
+        ``checkpoint`` names what is restored before another attempt: objects with ``state_dict``,
+        or names of arguments. With ``remember``, a similar call starts with the setting that held
+        before.
         """
         options = Options(
             attempts=attempts,
@@ -193,17 +194,20 @@ class Resilient:
         on_retry: Hook | Iterable[Hook] = (),
         remember: bool = True,
     ) -> Any:
-        """Decorate a function that takes a batch and returns its loss; the backward is done here.
+        """Decorate a function that takes a batch and returns its loss; backward runs here.
 
-        When memory runs out the batch is cut along ``dim`` and the gradients of the parts add up
-        to that of the whole. ``reduction``: the loss is a ``"mean"`` over samples, a ``"sum"``, or
-        a mean over what a function of the batch counts (its tokens). ``backward``: instead of
-        ``torch.autograd.backward``, such as ``accelerator.backward``. ``join``: puts the outputs of
-        the parts together, instead of the rules in ``docs/how-to/split-a-step.md``. ``grow``: after
-        100 good steps try twice as many samples. ``mixes_samples``: split under BatchNorm too.
+        When memory runs out, the batch is cut along ``dim``. The gradients of the parts add up to
+        those of the whole batch.
 
-        Nothing is checked here, and no call is made but those of the parts. What the function
-        itself counts or keeps is therefore changed once for each part and each failed attempt.
+        ``reduction`` says what the loss is: a ``"mean"`` over samples, a ``"sum"``, or a mean over
+        the count that a function of the batch returns, such as its tokens. ``backward`` replaces
+        ``torch.autograd.backward``, for example by ``accelerator.backward``. ``join`` joins the
+        outputs of the parts; without it the rules in ``docs/how-to/split-a-step.md`` apply. With
+        ``grow``, twice as many samples are tried after 100 successful steps. ``mixes_samples``
+        allows splitting under BatchNorm.
+
+        This decorator verifies nothing and makes no other call than those of the parts. A function
+        that counts or stores something does so once for each part and each failed attempt.
         """
         options = Options(
             attempts=1, on_retry=on_retry, checkpoint=None, remember=remember, storage=storage
@@ -241,14 +245,14 @@ class Resilient:
     set_hooks = staticmethod(switches.set_hooks)
 
     def inject(self, *at: int, after: bool = False) -> AbstractContextManager[None]:
-        """Let decorated functions run out of memory at the ``at``-th attempts made in a block.
+        """Raise an out-of-memory error in the ``at``-th attempts that are made in a ``with`` block.
 
-        For tests of what a training does then. ``after``: when the function has done its work.
+        For tests of a training. With ``after``, the error comes when the function has finished.
         """
         return switches.inject(*at, after=after)
 
     def forget(self, function: Callable[..., Any]) -> None:
-        """Let calls of a decorated function start where they were asked to again."""
+        """Forget what held for a decorated function: its next call starts from the beginning."""
         protection = getattr(function, _ATTRIBUTE, None)
         if protection is None:
             raise UsageError(f"{name_of(function)} is not decorated with @resilient")

@@ -67,17 +67,17 @@ def run(
     verify_only: bool = False,
     say: Say = lambda line: None,
 ) -> int:
-    """Run ``script`` to its end; return its exit code, 128 + N where signal N ended it.
+    """Run ``script`` to its end and return its exit code; 128 + N if signal N ended it.
 
-    A plan for which the store has no evidence is verified first, in a launch of its own;
-    ``verify_only``: stop there, and return whether it does not keep its promise.
+    A plan for which the store has no evidence is verified first, in a launch of its own. With
+    ``verify_only`` the call ends there and returns 1 if the plan does not hold.
 
-    ``plan``: the stored best when not given, or the leaner one that held when it was last run.
-    ``memory``: bytes the run is held to on the device; the search's own when that was asked for.
-    ``resume``: what to add to the arguments when it is started again after it died for want of
-    memory, see ``supervisor``. ``ranks``: processes it consists of; as many as when it was searched
-    where a stored plan is taken, else one. Raises ``UsageError`` when no plan is stored, or there
-    are fewer devices than ranks.
+    ``plan``: the plan to use; by default the best stored plan, or the one with less memory that
+    held in the last run. ``memory``: bytes that the run may use on each device; by default the
+    budget of the search, if it was given. ``resume``: arguments to add when the script is started
+    again after it ran out of memory, see ``supervisor``. ``ranks``: processes to start; by default
+    as many as the plan was searched with, or one for a given plan. Raises ``UsageError`` if no plan
+    is stored, or if there are fewer devices than ranks.
     """
     device = meter.default_device()
     context = FallbackContext(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)

@@ -65,10 +65,11 @@ LATE_STEPS = 50
 
 
 def search(options: SearchOptions, listener: Listener = lambda notice: None) -> Result:
-    """Find the fastest plan that fits, and store it.
+    """Find the fastest plan that fits the budget, and store it.
 
-    Raises ``ScriptError`` when the script fails by itself, ``NothingFits`` when no plan fits,
-    ``UsageError`` for what cannot be done as asked, ``StorageError`` and ``WorkerError``.
+    ``listener`` receives a notice for each event of the search.
+    Raises ``ScriptError`` if the script fails without a plan, ``NothingFits`` if no plan fits,
+    ``UsageError`` for options that cannot be met, ``StorageError`` and ``WorkerError``.
     """
     with Search(options, listener) as running:
         return running.run()
