@@ -277,15 +277,9 @@ class _Attempts:
     def _hear(self, running: Foreground, plans: Sequence[Plan]) -> _Heard:
         """Tell and keep what happens meanwhile."""
         heard = _Heard()
-        told: set[tuple[int, str]] = set()
         for number, event in running.events():
             who, of = (f"rank {number}: ", {"rank": number}) if self.ranks > 1 else ("", {})
             match event:
-                case Shortage(out_of_memory=found) if found.cleared:
-                    if (number, found.phase) not in told:  # it may happen in every step from now on
-                        told.add((number, found.phase))
-                        self.say(f"{who}{where(found)}; caches were cleared, and it went through")
-                        self.diary.short_of_memory(found, fatal=False)
                 case Pressed(micro_batch=size):
                     self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
                     self.diary.keep("pressed", asdict(event) | of)

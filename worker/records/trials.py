@@ -92,8 +92,6 @@ class OutOfMemory:
     """The model had been called; before that, memory runs out over the weights."""
     steps: int | None = None
     """Optimizer steps that its process had taken before, where that is known."""
-    cleared: bool = False
-    """The work was done again once caches were cleared, and went through."""
     room: int | None = None
     """Bytes the process held on the device and those nobody did, then; less than its budget where
     others had taken the card. ``None`` where nobody knows."""

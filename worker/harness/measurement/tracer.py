@@ -25,11 +25,11 @@ from autofit.worker.harness.measurement.fingerprint import (
     shape_of,
     together,
 )
-from autofit.worker.harness.patching.manual_backward import transformed
 from autofit.worker.harness.patching.weight_views import plainly
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import tf32_on
 from autofit.worker.harness.torch_state.guarded import beside
+from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import rates_of_dropping
 from autofit.worker.records.traces import Trace, TracedStep

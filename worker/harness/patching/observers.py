@@ -41,8 +41,8 @@ class Handler(Protocol):
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass from ``tensors`` that the script started."""
 
-    def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Notice a ``torch.autograd.grad``, which ``plain`` is; return what is to run for it."""
+    def grad(self, inputs: Any) -> None:
+        """Notice a ``torch.autograd.grad`` for ``inputs``."""
 
     def backward_to(self, inputs: Any) -> None:
         """Notice a backward pass for ``inputs`` alone."""
@@ -241,10 +241,10 @@ class Seams:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
-            run = self.handler.grad(inputs, plain)
+            self.handler.grad(inputs)
             self.enter()  # a block that checkpointing runs again now is no root
             try:
-                return run(outputs, inputs, *args, **kwargs)
+                return plain(outputs, inputs, *args, **kwargs)
             finally:
                 self.leave()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from traceback import clear_frames
 from typing import Any
 
@@ -18,18 +17,17 @@ from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.patching.outside import Outside
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.session import SETTLED, Session
+from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.modules import is_sharded
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
-from autofit.worker.oom.classifier import Diagnosis, Kind, classify, classify_retries
+from autofit.worker.oom.classifier import Kind, classify, classify_retries
 from autofit.worker.records.trials import (
     LaunchRequest,
     Learned,
@@ -39,10 +37,6 @@ from autofit.worker.records.trials import (
     Replaced,
     Shortage,
 )
-
-SELDOM = 100
-"""Optimizer steps between two looks at how near the limit memory is."""
-
 
 LEANER = 0.95
 """A plan is taken for want of memory whose peak was below this share of the present one's."""
@@ -81,13 +75,6 @@ class RealRun(Session):
         self._broken: tuple[int, str, str | None] | None = None
         """The plan under which a call failed, the error, and whose code it came through."""
         self.seams.loader = False
-        self.outside = Outside(meter, self._cleared)
-        self.away = self.outside.away
-
-    def start(self) -> None:
-        """Attach to torch; from now on memory may run out anywhere."""
-        super().start()
-        self.outside.attach()
 
     @property
     def plan(self) -> Plan:
@@ -245,10 +232,10 @@ class RealRun(Session):
         self._open = 0
         super().backward(tensors, lambda: self._standby.backward(tensors, run, keeps_graph=keeps))
 
-    def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def grad(self, inputs: Any) -> None:
         """Notice ``torch.autograd.grad``: what is differentiated so is not run in parts."""
         self._standby.grad()
-        return super().grad(inputs, plain)
+        super().grad(inputs)
 
     def backward_to(self, inputs: Any) -> None:
         """Notice a backward pass for ``inputs`` alone: nor is that run in parts."""
@@ -262,10 +249,6 @@ class RealRun(Session):
         """Tell the parent, which tells the user and the store."""
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
-    def _cleared(self, found: Diagnosis) -> None:
-        """Tell the parent that an operation outside the roots ran out, and then went through."""
-        self.shortage(replace(self._described(found, None), cleared=True))
-
     def learned(self) -> None:
         """Tell the parent, which needs it to find a leaner plan."""
         self._reporter.send(Learned(facts=self.facts))
@@ -276,8 +259,6 @@ class RealRun(Session):
         That the allocator had to retry in a proof says nothing of the steps after it.
         """
         first, proven = self.steps == 1, self.proven()
-        if self.steps == SETTLED or self.steps % SELDOM == 0:
-            self.outside.settle()
         if proven or (first and not self.plan.neutral):
             self.meter.release()  # what the proof, or making the optimizer's state, has left cached
         if first:

@@ -7,7 +7,7 @@ out. ``trial.Trial`` measures plan after plan at step boundaries; ``real.RealRun
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -23,7 +23,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import Undo
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.batch.lazy_output import LazyOutput, materialize, refuse_gradient
-from autofit.worker.harness.patching import gradient_reads, manual_backward, step_in_backward
+from autofit.worker.harness.patching import gradient_reads, step_in_backward
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
 from autofit.worker.harness.patching.weight_views import Process
@@ -34,6 +34,7 @@ from autofit.worker.harness.session.leading_optimizer import Leader
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.plan_check import is_known, prove, remember
@@ -69,8 +70,6 @@ class Session:
         """Of the first root; only a trial counts them."""
         self.steps = 0
         """Optimizer steps of the leading optimizer: the first that stepped."""
-        self.away: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered while a root or a backward pass runs: nothing outside is to be watched then."""
         self.strict = False
         """What cannot go on as its plan has it is to fail: it is measured."""
         self._leader = Leader()
@@ -224,24 +223,21 @@ class Session:
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self.loss(first.detach())
         self.phase = "backward"
-        with self.away(), inside(self.seams):
+        with inside(self.seams):
             self._watched(run)
         self.reads.fresh = True
         self.phase = OUTSIDE
         self.step_calls.backward_ended()
 
-    def grad(self, inputs: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Take the gradients of split roots where the script asks for some by itself."""
+    def grad(self, inputs: Any) -> None:
+        """Refuse ``torch.autograd.grad`` for parameters of a split root.
+
+        A chunk's graph is freed once its backward has run, so autograd cannot reach them.
+        """
         refuse_gradient(inputs)
-        split = self._asked(inputs)
-        if not split:
-            return plain
-        if self.seams.stepping:
-            raise Refused(BY_ITSELF, step_in_backward.STRATEGY)
-        if any(isinstance(root.outer, nn.parallel.DistributedDataParallel) for root in split):
-            raise Refused(BY_ITSELF, "micro_batch")
-        parameters = [parameter for root in split for parameter in root.module.parameters()]
-        return partial(manual_backward.gradients, plain, parameters)
+        if self._asked(inputs):
+            strategy = step_in_backward.STRATEGY if self.seams.stepping else "micro_batch"
+            raise Refused(BY_ITSELF, strategy)
 
     def backward_to(self, inputs: Any) -> None:
         """Refuse a split where the script runs backward for some parameters alone."""
@@ -330,13 +326,12 @@ class Session:
         """Return what ``run`` makes of a call; inside another root the call is its own."""
         if self.seams.inside:
             return root.own_call(*args, **kwargs)
-        with self.away():
-            try:
-                return run()
-            except NotTakenBack as failure:
-                self.spoilt(failure)
-            finally:
-                root.plainly.clear()
+        try:
+            return run()
+        except NotTakenBack as failure:
+            self.spoilt(failure)
+        finally:
+            root.plainly.clear()
 
     def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -377,7 +372,7 @@ class Session:
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a call under the plan of the moment, applied and proven first if it is new."""
         plan = self.plan_for(root)
-        if manual_backward.transformed():
+        if transformed():
             changes = [strategy.name for strategy, _ in plan if strategy.changes_models]
             if root.plan != plan and changes:
                 raise Refused(TRANSFORMED, changes[0])
@@ -392,7 +387,7 @@ class Session:
     def _entered(self, run: Callable[[], Any]) -> Any:
         """Run a root's call that has waited for the use of its output."""
         self.phase = "forward"
-        with self.away(), inside(self.seams):
+        with inside(self.seams):
             output = self._watched(run)
         self.phase = OUTSIDE
         return output
@@ -420,7 +415,7 @@ class Session:
 
     def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         root.facts = learn.describe(root.outer, args, kwargs)
-        if not root.facts.batch_norm and not manual_backward.transformed():
+        if not root.facts.batch_norm and not transformed():
             with inside(self.seams):
                 root.facts = self._with_samples(root, root.facts, args, kwargs)
         root.facts = self.common(root.facts)

@@ -53,6 +53,11 @@ def _held(module: Any) -> Iterator[Any]:
         yield from group.fsdp_params if group is not None else ()
 
 
+def transformed() -> bool:
+    """Return whether a transform of ``torch.func`` runs: ``grad``, ``vmap``, ``jvp``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside ``DistributedDataParallel``, ``DataParallel`` and ``compile``."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
