@@ -55,7 +55,7 @@ def prose(text: str) -> str:
             paragraphs.append(f"```python\n{textwrap.dedent(part)}\n```")
         else:
             plain = re.sub(r":\w+:(?=`)", "", " ".join(part.split()))
-            paragraphs.append(re.sub(r"``(.+?)``", r"`\1`", plain).removesuffix(" ::"))
+            paragraphs.append(re.sub(r"::$", ":", re.sub(r"``(.+?)``", r"`\1`", plain)))
     return "\n\n".join(paragraphs)
 
 

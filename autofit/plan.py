@@ -15,10 +15,12 @@ from autofit.strategies.micro_batch import AUTO
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One level for every strategy; what is not named is as the script has it.
+    """One level for every strategy; a strategy that is not named has the level ``as_is``.
 
-    Build one with :meth:`of`, which checks names and puts them in the registry's order, so that
-    equal plans compare and hash equal.
+    :meth:`of` creates a plan. It checks names and sorts them as the registry does, so equal plans
+    compare and hash equal::
+
+        Plan.of({"precision": "bf16", "micro_batch": "8"})
     """
 
     changes: tuple[tuple[str, str], ...] = ()
@@ -26,9 +28,9 @@ class Plan:
 
     @classmethod
     def of(cls, levels: Mapping[str, str]) -> Self:
-        """Return the plan with these levels; raise ``UsageError`` on an unknown name.
+        """Return the plan with these levels.
 
-        It may come from a file or a store that somebody has edited: a table is asked for.
+        Raises ``UsageError`` for an unknown name, or if ``levels`` is no table.
         """
         if not isinstance(levels, Mapping) or not all(isinstance(n, str) for n in levels.values()):
             raise UsageError(
@@ -46,12 +48,12 @@ class Plan:
 
     @property
     def levels(self) -> dict[str, str]:
-        """Strategy to level, for every strategy of the catalogue."""
+        """The level of every strategy, as a dictionary."""
         return dict.fromkeys(strategies.NAMES, AS_IS) | dict(self.changes)
 
     @property
     def neutral(self) -> bool:
-        """Whether this is the script as it is."""
+        """Whether this plan changes nothing."""
         return not self.changes
 
     def __getitem__(self, name: str) -> str:
@@ -66,21 +68,21 @@ class Plan:
         return self.of(self.levels | levels)
 
     def fidelity(self, facts: Facts | None = None) -> Fidelity:
-        """Return the most that any level of this plan may change."""
+        """Return the highest fidelity among the levels of this plan."""
         return max(
             (strategy.fidelity(level, facts) for strategy, level in self), default=Fidelity.EXACT
         )
 
     def samples(self, batch: int) -> int:
-        """Return the samples of a call that train under this plan, of ``batch``."""
+        """Return how many of the ``batch`` samples of a call train under this plan."""
         for strategy, level in self:
             batch = strategy.samples(level, batch)
         return batch
 
     def effective_batch(self, facts: Facts) -> int:
-        """Return the samples in one optimizer step over all ranks, parts of them added up.
+        """Return the samples in one optimizer step over all ranks.
 
-        One while the samples of a call are not known.
+        Shortened samples count in part. The result is 1 if the batch is unknown.
         """
         if facts.batch is None:
             return 1
@@ -90,31 +92,32 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process needs in its environment before it starts."""
+        """Environment variables that must be set before the process starts."""
         return {key: value for s, level in self for key, value in s.environment(level).items()}
 
     @property
     def fixed(self) -> Self:
-        """The part that cannot be taken back in a running process.
+        """The levels that a running process cannot remove.
 
-        Plans that share it can be measured one after another in one launch.
+        Plans with the same such levels can be measured one after another in one launch.
         """
         return type(self)(tuple((s.name, level) for s, level in self if not s.level(level).undo))
 
     def follows(self, fixed: Plan) -> bool:
-        """Return whether this plan can be measured in a launch whose plans so far share ``fixed``.
+        """Return whether a launch whose plans have the levels ``fixed`` can measure this plan.
 
-        It has that, and no more but what can be put in place in a running process.
+        The plan must have these levels. Further levels must be such that a running process can
+        apply.
         """
         own, given = set(self.fixed.changes), set(fixed.changes)
         more = own - given
         return given <= own and all(strategies.get(name).level(each).late for name, each in more)
 
     def whole(self, facts: Facts) -> Self:
-        """Return this plan without a micro-batch that cuts no call of the script's roots.
+        """Return this plan without a micro-batch size that cuts no call of the script.
 
-        A search asks for the size of a part, and the whole batch may win: that splits nothing. The
-        plan stays as it is where a level of it needs a split, or a batch is not known.
+        A search may find that the whole batch in one chunk is fastest. The plan stays the same if
+        one of its levels needs a split, or if a batch is unknown.
         """
         size = self["micro_batch"]
         sizes = [root.batch for root in facts.roots]
@@ -128,25 +131,25 @@ class Plan:
 
     @property
     def in_calls(self) -> Self:
-        """The part of this plan that shows in a call of the model: no split, no optimizer's."""
+        """The levels that change calls of the model: no split, and nothing of optimizers."""
         plain = Strategy.on_root
         touching = ((s, level) for s, level in self if type(s).on_root is not plain)
         return type(self)(tuple((s.name, v) for s, v in touching if s.name != "micro_batch"))
 
     @property
     def unsized(self) -> Self:
-        """This plan without what is made for one size of batch."""
+        """This plan without levels that are made for one batch size, such as ``compile``."""
         return type(self)(tuple((s.name, level) for s, level in self if not s.sized))
 
     @property
     def sized_keeps(self) -> float:
-        """Share of the activations that what is made for one size is expected to leave."""
+        """Expected share of the activations that levels made for one batch size leave."""
         lowering = (s.level(n) for s, n in self if s.sized and Memory.ACTIVATIONS in s.lowered(n))
         return math.prod(level.keeps for level in lowering)
 
     @property
     def searched(self) -> Self:
-        """This plan as a search proposes it: with the size of a part, where it has one, to find."""
+        """This plan with the micro-batch size left open for a trial to find."""
         return self if self["micro_batch"] == AS_IS else self.replace(micro_batch=AUTO)
 
     def __str__(self) -> str:

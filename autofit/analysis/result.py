@@ -11,24 +11,30 @@ from autofit.worker.records.trials import Measurement, Script, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The best of a study: what ``autofit best`` exports and ``autofit run`` uses."""
+    """The best plan of a study: ``autofit best`` exports it and ``autofit run`` uses it."""
 
     study: str
+    """Identifier of the study."""
     script: Script
     hardware: Hardware
     budget: int
+    """Bytes per device."""
     plan: Plan
-    """With the micro-batch size as a number where the batch is split."""
+    """The plan; its micro-batch size is a number if the batch is split."""
     measurement: Measurement
+    """The figures of the plan."""
     fidelity: str
+    """The most that the plan changes."""
     baseline: Measurement | None
-    """The script as it is, where it was measured."""
+    """The figures of the script without a plan, if it was measured."""
     baseline_verdict: Verdict
     trials: int
     launches: int
+    """Processes started."""
     launches_out_of_memory: int
+    """Processes that ended because memory ran out."""
     search_seconds: float
     versions: dict[str, str]
-    """Of autofit, torch, Python and the packages that matter to the figures."""
+    """Releases of autofit, torch, Python and other packages that affect the figures."""
     ranks: int = 1
     """Processes of each training, one a device."""

@@ -29,7 +29,7 @@ Steps = TypeVar("Steps", bound="Optimizer | None")
 
 
 class ActivePlan:
-    """A plan for one attempt: applied to a model, or read and followed by hand.
+    """The plan of one attempt: apply it to a model, or follow it in the code of the loop.
 
     ``apply`` does all of it. A loop that cuts its own batches reads ``micro_batch`` and
     ``accumulation``, and enters ``autocast()`` around its forward.
@@ -53,14 +53,14 @@ class ActivePlan:
 
     @property
     def micro_batch(self) -> int | None:
-        """Most samples at a time; ``None`` for the whole batch."""
+        """The largest number of samples in a chunk; ``None`` for the whole batch."""
         self.used.add("micro_batch")
         level = self.plan["micro_batch"]
         return None if level == AS_IS else int(level)
 
     @property
     def accumulation(self) -> int:
-        """How many micro-batches make an optimizer step; 1 where the batch is not split.
+        """The number of micro-batches in an optimizer step; 1 if the batch is not split.
 
         Rounded up where they do not divide the batch: then the last one is smaller.
         """
@@ -70,7 +70,7 @@ class ActivePlan:
         return -(-self.effective_batch // size)
 
     def autocast(self, device: str | None = None) -> AbstractContextManager[object]:
-        """Return the plan's precision around a forward: autocast, TF32, or nothing.
+        """Return a context manager with the precision of the plan: autocast, TF32, or nothing.
 
         ``device``: ``"cuda"`` where there is a GPU, else ``"cpu"``. float16 needs a
         ``torch.amp.GradScaler`` as everywhere; ``apply`` scales by itself.
@@ -83,7 +83,7 @@ class ActivePlan:
         return precision(self.plan["precision"], device)
 
     def apply(self, model: Model, optimizer: Steps = None) -> tuple[Model, Steps]:  # type: ignore[assignment]
-        """Put the plan on ``model`` and ``optimizer`` until the decorated function ends.
+        """Apply the plan to ``model`` and ``optimizer`` until the decorated function ends.
 
         Returns both, the same objects: what the plan changes is how the model is called, and how
         the optimizer steps. The batch is split inside that call, so the loop around it stays as it
@@ -111,22 +111,22 @@ class ActivePlan:
 
     @property
     def refused(self) -> tuple[str, str, str] | None:
-        """Strategy, level and reason, where one has turned out not to keep its promise."""
+        """Strategy, level and reason of a technique that was refused, if any."""
         return next((each.refusal for each in self._applied if each.refusal), None)
 
     @property
     def facts(self) -> Facts:
-        """What the applied models have shown of themselves."""
+        """What is known of the models that the plan was applied to."""
         return next((each.facts for each in self._applied if each.facts.roots), Facts())
 
     @property
     def reached(self) -> Plan:
-        """The plan as it ended: with the micro-batch that a rescue inside the call came down to."""
+        """The plan at the end, with the micro-batch size that memory finally allowed."""
         sizes = [size for each in self._applied if (size := each.micro_batch) is not None]
         return self.plan.replace(micro_batch=str(min(sizes))) if sizes else self.plan
 
     def end(self) -> None:
-        """Leave every model and optimizer as the function has it."""
+        """Remove the plan from every model and optimizer."""
         for each in reversed(self._applied):
             each.end()
 

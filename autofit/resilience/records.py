@@ -1,4 +1,4 @@
-"""What the decorators say and are told: frozen records. Imports no torch."""
+"""The records that decorators take and report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Memory ran out in a decorated function, and it is about to be tried again.
+    """Memory ran out in a decorated function, and the next attempt is about to start.
 
-    ``refused``: not memory, but a technique of the plan that cannot keep its promise on the model.
+    With ``refused``, the reason is not memory: a technique of the plan does not work on the model.
     """
 
     function: str
@@ -18,26 +18,27 @@ class Retry:
     attempt: int
     """The attempt that failed: 1, 2, 3, ... in this call."""
     tried: str
-    """What it was given: ``"batch_size 256"``."""
+    """The setting of that attempt: ``"batch_size 256"``."""
     next: str
-    """What it is given now: ``"batch_size 128, accumulation 2"``."""
+    """The setting of the next attempt: ``"batch_size 128, accumulation 2"``."""
     message: str
-    """First line of what the allocator said, or why the technique is refused."""
+    """The first line of the allocator's error, or why the technique is refused."""
     requested: int | None = None
-    """Bytes asked for by the allocation that failed, where the message says so."""
+    """Bytes that the failed allocation requested, if the message says so."""
     seconds: float = 0.0
-    """That the failed attempt took."""
+    """Duration of the failed attempt."""
     memory: int | None = None
-    """Bytes held by tensors now, before the next attempt; ``None`` where nobody counts them."""
+    """Bytes that tensors hold before the next attempt; ``None`` if unknown."""
     ranks: tuple[int, ...] = ()
     """The ranks that ran out of memory, when there is more than one rank."""
     warning: str = ""
-    """What is not as it was asked (the effective batch), if anything."""
+    """A difference to what was requested, such as another effective batch; empty if none."""
     refused: bool = False
+    """A technique is refused; memory did not run out."""
 
 
 Hook = Callable[[Retry], None]
-"""Is told of every retry before it happens; what it raises ends the call."""
+"""Receives every retry before it happens; an exception from it ends the call."""
 
 
 @dataclass(frozen=True, slots=True)

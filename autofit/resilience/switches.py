@@ -36,12 +36,12 @@ _state = _State(active=os.environ.get(VARIABLE, "").lower() not in ("off", "0", 
 
 
 def active() -> bool:
-    """Return whether decorated functions are protected at all."""
+    """Return whether the decorators are active."""
     return _state.active
 
 
 def set_active(value: bool) -> None:
-    """Switch every decorator on or off, those already applied too."""
+    """Switch every decorator on or off, including those already applied."""
     _state.active = value
 
 
@@ -51,7 +51,7 @@ def hooks() -> tuple[Hook, ...]:
 
 
 def set_hooks(*hooks: Hook) -> None:
-    """Set the hooks told of the retries of every decorated function; none takes them away."""
+    """Set the hooks that receive the retries of every decorated function; no hook removes them."""
     _state.hooks = hooks
 
 

@@ -37,19 +37,20 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The program to tune, as the user would start it with ``python``, or with a launcher."""
+    """The script to tune, as the user would start it with ``python`` or with a launcher."""
 
     target: str
-    """Path as given, or the module's name."""
+    """The path of the script, or the name of the module."""
     module: bool = False
-    """Started with ``python -m``."""
+    """Whether it is started with ``python -m``."""
     args: tuple[str, ...] = ()
+    """Arguments of the script."""
     cwd: str
     """Absolute working directory."""
     environment: tuple[tuple[str, str], ...] = ()
-    """What the launcher would have set for it, sorted; not what tells ranks of one another."""
+    """Variables that the launcher would set, sorted; without those that connect ranks."""
     launcher: tuple[str, ...] = ()
-    """The words before it on its launch line, as typed (``torchrun``, ...); for people alone."""
+    """The words before it on the launch line, such as ``torchrun``; only for messages."""
 
     def __str__(self) -> str:
         module = ("-m",) if self.module and not self.launcher else ()
