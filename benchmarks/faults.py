@@ -277,7 +277,8 @@ def of_split(
     torch.manual_seed(3)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.facts = describe(model, (), batch)
+    root.learn(describe(model, (), batch))
+    assert root.facts is not None
     if change is not None:
         root.around_forward(partial(in_parts, change, model), lasting=True)
     with nullcontext() if fault is None else fault(entry):
@@ -290,7 +291,8 @@ def of_plan(rooted: Rooted, entry: zoo.Entry, change: Change) -> tuple[bool, str
     torch.manual_seed(3)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.facts = describe(model, (), batch)
+    root.learn(describe(model, (), batch))
+    assert root.facts is not None
     root.around_forward(partial(always, change, model))
     plan, facts = Plan.of({"checkpointing": "all"}), Facts(roots=(root.facts,))
     kwargs = without_cache(model, batch)

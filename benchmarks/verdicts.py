@@ -215,7 +215,8 @@ def keeps(entry: zoo.Entry, plan: Plan) -> bool | None:
     batch = tree_map(doubled, entry.batch())
     ours = copy.deepcopy(plain)
     root = rooted(ours)
-    root.facts = describe(ours, (), batch)
+    root.learn(describe(ours, (), batch))
+    assert root.facts is not None
     if "checkpointing" in plan.levels and not root.facts.blocks and not root.facts.transformers:
         return None
     root.apply(plan)
@@ -267,7 +268,8 @@ def of_split(entry: zoo.Entry, precision: str, size: int) -> tuple[bool, str]:
     batches = [entry.batch() for _ in range(zoo.BATCHES)]
     plain = copy.deepcopy(model)
     root = rooted(model)
-    root.facts = describe(model, (), batches[0])
+    root.learn(describe(model, (), batches[0]))
+    assert root.facts is not None
     with around(precision):
         try:
             root.layout(Batch.of((), without_cache(model, batches[0])))
@@ -291,7 +293,8 @@ def of_plan(entry: zoo.Entry, plan: Plan, precision: str) -> tuple[bool | None, 
     torch.manual_seed(1)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.facts = describe(model, (), batch)
+    root.learn(describe(model, (), batch))
+    assert root.facts is not None
     facts = Facts(roots=(root.facts,), autocast=precision == "autocast")
     for strategy, level in plan:
         if reason := strategy.inapplicable(level, facts):

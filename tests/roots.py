@@ -12,6 +12,7 @@ from autofit.plan import Plan
 from autofit.worker.harness.batch.chunked_root import OnShortage
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.records.trials import LaunchRequest, Proven, Script
 
 
@@ -47,13 +48,18 @@ class Rooted:
         self._made: list[HarnessRoot] = []
 
     def __call__(
-        self, module: nn.Module, shortage: OnShortage = lambda *_: False, /, **levels: str
+        self,
+        module: nn.Module,
+        shortage: OnShortage = lambda *_: False,
+        policy: RunPolicy | None = None,
+        /,
+        **levels: str,
     ) -> HarnessRoot:
         """Return a module's root, under a plan of these levels.
 
         ``shortage``: tells whether to go on with smaller chunks where memory runs out.
         """
-        root = HarnessRoot(module, Seams(Bystander()), self._calls, shortage)
+        root = HarnessRoot(module, Seams(Bystander()), self._calls, shortage, policy=policy)
         self._made.append(root)
         if levels:
             root.apply(Plan.of(levels))

@@ -43,8 +43,7 @@ class Applied(Session):
     @property
     def micro_batch(self) -> int | None:
         """The largest chunk now, or when it ended; ``None`` where the batch is not split."""
-        root = self.roots[0]
-        return root.elastic.micro_batch if root.elastic else self._reached or root.reached
+        return self.roots[0].micro_batch or self._reached
 
     def end(self) -> None:
         """Leave the model and the optimizer as the function has them."""

@@ -19,6 +19,7 @@ from autofit.strategies import Facts, Fidelity
 from autofit.strategies.activation_offload import saved_tensors
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.oom.classifier import Kind, classify
 from tests.roots import Bystander
@@ -87,9 +88,13 @@ def x() -> torch.Tensor:
 
 
 def root_of(module: nn.Module, calls: Calls) -> HarnessRoot:
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-    held.strict = True
-    return held
+    return HarnessRoot(
+        module,
+        Seams(Bystander()),
+        calls,
+        lambda *args: False,
+        policy=RunPolicy(strict=True),
+    )
 
 
 def gradients(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> torch.Tensor:

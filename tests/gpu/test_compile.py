@@ -14,6 +14,7 @@ from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch
 from autofit.worker.oom.classifier import Kind, classify
@@ -113,8 +114,8 @@ def under(
     plan: Plan, module: nn.Module, calls: Calls, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients without the plan, and under it once it is proven."""
-    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-    held.strict = True
+    policy = RunPolicy(strict=True)
+    held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False, policy=policy)
     plain = gradients(module, held, tokens)
     prove(held, plan, (tokens,), {}, Facts())
     found = [gradients(module, held, tokens) for _ in range(2)][-1]
@@ -176,8 +177,8 @@ def test_a_shortage_in_compiled_code_is_one_and_the_step_goes_on_smaller(calls: 
         return True
 
     tokens = torch.randint(96, (256, 512), device="cuda")
-    held = HarnessRoot(module, Seams(Bystander()), calls, short)
-    held.strict = True
+    policy = RunPolicy(strict=True)
+    held = HarnessRoot(module, Seams(Bystander()), calls, short, policy=policy)
     plain = gradients(module, held, tokens)
     prove(held, Plan.of({"compile": "full", "micro_batch": "128"}), (tokens,), {}, Facts())
     gradients(module, held, tokens)

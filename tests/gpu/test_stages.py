@@ -15,6 +15,7 @@ from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from tests.gpu.unet import UNet
 from tests.roots import Bystander
@@ -64,8 +65,8 @@ def test_the_same_gradients_and_statistics(
     def after(levels: dict[str, str]) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
         module = UNet().cuda()
-        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False)
-        held.strict = True
+        policy = RunPolicy(strict=True)
+        held = HarnessRoot(module, Seams(Bystander()), calls, lambda *args: False, policy=policy)
         x = torch.randn(8, 3, 128, 128, device="cuda")
         prove(held, Plan.of(levels), (x,), {}, Facts())
         trained(module, held)

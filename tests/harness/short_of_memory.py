@@ -116,7 +116,7 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     run.met.clear()
     for root in run.roots:
         if root.elastic is not None:
-            root.elastic.micro_batch = micro_batch
+            root.elastic.resize(micro_batch)
             root.elastic.state.can_delay = loss_is == "waiting"
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)

@@ -75,21 +75,21 @@ def proven(module: nn.Module, rooted: Rooted, *args: Any) -> HarnessRoot:
 def test_a_state_as_large_as_the_batch(rooted: Rooted) -> None:
     state = torch.zeros(1, 6, 16)
     held = proven(Carried(), rooted, torch.randn(6, 3, 8), (state, state))
-    assert held.difference is not None
-    assert 0 < held.difference < 0.1
+    assert held.proof.difference is not None
+    assert 0 < held.proof.difference < 0.1
 
 
 @pytest.mark.parametrize("edges", [ring(), ring().to_sparse()])
 def test_nodes_that_are_mixed(rooted: Rooted, edges: torch.Tensor) -> None:
     held = proven(Graph(), rooted, torch.randn(NODES, 8), edges)
-    assert held.difference is not None
-    assert 0 < held.difference < 0.1
+    assert held.proof.difference is not None
+    assert 0 < held.proof.difference < 0.1
 
 
 def test_nodes_that_edges_point_at_are_never_a_few(rooted: Rooted) -> None:
     graph = Graph()
     held = proven(graph, rooted, torch.randn(NODES, 8), ends())
-    assert held.difference is not None
+    assert held.proof.difference is not None
     assert set(graph.sizes) == {NODES}
 
 

@@ -20,7 +20,7 @@ from autofit.strategies import Facts
 from autofit.worker.harness.batch.layout import Batch, Rule
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.verification.plan_check import is_known, prove, remember
+from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import LaunchRequest, Proven, Script, TrialReport, Verdict
@@ -194,9 +194,9 @@ def test_what_a_plan_leaves_in_the_model_makes_no_other_kind_of_call(process: Pr
 def test_a_plan_is_proven_once(process: Process) -> None:
     def calls_made() -> int:
         root, before = process.root(Net()), len(CALLED)
-        known = is_known(root, CHECKPOINTED)
+        known = root.proof.is_known(CHECKPOINTED)
         if prove(root, CHECKPOINTED, *batch().call(batch().leaves), Facts(), known=known):
-            remember(root, CHECKPOINTED)
+            root.proof.remember(CHECKPOINTED)
         assert root.plan == CHECKPOINTED
         root.take_back()
         return len(CALLED) - before
@@ -218,10 +218,10 @@ def test_what_a_proof_has_shown_of_the_model_is_handed_on(process: Process) -> N
     shown = []
     for _ in range(2):
         root = process.root(Casting())
-        known = is_known(root, CHECKPOINTED)
+        known = root.proof.is_known(CHECKPOINTED)
         if prove(root, CHECKPOINTED, *batch().call(batch().leaves), Facts(), known=known):
-            remember(root, CHECKPOINTED)
-        shown.append((known, root.casts))
+            root.proof.remember(CHECKPOINTED)
+        shown.append((known, root.proof.autocasts))
         root.take_back()
     assert shown == [(False, True), (True, True)]
 

@@ -15,9 +15,10 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
-from autofit.worker.harness.session.root import HarnessRoot, Sensitivity
+from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
-from autofit.worker.harness.verification.plan_check import is_known, prove, remember
+from autofit.worker.harness.verification.plan_check import prove
+from autofit.worker.harness.verification.proof_record import Sensitivity
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
@@ -151,12 +152,13 @@ def test_and_one_shows_what_is_not_the_same(rooted: Rooted) -> None:
 def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Rooted) -> None:
     module, batch = Row(), (torch.randn(6, 8),)
     held = rooted(module)
-    held.facts = describe(module, batch, {})
+    held.learn(describe(module, batch, {}))
+    assert held.facts is not None
     assert prove(held, PLAN, batch, {}, Facts())
-    remember(held, PLAN)
-    assert {key[0] for key in held.plainly} == {"on the host"}
+    held.proof.remember(PLAN)
+    assert {key[0] for key in held.proof.plain_results()} == {"on the host"}
     prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())
-    assert {key[0] for key in held.plainly} == {"on the host", "leanly"}
+    assert {key[0] for key in held.proof.plain_results()} == {"on the host", "leanly"}
     held.take_back()
 
 
@@ -231,7 +233,8 @@ def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
     torch.manual_seed(0)
     module, images = Normalised(most), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.facts = describe(module, (images,), {})
+    held.learn(describe(module, (images,), {}))
+    assert held.facts is not None
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     before = {name: (value.clone(), value._version) for name, value in state(module).items()}
     undo = held.around_forward(lambda forward: lambda x: times * forward(x))
@@ -239,10 +242,10 @@ def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
         prove(held, plan, (images,), {}, facts)
     undo()
     if times:
-        assert held.difference is not None
-        assert held.sensitivity is not None, "the model was asked what rounding does to it"
-        noise = TOLERANCES.noise * held.sensitivity.gradients
-        assert (held.difference <= max(TOLERANCES.rounding, noise)) == (times == 1.0)
+        assert held.proof.difference is not None
+        assert held.proof.sensitivity is not None, "the model was asked what rounding does to it"
+        noise = TOLERANCES.noise * held.proof.sensitivity.gradients
+        assert (held.proof.difference <= max(TOLERANCES.rounding, noise)) == (times == 1.0)
     held.take_back()
     for name, (value, version) in before.items():
         assert torch.equal(state(module)[name], value), name
@@ -266,13 +269,14 @@ def test_gradients_that_are_noisy_excuse_no_statistics(scale: float, rooted: Roo
     torch.manual_seed(0)
     module, images = Whitened(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.facts = describe(module, (images,), {})
+    held.learn(describe(module, (images,), {}))
+    assert held.facts is not None
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     undo = held.around_forward(lambda forward: lambda x: forward(scale * x))
     with nullcontext() if scale == 1.0 else pytest.raises(Refused, match=r"first\.1\.running_mean"):
         prove(held, plan, (images,), {}, facts)
-    assert held.sensitivity is not None
-    assert held.sensitivity.gradients > 0.1
+    assert held.proof.sensitivity is not None
+    assert held.proof.sensitivity.gradients > 0.1
     undo()
     held.take_back()
 
@@ -293,9 +297,10 @@ def test_noise_is_found_of_a_model_that_runs_on_no_fewer_samples(rooted: Rooted)
     torch.manual_seed(0)
     module, images = Whole(), torch.rand(32, 3, 8, 8)
     held = rooted(module)
-    held.facts = describe(module, (images,), {})
+    held.learn(describe(module, (images,), {}))
+    assert held.facts is not None
     prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
-    assert held.sensitivity is not None
+    assert held.proof.sensitivity is not None
     held.take_back()
 
 
@@ -313,12 +318,13 @@ def test_a_rank_looks_for_itself_where_the_model_does_not_communicate(
     if statistics == "shared":
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     held = rooted(module)
-    held.facts = replace(describe(module, (images,), {}), batch_norm=statistics != "none")
+    held.learn(replace(describe(module, (images,), {}), batch_norm=statistics != "none"))
+    assert held.facts is not None
     facts = Facts(roots=(held.facts,), world_size=2)
     looks = statistics == "own"
     with nullcontext() if looks else pytest.raises(Refused, match="the gradients differ"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, facts)
-    assert (held.sensitivity is not None) == looks
+    assert (held.proof.sensitivity is not None) == looks
 
 
 class Chaotic(nn.Module):
@@ -355,18 +361,19 @@ def test_where_rounding_makes_another_direction_the_rest_is_proven_by_itself(
     """Turned, gradients have the same size: what of the plan is exact tells."""
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.facts = describe(module, (images,), {})
+    held.learn(describe(module, (images,), {}))
+    assert held.facts is not None
     plan = Plan.of({"precision": "bf16", "checkpointing": level})
     undo = held.around_forward(lambda forward: lambda x: otherwise(forward(x)))
     with pytest.raises(Refused, match=refused) if refused else nullcontext():
         prove(held, plan, (images,), {}, Facts(roots=(held.facts,)))
         assert held.plan == plan
     undo()
-    assert held.sensitivity is not None
-    assert held.sensitivity.gradients > TOLERANCES.most
+    assert held.proof.sensitivity is not None
+    assert held.proof.sensitivity.gradients > TOLERANCES.most
     if not refused:
-        assert held.difference is not None
-        assert held.difference > TOLERANCES.most
+        assert held.proof.difference is not None
+        assert held.proof.difference > TOLERANCES.most
     held.take_back()
 
 
@@ -374,14 +381,16 @@ def test_how_noisy_a_model_is_is_found_of_the_weights_a_launch_begins_with(roote
     """What was proven of the plan where it had trained for a while says nothing of it."""
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.facts = describe(module, (images,), {})
+    held.learn(describe(module, (images,), {}))
+    assert held.facts is not None
     facts, rounding = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
-    held.sensitivity = Sensitivity(0.2, frozenset())
-    remember(held, rounding)  # as of an earlier launch
+    held.proof.found_sensitivity(Sensitivity(0.2, frozenset()))
+    held.proof.remember(rounding)  # as of an earlier launch
     assert prove(held, PLAN, (images,), {}, facts)
-    assert is_known(held, rounding)
+    assert held.proof.is_known(rounding)
     assert prove(held, rounding, (images,), {}, facts, known=True)
-    assert held.sensitivity.gradients > TOLERANCES.most
+    assert held.proof.sensitivity is not None
+    assert held.proof.sensitivity.gradients > TOLERANCES.most
     assert not prove(held, rounding, (images,), {}, facts, known=True)
     held.take_back()
 
@@ -399,11 +408,12 @@ class Counted(Chaotic):
 def test_statistics_that_move_twice_are_refused_where_all_else_is_chance(rooted: Rooted) -> None:
     module, images = Counted(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.facts = describe(module, (images,), {})
+    held.learn(describe(module, (images,), {}))
+    assert held.facts is not None
     with pytest.raises(Refused, match="would not change as it does"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
-    assert held.sensitivity is not None
-    assert held.sensitivity.gradients > TOLERANCES.most
+    assert held.proof.sensitivity is not None
+    assert held.proof.sensitivity.gradients > TOLERANCES.most
     held.take_back()
 
 
@@ -430,7 +440,8 @@ def test_what_a_model_makes_of_the_last_bits_is_no_difference(
     module, x = Steep(), torch.randn(8, 8)
     last_bits = 2.0**-22 * torch.randn_like(x)
     held = rooted(module)
-    held.facts = describe(module, (x,), {})
+    held.learn(describe(module, (x,), {}))
+    assert held.facts is not None
 
     def off(x: torch.Tensor) -> torch.Tensor:
         return x * (1.0 + (x.dtype is torch.float32) * last_bits[: len(x)])
@@ -439,8 +450,8 @@ def test_what_a_model_makes_of_the_last_bits_is_no_difference(
     with pytest.raises(Refused, match="differ") if refused else nullcontext():
         prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))
     undo()
-    assert held.difference is not None
-    assert held.difference > 2000 * torch.finfo(torch.float32).eps
+    assert held.proof.difference is not None
+    assert held.proof.difference > 2000 * torch.finfo(torch.float32).eps
     held.take_back()
 
 
@@ -512,7 +523,8 @@ def test_what_fits_when_compiled_alone_is_proven_so(rooted: Rooted) -> None:
     module, x = Fused(), torch.randn(8, 8)
     compiled = torch.compile(module, backend="aot_eager")
     held = rooted(compiled)  # type: ignore[arg-type]
-    held.facts = describe(compiled, (x,), {})  # type: ignore[arg-type]
+    held.learn(describe(compiled, (x,), {}))  # type: ignore[arg-type]
+    assert held.facts is not None
     assert held.facts.compiled
     assert prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))
     with pytest.raises(MemoryError):

@@ -170,18 +170,18 @@ def test_their_switch_makes_no_new_kind_of_call(level: str) -> None:
     root = HarnessRoot(own, Seams(None), Calls(), lambda *_: False)  # type: ignore[arg-type]
     batch = Batch.of((), without_cache(own, tokens(False)))
     root.layout(batch)
-    assert root.proofs == 1
+    assert root.proof.proofs == 1
     root.apply(Plan.of({"checkpointing": level}))
     root.layout(batch)
-    proofs = root.proofs
+    proofs = root.proof.proofs
     # Of most releases, the selective level makes a graph of another shape, even by itself.
     assert proofs <= 1 + (level == "selective")
     vars(own)["scale"] = 2.0  # the script's own change, which may matter
     root.layout(batch)
-    assert root.proofs == proofs + 1
+    assert root.proof.proofs == proofs + 1
     root.take_back()
     root.layout(batch)
-    assert root.proofs == proofs + 1
+    assert root.proof.proofs == proofs + 1
 
 
 @pytest.mark.quick

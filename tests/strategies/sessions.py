@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
+
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
 
 
 class Under(Session):
     """Trains under one plan; whatever a strategy refuses ends it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, strict: bool) -> None:
         super().__init__(meter.for_device("cpu"))
         self.plan = plan
+        self._strict = strict
+
+    def policy(self, module: nn.Module) -> RunPolicy:
+        return RunPolicy(strict=self._strict)
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         return self.plan
@@ -44,8 +51,7 @@ class Under(Session):
 @contextmanager
 def under(plan: Plan, *, strict: bool = False) -> Iterator[Under]:
     """Let what is trained within it be trained under ``plan``; ``strict``: it is measured."""
-    session = Under(plan)
-    session.strict = strict
+    session = Under(plan, strict=strict)
     session.start()
     try:
         yield session

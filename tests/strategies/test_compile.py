@@ -22,6 +22,7 @@ from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts, compile, get
 from autofit.worker.harness.batch.layout import equal_cuts
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.torch_state.compile_state import CompileClock, is_compiled, uncompiled
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch
@@ -98,9 +99,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def root_of(module: nn.Module, rooted: Rooted, *, strict: bool = True) -> HarnessRoot:
-    held = rooted(module)
-    held.strict = strict
-    return held
+    return rooted(module, lambda *_: False, RunPolicy(strict=strict))
 
 
 def gradients(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> torch.Tensor:

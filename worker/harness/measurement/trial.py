@@ -27,6 +27,7 @@ from autofit.worker.harness.parent.agreement import Figures, Peers, Seen
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.session.ranked_session import RankedSession
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.meter import Meter
@@ -86,7 +87,6 @@ class Trial(RankedSession):
         """Seconds spent compiling when the last step ended."""
         self._retries = 0  # of the allocator, by then
         self._refusals = Refusals(meter)
-        self.strict = True
         self.reads.start()
         self._verified: set[Plan] = set()
         """Plans, without a size, under which a step was taken."""
@@ -223,7 +223,7 @@ class Trial(RankedSession):
         self._send_trace()
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
-        differences = [root.difference for root in self.roots if root.difference is not None]
+        differences = [d for root in self.roots if (d := root.proof.difference) is not None]
         report = TrialReport(
             index=self.index,
             plan=self._given[self.index],
@@ -276,11 +276,14 @@ class Trial(RankedSession):
 
     # --- what the session asks -------------------------------------------------------------
 
-    def new_root(self, module: nn.Module) -> None:
-        """Refuse a split that a later batch does not allow: its figures would be the whole's."""
-        super().new_root(module)
-        self.roots[-1].whole_at_worst = False
-        self.roots[-1].proving = self._refusals.left_out
+    def policy(self, module: nn.Module) -> RunPolicy:
+        """Return a policy that refuses whatever would make the figures those of another plan."""
+        return RunPolicy(
+            strict=True,
+            may_run_whole=False,
+            around_proof=self._refusals.left_out,
+            whole_fits=lambda: self._whole_fits,
+        )
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the present stage's plan."""
@@ -409,7 +412,6 @@ class Trial(RankedSession):
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply and prove ``plan`` on a model that drops as the script has it."""
-        root.whole_fits = self._whole_fits
         self._compiling.seconds()
         root.take_back()
         self._compiling.seconds()

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,15 +32,14 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
-from autofit.worker.harness.batch.layout import Batch
+from autofit.strategies.base import Forward
+from autofit.worker.harness.batch.chunked_root import ChunkedRoot
+from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import Seams, inside
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
-
-if TYPE_CHECKING:
-    from autofit.worker.harness.session.root import HarnessRoot
 
 Edge = tuple[Node, int]
 """A node of the graph, and which of its outputs."""
@@ -49,11 +48,39 @@ _OURS = "autofit"
 LOST = "memory that runs out in this model cannot be made up for"
 
 
+class RescuedRoot(Protocol):
+    """What the rescue needs of a root."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def elastic(self) -> ChunkedRoot | None:
+        """Runs the root in chunks; ``None`` where it runs whole."""
+
+    @property
+    def forward(self) -> Forward:
+        """The model's call under the plan."""
+
+    def run_whole(self, args: Any, kwargs: Any) -> Any:
+        """Run a call in one piece."""
+
+    def rerun(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call again from its start."""
+
+    def layout(self, batch: Batch) -> Layout:
+        """Return how a call is split; raise ``Refused`` if it cannot be."""
+
+    def split_from_now_on(self, micro_batch: int) -> None:
+        """Run this call and later ones in chunks."""
+
+
 @dataclass(eq=False)
 class PlainCall:
     """What is known of one call of a root that ran plainly."""
 
-    root: HarnessRoot
+    root: RescuedRoot
     batch: Batch | None
     """``None`` once backward is through."""
     training: bool
@@ -103,7 +130,7 @@ class Standby:
 
     # --- forward ---------------------------------------------------------------------------
 
-    def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+    def call(self, root: RescuedRoot, args: Any, kwargs: Any) -> Any:
         """Run the root plainly; in chunks, and from now on, when memory runs out."""
         blind = id(root) in self._blind
         call = None if blind else beside(lambda: self._note(root, args, kwargs), None, LOST)
@@ -127,7 +154,7 @@ class Standby:
         call.start.restore()
         return root.rerun(*args, **kwargs)
 
-    def _note(self, root: HarnessRoot, args: Any, kwargs: Any) -> PlainCall:
+    def _note(self, root: RescuedRoot, args: Any, kwargs: Any) -> PlainCall:
         if id(root) not in self._tensors:
             self._tensors[id(root)] = _tensors(root.module)
             found = {id(t): t for each in self._tensors.values() for t in each if t.is_leaf}
@@ -140,7 +167,7 @@ class Standby:
             ambient=Ambient.now(),
         )
 
-    def _versions(self, root: HarnessRoot, batch: Batch) -> list[int]:
+    def _versions(self, root: RescuedRoot, batch: Batch) -> list[int]:
         arguments = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
         versions = [-1 if each.is_inference() else each._version for each in arguments]
         return versions + [tensor._version for tensor in self._tensors[id(root)]]

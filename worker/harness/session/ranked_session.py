@@ -14,7 +14,6 @@ from autofit.worker.harness.parent.agreement import Figures, Peers, common
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
-from autofit.worker.harness.verification.plan_check import is_known, remember
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
 from autofit.worker.records.trials import Event, Proven
@@ -55,11 +54,11 @@ class RankedSession(Session):
         if self.peers.alone:
             super().turn_to(root, plan, args, kwargs)
             return
-        known = all(self.peers.agree("what is proven", is_known(root, plan)))
+        known = all(self.peers.agree("what is proven", root.proof.is_known(plan)))
         own, proven = None, False
         try:
             proven = self.turn(root, plan, args, kwargs, known=known)
-            root.refuse_what_a_call_would(args, kwargs)
+            root.check_call(args, kwargs)
             if self.optimizers.prepare():
                 self.meter.release()  # what state in another form has left in the allocator's cache
         except Refused as refusal:
@@ -69,7 +68,7 @@ class RankedSession(Session):
             self._agreed = refusals[0]
             raise refusals[0]
         if proven:
-            remember(root, plan)
+            root.proof.remember(plan)
 
     def common(self, facts: RootFacts) -> RootFacts:
         """Return what all ranks take a root for; raise ``UsageError`` where they do not meet."""

@@ -20,6 +20,7 @@ from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.modules import is_sharded
@@ -194,7 +195,7 @@ class RealRun(Session):
         try:
             module = copied(root.module, weights=True)
             trial = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
-            trial.facts = root.facts
+            trial.learn(root.facts)
             prove(trial, plan, args, kwargs, self.facts)
             trial.take_back()
         except Exception as error:
@@ -215,16 +216,18 @@ class RealRun(Session):
         """Return whether the plan splits the batch."""
         return self.plan["micro_batch"] != AS_IS
 
-    def new_root(self, module: nn.Module) -> None:
-        """Stand by while the root runs whole.
+    def policy(self, module: nn.Module) -> RunPolicy:
+        """Return a policy that rescues calls and verifies splits on copies.
 
-        Not under ``DistributedDataParallel``: what a failed backward pass has sent is sent.
+        Under ``DistributedDataParallel`` no call is rescued: a failed backward pass has already
+        sent gradients to the other ranks.
         """
-        super().new_root(module)
-        self.roots[-1].leave_untouched()
-        if not isinstance(module, DistributedDataParallel):
-            self.roots[-1].standby = self._standby
-            self.roots[-1].rescue_evaluation()
+        alone = not isinstance(module, DistributedDataParallel)
+        return RunPolicy(
+            checks_on_copies=True,
+            rescues_evaluation=alone,
+            standby=self._standby if alone else None,
+        )
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run the script's backward pass, in smaller parts where memory runs out."""

@@ -1,11 +1,11 @@
-"""A root: the outermost module that is called with gradients, and what a plan has done to it."""
+"""A root: the outermost module that is called with gradients, and the plan applied to it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -27,36 +27,31 @@ from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching import weight_views
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
-from autofit.worker.harness.rescue.standby import Standby
-from autofit.worker.harness.session.script_facts import doubted
+from autofit.worker.harness.session.root_calls import RootCalls
+from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.graph import Shapes
 from autofit.worker.harness.torch_state.modules import unwrapped
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
-from autofit.worker.harness.torch_state.undo import take_back
+from autofit.worker.harness.torch_state.undo import UndoStack
 from autofit.worker.harness.verification.layout_cache import Layouts
 from autofit.worker.harness.verification.proof_cache import Known
+from autofit.worker.harness.verification.proof_record import ProofRecord
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import few, find_layout, preserved
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import attempt
 
 CHECKPOINTING = Checkpointing()
 
 
-@dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """What rounding does to a root, once and before all else."""
-
-    gradients: float
-    """Their relative difference, all together."""
-    buffers: frozenset[str]
-    """Those that it moves otherwise."""
-
-
 class HarnessRoot:
-    """One root of the script; implements ``strategies.base.Root``."""
+    """One root of the script; implements ``strategies.base.Root``.
+
+    It holds the script's module by a weak reference, so that the script can free its model.
+    """
 
     def __init__(
         self,
@@ -64,76 +59,41 @@ class HarnessRoot:
         seams: Seams,
         calls: Calls,
         on_shortage: OnShortage,
-        known: Known | None = None,
+        evidence: Known | None = None,
+        policy: RunPolicy | None = None,
     ) -> None:
-        self._outer = weakref.ref(module, lambda _: self._forget())
+        """``evidence``: what was verified of the root; ``policy``: how this run treats it."""
+        self._outer = weakref.ref(module, lambda _: self._script_dropped_model())
         self._seams = seams
         self._calls = calls
         self._on_shortage = on_shortage
-        self._wrappers: list[Wrapper] = []
-        self._outermost: list[Wrapper] = []
-        """Around the whole call, outside any split."""
-        self._lasting: list[Wrapper] = []
-        """Those of the wrappers without which the model cannot run."""
-        self._undos: list[Undo] = []
-        self._apart: list[Undo] = []
-        """Of what changes more than the root: loaders, optimizers, settings of the process."""
-        self.reached: int | None = None
-        """The samples in a part when the script dropped the model."""
-        self.strict = False
-        """It is measured: a level is to fail where it would go on as something else."""
+        self._policy = policy or RunPolicy()
+        self._composed = RootCalls(module, seams, calls)
+        self._undos = UndoStack()
+        self._shared_undos: list[Undo] = []
+        """Of changes beyond the root: to loaders, optimizers, settings of the process."""
+        self._plan = Plan()
+        self._facts: RootFacts | None = None
+        self._elastic: ChunkedRoot | None = None
+        self._last_micro_batch: int | None = None
         self._one_size = False
-        self.facts: RootFacts | None = None
-        self.casts = False
-        """Its own forward enters autocast, as a proof has shown."""
-        self.plainly: dict[tuple[object, ...], Any] = {}
-        """What a few samples of the present call do without a plan, once that was computed."""
-        self.difference: float | None = None
-        """Of the gradients under the plan from the plain ones, when that was proven last."""
-        self.sensitivity: Sensitivity | None = None
-        """What rounding to bf16 does, where a proof has looked."""
-        self.noise_sought = False
-        """A plan that rounds was proven of the weights that the launch has begun with, or later."""
-        self.proofs = 0
-        """How often something was proven of it: that takes time and memory of its own."""
-        self.plan = Plan()
-        self.elastic: ChunkedRoot | None = None
-        self.evaluation: Evaluation | None = None
-        """Runs calls without gradients, in parts if need be, where no plan splits the batch."""
-        self.whole_at_worst = True
-        """A later batch that cannot be split runs in one piece; not where a plan is measured."""
-        self.whole_fits = False
-        """A call of it is known to fit as the script has it."""
-        self.proving: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Makes a context for what is tried out: memory may run out in it, and is asked less of."""
-        self.standby: Standby | None = None
-        """Rescues calls that run whole."""
-        self.known = known or Known()
-        """What has been proven of it, here or in an earlier launch of the search."""
-        self._untouched = False
-        self._layouts = Layouts(lambda: self.module, self._find_layout, self.known, self._rehearse)
-        self.own_call: Forward = seams.wrapped(calls.plain(module))
-        """The root's own call, inside nothing of ours."""
-        self._call = self.own_call
-        """The same inside the forward wrappers of the plan; still the whole batch."""
-        self.plain: Forward = self._inner_call(module)
-        """The model's own call: ``own_call`` without ``DistributedDataParallel`` around it."""
-        self.forward: Forward = self.plain
-        """The same inside the forward wrappers of the plan."""
+        self.proof = ProofRecord(evidence)
+        """What the checks of this root have found."""
+        self._layouts = Layouts(
+            lambda: self.module,
+            self._find_layout,
+            self.proof.evidence,
+            None if self._policy.checks_on_copies else self._rehearse,
+        )
+        self._evaluation: Evaluation | None = None
+        if self._policy.rescues_evaluation:
+            self._evaluation = Evaluation(self.layout, on_shortage)
 
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing is tried out on the module itself, but on copies: it is in earnest."""
-        return self._untouched
-
-    def leave_untouched(self) -> None:
-        """Try nothing out on the module from now on."""
-        self._untouched = True
-        self._layouts.rehearse = None
+    # --- what is known of it ---------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """Whether the script still holds it."""
+        """Whether the script still holds the module."""
         return self._outer() is not None
 
     @property
@@ -145,15 +105,63 @@ class HarnessRoot:
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, out of ``DistributedDataParallel`` and ``torch.compile``."""
+        """The model, without ``DistributedDataParallel`` and ``torch.compile`` around it."""
         return unwrapped(self.outer)
 
+    @property
+    def strict(self) -> bool:
+        """Whether a technique must fail instead of falling back: its plan is measured."""
+        return self._policy.strict
+
+    @property
+    def whole_fits(self) -> bool:
+        """Whether a call of the whole batch is known to fit without a plan."""
+        return self._policy.whole_fits()
+
+    @property
+    def facts(self) -> RootFacts | None:
+        """What is known of the model; ``None`` before its first call."""
+        return self._facts
+
+    def learn(self, facts: RootFacts | None) -> None:
+        """Replace the facts."""
+        self._facts = facts
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is applied."""
+        return self._plan
+
+    @property
+    def elastic(self) -> ChunkedRoot | None:
+        """Runs the root in chunks; ``None`` where the plan does not split the batch."""
+        return self._elastic
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The samples in a chunk, or in the last one before the script dropped the model."""
+        return self._elastic.micro_batch if self._elastic is not None else self._last_micro_batch
+
+    @property
+    def own_call(self) -> Forward:
+        """The call of the module that the script calls, without anything of the plan."""
+        return self._composed.own
+
+    @property
+    def plain(self) -> Forward:
+        """The model's call without the plan, and without ``DistributedDataParallel``."""
+        return self._composed.plain
+
+    @property
+    def forward(self) -> Forward:
+        """The model's call under the plan, and without ``DistributedDataParallel``."""
+        return self._composed.forward
+
+    # --- calls -----------------------------------------------------------------------------
+
     def call(self, args: Any, kwargs: Any) -> Any:
-        """Run the root as the plan has it."""
-        run: Forward = self.rerun
-        for wrapper in self._outermost:
-            run = wrapper(run)
-        return run(*args, **kwargs)
+        """Run a call of the script under the plan."""
+        return self._composed.in_outermost(self.rerun)(*args, **kwargs)
 
     def delay(
         self,
@@ -162,37 +170,40 @@ class HarnessRoot:
         again: Callable[[Any, Any], Any],
         entered: Callable[[Callable[[], Any]], Any],
     ) -> Any | None:
-        """Return what stands for the output of a call that waits; ``None`` where it does not.
+        """Return a lazy output for a call that waits for its loss; ``None`` to run it now.
 
         See ``ChunkedRoot.delay``.
         """
-        if self.elastic is None or self._outermost:
+        if self._elastic is None or self._composed.has_outermost:
             return None
-        return self.elastic.delay(self.forward, args, kwargs, again, entered)
+        return self._elastic.delay(self.forward, args, kwargs, again, entered)
 
     def rerun(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it with arguments that the plan's outermost wrappers have seen already."""
-        if self.elastic is None:
-            if self.evaluation is not None and not torch.is_grad_enabled():
-                return self.evaluation(self._call, args, kwargs)
-            if self.standby is not None and torch.is_grad_enabled():
-                return self.standby.call(self, args, kwargs)
-            return self.run_whole(args, kwargs)
-        if isinstance(wrapper := self.outer, DistributedDataParallel):
-            args, kwargs = ddp.to_device(wrapper, args, kwargs)
-        return self.elastic(self.forward, args, kwargs)
+        """Run a call whose arguments have passed the plan's outermost wrappers."""
+        if self._elastic is not None:
+            return self._elastic(self.forward, *self._on_device(args, kwargs))
+        if self._evaluation is not None and not torch.is_grad_enabled():
+            return self._evaluation(self._composed.whole, args, kwargs)
+        if self._policy.standby is not None and torch.is_grad_enabled():
+            return self._policy.standby.call(self, args, kwargs)
+        return self.run_whole(args, kwargs)
 
-    def refuse_what_a_call_would(self, args: Any, kwargs: Any) -> None:
-        """Raise ``Refused`` where a call with these arguments would be; before anything has run."""
-        if self.elastic is None:
-            return
-        if isinstance(wrapper := self.outer, DistributedDataParallel):
-            args, kwargs = ddp.to_device(wrapper, args, kwargs)
-        self.elastic.check_call(args, kwargs)
+    def check_call(self, args: Any, kwargs: Any) -> None:
+        """Raise ``Refused`` if a call with these arguments would be; run nothing of the model."""
+        if self._elastic is not None:
+            self._elastic.check_call(*self._on_device(args, kwargs))
 
     def run_whole(self, args: Any, kwargs: Any) -> Any:
-        """Run the root's own call inside what the plan puts around it."""
-        return self._call(*args, **kwargs)
+        """Run a call in one piece, inside the wrappers of the plan."""
+        return self._composed.whole(*args, **kwargs)
+
+    def _on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        wrapper = self.outer
+        if isinstance(wrapper, DistributedDataParallel):
+            return ddp.to_device(wrapper, args, kwargs)
+        return args, kwargs
+
+    # --- the plan --------------------------------------------------------------------------
 
     def apply(self, plan: Plan) -> None:
         """Take the present plan back and apply another; raise ``Refused`` with the reason.
@@ -203,22 +214,22 @@ class HarnessRoot:
         try:
             self._layouts.around(lambda: self._apply(plan), plan.in_calls.changes)
         except BaseException as error:
-            clear_frames(error.__traceback__)  # they hold what the way back may need
+            clear_frames(error.__traceback__)  # they hold tensors, and undoing needs memory
             self.take_back()
             raise
-        self.plan = plan
+        self._plan = plan
 
     def resize(self, plan: Plan) -> bool:
-        """Let the size of the chunks be all that changes, where it is; return whether it was.
+        """Change the chunk size alone, if ``plan`` differs in nothing else; return whether it did.
 
-        Nothing is taken back and done again for it: converting weights takes long, and memory.
+        Applying the plan anew would convert weights again, which takes time and memory.
         """
         size = plan["micro_batch"]
-        same = self.plan.replace(micro_batch=size) == plan and plan.unsized == plan
-        if self.elastic is None or not same or size == AS_IS:
+        same = self._plan.replace(micro_batch=size) == plan and plan.unsized == plan
+        if self._elastic is None or not same or size == AS_IS:
             return False
-        self.elastic.resize(int(size))
-        self.plan = plan
+        self._elastic.resize(int(size))
+        self._plan = plan
         return True
 
     def _apply(self, plan: Plan) -> None:
@@ -228,60 +239,41 @@ class HarnessRoot:
             except Refused as refusal:
                 raise Refused(str(refusal), strategy.name) from None
             if undo is not None:
-                self._undos.append(undo)
-
-    def rescue_evaluation(self) -> None:
-        """Run calls without gradients in parts where they do not fit, under any plan."""
-        self.evaluation = Evaluation(self.layout, self._on_shortage)
+                self._undos.push(undo)
 
     def take_back(self) -> None:
         """Leave the root as the script has it; raise ``NotTakenBack`` where memory runs out."""
-        held = self._outer()  # what is taken back may be the last that holds it
+        held = self._outer()  # undoing may drop the last other reference to the model
         if held is not None:
-            self._layouts.around(partial(take_back, self._undos))
+            self._layouts.around(self._undos.undo_all)
         else:
-            take_back(self._undos)
-        self.plan = Plan()
+            self._undos.undo_all()
+        self._plan = Plan()
 
-    def _forget(self) -> None:
-        """Let go of what is left of a model that the script has dropped: of its weights, say.
+    def _script_dropped_model(self) -> None:
+        """Free what was kept for the model, such as weights; undo what was changed beyond it."""
+        while self._shared_undos:
+            self._shared_undos.pop()()
+        if self._elastic is not None:
+            self._last_micro_batch = self._elastic.micro_batch
+            self._elastic.remove()
+        self._elastic = self._evaluation = None
+        self._undos.clear()
+        self._composed.clear()
+        self.proof.drop_plain_results()
 
-        What was done to it alone has gone with it; the rest is taken back.
-        """
-        while self._apart:
-            self._apart.pop()()
-        if self.elastic is not None:
-            self.reached = self.elastic.micro_batch
-            self.elastic.remove()
-        self.elastic = self.evaluation = None
-        for held in (self._wrappers, self._outermost, self._lasting, self._undos):
-            held.clear()
-        self._call = self.forward = self.own_call
-        self.plainly.clear()
-
-    # --- seams for strategies --------------------------------------------------------------
+    # --- for strategies --------------------------------------------------------------------
 
     def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
         """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
-        held = [self._wrappers, self._lasting] if lasting else [self._wrappers]
-        for each in held:
-            each.append(wrapper)
-        self._compose()
-
-        def undo() -> None:
-            for each in held:
-                _remove(wrapper, each)
-            self._compose()
-
-        return undo
+        return self._composed.add(wrapper, lasting=lasting)
 
     def around_whole(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of the root, outside any split of the batch."""
-        self._outermost.append(wrapper)
-        return lambda: _remove(wrapper, self._outermost)
+        return self._composed.add_outermost(wrapper)
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
-        """Show the script parameters that are kept in another form as they were."""
+        """Show the script the parameters in their own form, although they are kept in another."""
         if isinstance(self.outer, DistributedDataParallel):
             raise Refused("DistributedDataParallel listens to the parameters as they are")
         return weight_views.show(view, load)
@@ -303,7 +295,7 @@ class HarnessRoot:
         """Run each call in chunks of at most ``micro_batch`` samples."""
         outer = self.outer
         ddp.refuse_what_cannot_be_split(outer)
-        self.elastic = ChunkedRoot(
+        self._elastic = ChunkedRoot(
             outer,
             self._seams,
             micro_batch,
@@ -311,27 +303,27 @@ class HarnessRoot:
             layouts=self._layouts,
             on_shortage=self._on_shortage,
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
-            whole_at_worst=self.whole_at_worst,
+            whole_at_worst=self._policy.may_run_whole,
             one_size=self._one_size,
         )
 
         def undo() -> None:
-            if self.elastic is not None:
-                self.elastic.remove()
-            self.elastic = None
+            if self._elastic is not None:
+                self._elastic.remove()
+            self._elastic = None
 
         return undo
 
     def split_from_now_on(self, micro_batch: int) -> None:
-        """Split the batch beside what the plan does; raise ``Refused`` if a call would refuse."""
+        """Split the batch in addition to the plan; raise ``Refused`` if a call would be refused."""
         undo = self.split(micro_batch)
-        assert self.elastic is not None
+        assert self._elastic is not None
         try:
-            self.elastic.refuse_listeners()
+            self._elastic.refuse_listeners()
         except Refused:
             undo()
             raise
-        self._undos.append(undo)
+        self._undos.push(undo)
 
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
@@ -343,34 +335,36 @@ class HarnessRoot:
         return self.outliving(self._seams.read_by(reader))
 
     def taken_back_by(self, undo: Undo) -> None:
-        """Have the plan taken back with ``undo`` too, however far its change has come."""
-        self._undos.append(undo)
+        """Register ``undo`` before its change is made, because memory may run out during it."""
+        self._undos.push(undo)
 
     def outliving(self, undo: Undo) -> Undo:
-        """Return ``undo``, which is called too where the script drops the model before."""
-        self._apart.append(undo)
+        """Return ``undo``; it is also called, once, when the script drops the model first."""
+        self._shared_undos.append(undo)
 
-        def once() -> None:
-            if undo in self._apart:
-                self._apart.remove(undo)
+        def undo_unless_done() -> None:
+            if undo in self._shared_undos:
+                self._shared_undos.remove(undo)
                 undo()
 
-        return once
+        return undo_unless_done
 
     def set_aside(self) -> None:
-        """Keep the step under way out of what is measured."""
-        self.proofs += 1
+        """Leave the step under way out of the measurement."""
+        self.proof.proof_begins()
 
     def inside(self) -> AbstractContextManager[None]:
-        """Return a context in which calls are the root's own."""
+        """Return a context in which module calls count as the root's own."""
         return inside(self._seams)
 
-    def layout(self, batch: Batch, *, gradients: bool = True) -> Layout:
-        """Return how such a call is split, proven when its kind is seen for the first time.
+    # --- how a call is split ---------------------------------------------------------------
 
-        Raises ``Refused`` when it cannot be, each time for the same reason. Proven on the plain
-        root, in its own precision where that fits: what a plan's precision does is proven apart,
-        and within rounding only.
+    def layout(self, batch: Batch, *, gradients: bool = True) -> Layout:
+        """Return how such a call is split; verify it when its kind comes for the first time.
+
+        Raises ``Refused`` if it cannot be split, with the same reason each time. The split is
+        verified on the plain root, in its own precision where that fits. The plan's precision has
+        a check of its own, with the tolerance of rounding.
         """
         try:
             return self._layouts.of(batch, gradients=gradients)
@@ -379,106 +373,72 @@ class HarnessRoot:
 
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted
-        if self.elastic is not None:
-            self.elastic.use_one_size(wanted)
+        if self._elastic is not None:
+            self._elastic.use_one_size(wanted)
 
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
-        self.proofs += 1
+        self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
-        with uncompiled(), self.proving(), checking():
-            module = copied(self.module, weights=False) if self.untouched else self.module
-            plain = module.__call__ if self.untouched else self.plain
-            forward = ddp.refuse_collectives(self._lasts(plain))
+        on_copy = self._policy.checks_on_copies
+        with uncompiled(), self._policy.around_proof(), checking():
+            module = copied(self.module, weights=False) if on_copy else self.module
+            plain = module.__call__ if on_copy else self.plain
             found = find_layout(
                 module,
-                forward,
+                ddp.refuse_collectives(self._composed.in_lasting(plain)),
                 batch,
                 gradients=gradients,
-                leanly=None if self.untouched else self.leanly,
+                leanly=None if on_copy else self.leanly,
                 narrowly=self._narrowly,
-                doubted=self.facts is not None and doubted(self.facts, batch),
+                doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),
             )
-        if not self._untouched or not found.moved:
+        if not on_copy or not found.moved:
             return found
         return replace(found, moved=places_at(self.module, map(key_of, found.moved)))
 
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
-        """Return the shape of the graph that two samples of a call make without a plan.
-
-        Nothing where they do not fit.
-        """
-        try:
-            return self._shape(batch, layout)
-        except Exception as error:
-            if classify(error).kind is not Kind.OOM:
-                raise
-            clear_frames(error.__traceback__)  # they hold what did not fit
-        return ""
+        """Return the shape of the graph of two samples without a plan; "" if they do not fit."""
+        return attempt(lambda: self._shape(batch, layout)).value or ""
 
     def _shape(self, batch: Batch, layout: Layout) -> str:
         some = few(batch, layout, range(min(2, layout.size(batch))))
         args, kwargs = some.call(some.leaves)
-        with uncompiled(), self.proving(), preserved(self.module), torch.enable_grad():
-            outputs = flatten(ddp.refuse_collectives(self._lasts(self.plain))(*args, **kwargs))[0]
+        forward = ddp.refuse_collectives(self._composed.in_lasting(self.plain))
+        with (
+            uncompiled(),
+            self._policy.around_proof(),
+            preserved(self.module),
+            torch.enable_grad(),
+        ):
+            outputs = flatten(forward(*args, **kwargs))[0]
             return Shapes().of(outputs, [*self.module.parameters()])
 
     @property
     def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Makes a context in which the model's blocks run again in backward; ``None`` if they do.
+        """Makes a context in which the model's blocks are checkpointed.
 
-        Nor where they cannot, or drop: the draws that a proof has fixed would be others there.
+        ``None`` if they are already, if they cannot be, or if the model has dropout: recomputing
+        would then draw other random numbers than the check has fixed.
         """
-        here = Facts(roots=(self.facts,)) if self.facts is not None else Facts()
+        here = Facts(roots=(self._facts,)) if self._facts is not None else Facts()
         reason = CHECKPOINTING.inapplicable("all", here)
         drops = any(root.dropout for root in here.roots)
-        can = reason is None and not drops and self.plan[CHECKPOINTING.name] == AS_IS
-        return self._leanly if can else None
+        can = reason is None and not drops and self._plan[CHECKPOINTING.name] == AS_IS
+        return self._checkpointed if can else None
 
     @property
     def _narrowly(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Makes a context in which the model runs in the plan's bf16; ``None`` without it."""
-        if self.plan[Precision.name] != "bf16":
+        """Makes a context in which the model runs in bf16; ``None`` unless the plan uses bf16."""
+        if self._plan[Precision.name] != "bf16":
             return None
         devices = {parameter.device.type for parameter in self.module.parameters()}
         return partial(torch.autocast, devices.pop(), dtype=torch.bfloat16)
 
     @contextmanager
-    def _leanly(self) -> Iterator[None]:
-        """Within it the model's blocks keep their inputs alone."""
+    def _checkpointed(self) -> Iterator[None]:
         undo = CHECKPOINTING.on_root("all", self)
         try:
             yield
         finally:
             if undo is not None:
                 undo()
-
-    def _lasts(self, forward: Forward) -> Forward:
-        """Return the model's own call, ``forward``, inside what it cannot do without."""
-        for wrapper in self._lasting:
-            forward = wrapper(forward)
-        return forward
-
-    def _compose(self) -> None:
-        self.forward, self._call = self.plain, self.own_call
-        for wrapper in self._wrappers:
-            self.forward, self._call = wrapper(self.forward), wrapper(self._call)
-
-    def _inner_call(self, outer: nn.Module) -> Forward:
-        if not isinstance(outer, DistributedDataParallel):
-            return self.own_call
-        forward = self._calls.plain(outer.module)
-        if not outer.device_ids:
-            return forward
-
-        def on_its_device(*args: Any, **kwargs: Any) -> Any:
-            assert isinstance(self.outer, DistributedDataParallel)
-            args, kwargs = ddp.to_device(self.outer, args, kwargs)
-            return forward(*args, **kwargs)
-
-        return on_its_device
-
-
-def _remove(wrapper: Wrapper, wrappers: list[Wrapper]) -> None:
-    """Take a wrapper away, if it is still there: with it the last of a dropped model may go."""
-    if wrapper in wrappers:
-        wrappers.remove(wrapper)

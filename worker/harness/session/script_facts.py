@@ -94,7 +94,7 @@ def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     )
 
 
-def doubted(facts: RootFacts, batch: Batch) -> bool:
+def batch_dimension_uncertain(facts: RootFacts, batch: Batch) -> bool:
     """Return whether the first dimension of a call's arguments may be time, and not the batch.
 
     Where no split tells: of sequences, unless an argument has one number for each sample. In a

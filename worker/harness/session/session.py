@@ -32,12 +32,13 @@ from autofit.worker.harness.session import script_facts as learn
 from autofit.worker.harness.session.calls_per_step import StepCalls
 from autofit.worker.harness.session.leading_optimizer import Leader
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.torch_state.undo import NotTakenBack
-from autofit.worker.harness.verification.plan_check import is_known, prove, remember
+from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.short_of_memory import checking, in_check
 from autofit.worker.harness.verification.split_check import batched_leaves
@@ -70,8 +71,6 @@ class Session:
         """Of the first root; only a trial counts them."""
         self.steps = 0
         """Optimizer steps of the leading optimizer: the first that stepped."""
-        self.strict = False
-        """What cannot go on as its plan has it is to fail: it is measured."""
         self._leader = Leader()
         self._quiet_steps = 0
         self._undos: list[Undo] = []
@@ -107,6 +106,10 @@ class Session:
         return None
 
     # --- what a session decides ------------------------------------------------------------
+
+    def policy(self, module: nn.Module) -> RunPolicy:
+        """Return how this session treats ``module``, which becomes a root."""
+        return RunPolicy()
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan that ``root`` should run under now."""
@@ -187,21 +190,21 @@ class Session:
 
     def proven(self) -> bool:
         """Return whether something was proven of a root since this was asked last."""
-        before, self._proofs = self._proofs, sum(root.proofs for root in self.roots)
+        before, self._proofs = self._proofs, sum(root.proof.proofs for root in self.roots)
         return self._proofs > before
 
     def sensitivity(self) -> float:
         """Return what rounding does to the gradients of a root, at most, as proofs have found."""
-        return max((r.sensitivity.gradients for r in self.roots if r.sensitivity), default=0.0)
+        return max((n.gradients for r in self.roots if (n := r.proof.sensitivity)), default=0.0)
 
     def new_root(self, module: nn.Module) -> None:
         """Take charge of a root's calls."""
         known = self.known.of(module)
         self._leader.met(module)
-        self._proofs -= sum(each.proofs for each in self.roots if not each.alive)
+        self._proofs -= sum(each.proof.proofs for each in self.roots if not each.alive)
         self.roots = [each for each in self.roots if each.alive]  # of another training, before
-        root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known)
-        root.strict = self.strict
+        policy = self.policy(module)
+        root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known, policy)
         self.roots.append(root)
         self._quiet_steps = 0
         self.calls.wrap(module, lambda _: lambda *args, **kwargs: self._call(root, args, kwargs))
@@ -331,7 +334,7 @@ class Session:
         except NotTakenBack as failure:
             self.spoilt(failure)
         finally:
-            root.plainly.clear()
+            root.proof.drop_plain_results()
 
     def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -361,7 +364,7 @@ class Session:
                     raise
                 clear_frames(error.__traceback__)  # they hold what did not fit
                 root.take_back()
-                root.plainly.clear()  # what did run has moved the statistics of batches
+                root.proof.drop_plain_results()  # what did run has moved the statistics of batches
                 self.phase = "forward"
                 self.go_on()
             else:
@@ -394,8 +397,8 @@ class Session:
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply ``plan``, which is new, to ``root``; raise ``Refused`` with the reason if not."""
-        if self.turn(root, plan, args, kwargs, known=is_known(root, plan)):
-            remember(root, plan)
+        if self.turn(root, plan, args, kwargs, known=root.proof.is_known(plan)):
+            root.proof.remember(plan)
 
     def turn(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply ``plan``, proven if it is not ``known``; return whether it was."""
@@ -414,11 +417,12 @@ class Session:
             return prove(root, plan, args, kwargs, self.facts, known=known)
 
     def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
-        root.facts = learn.describe(root.outer, args, kwargs)
-        if not root.facts.batch_norm and not transformed():
+        facts = learn.describe(root.outer, args, kwargs)
+        root.learn(facts)
+        if not facts.batch_norm and not transformed():
             with inside(self.seams):
-                root.facts = self._with_samples(root, root.facts, args, kwargs)
-        root.facts = self.common(root.facts)
+                facts = self._with_samples(root, facts, args, kwargs)
+        root.learn(self.common(facts))
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
         autocast = self.facts.autocast or autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
@@ -438,14 +442,14 @@ class Session:
         batch = beside(lambda: Batch.of(args, kwargs), None, lost)
         if batch is None:
             return facts
-        dim: int | None = root.known.get(BATCH)
+        dim: int | None = root.proof.evidence.get(BATCH)
         if self.splits():
             try:
                 layout = root.layout(batch)
                 before, dim = dim, layout.dim
                 facts = replace(facts, dropout=facts.dropout or layout.draws)  # by hand, too
                 if dim != before:
-                    root.known.put(dim, BATCH)
+                    root.proof.evidence.put(dim, BATCH)
             except Refused:
                 pass  # refused again, with its reason, when a plan asks for it
             except Exception as error:
@@ -453,7 +457,7 @@ class Session:
                     raise
                 clear_frames(error.__traceback__)  # they hold what did not fit
         if dim is None or not (batched := batched_leaves(batch, dim)):
-            return replace(facts, batch_doubted=learn.doubted(facts, batch))
+            return replace(facts, batch_doubted=learn.batch_dimension_uncertain(facts, batch))
         return replace(facts, batch=Layout(dim, batched, ()).size(batch))
 
     def _learn(self, **changes: Any) -> None:

@@ -17,6 +17,25 @@ class NotTakenBack(BaseException):
         self.error = error
 
 
+class UndoStack:
+    """The undos of one plan on one root, called last in, first out."""
+
+    def __init__(self) -> None:
+        self._undos: list[Undo] = []
+
+    def push(self, undo: Undo) -> None:
+        """Register an undo."""
+        self._undos.append(undo)
+
+    def undo_all(self) -> None:
+        """Call every undo; raise ``NotTakenBack`` where memory runs out."""
+        take_back(self._undos)
+
+    def clear(self) -> None:
+        """Forget every undo without calling it: what it would restore is gone."""
+        self._undos.clear()
+
+
 def take_back(undos: list[Undo]) -> None:
     """Call ``undos``, the last first, and empty the list.
 

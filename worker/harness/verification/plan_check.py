@@ -12,18 +12,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.exceptions import Refused
-from autofit.facts import Facts
+from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
 from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
-from autofit.worker.harness.session.root import HarnessRoot, Sensitivity
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
@@ -43,6 +42,7 @@ from autofit.worker.harness.verification.gradient_digest import (
     pattern,
 )
 from autofit.worker.harness.verification.perturbation import rounded, vectors_moved, weights_rounded
+from autofit.worker.harness.verification.proof_record import ProofRecord, Sensitivity
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
     SAMPLES,
@@ -65,30 +65,75 @@ Answer = TypeVar("Answer")
 Way = tuple[str, int, Saved]
 """A name, the samples at most, and where what autograd saves for them is kept."""
 
-PLAN = "what of a plan shows in the gradients"
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
 """Proven, it stands for the plain model where that does not fit."""
 
 
+class CheckedRoot(Protocol):
+    """What a check needs to know of a root, and how it puts a plan on it."""
+
+    @property
+    def proof(self) -> ProofRecord:
+        """Where the check leaves what it finds."""
+
+    @property
+    def facts(self) -> RootFacts | None:
+        """What is known of the root; ``None`` before its first call."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without ``DistributedDataParallel`` and ``torch.compile`` around it."""
+
+    @property
+    def outer(self) -> nn.Module:
+        """The module that the script calls."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is applied."""
+
+    @property
+    def plain(self) -> Forward:
+        """The model's call without a plan."""
+
+    @property
+    def forward(self) -> Forward:
+        """The model's call under the plan that is applied."""
+
+    @property
+    def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Makes a context in which the model's blocks are checkpointed; ``None`` if they cannot."""
+
+    @property
+    def whole_fits(self) -> bool:
+        """Whether a call of the whole batch is known to fit without a plan."""
+
+    def apply(self, plan: Plan) -> None:
+        """Replace the plan that is applied; raise ``Refused`` if that is impossible."""
+
+    def take_back(self) -> None:
+        """Leave the model as the script has it."""
+
+
 def prove(
-    root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
+    root: CheckedRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
 ) -> bool:
     """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold.
 
     ``known``: it does, as far as it depends on no size, nor on how noisy gradients are: that is
     found in each launch, of the weights it begins with. Returns whether it was proven.
     """
-    root.difference = None
+    root.proof.check_begins()
     shown = _shown(plan)
     noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING
     known = known and not any(strategy.sized for strategy, _ in shown)
-    known = known and (root.noise_sought or not noisy)
+    known = known and (root.proof.noise_measured_here or not noisy)
     if known or not shows_in_calls(plan, facts):
         root.apply(plan)
         return False
-    root.proofs += 1
-    if noisy:  # what was found of other weights may be less
-        root.noise_sought, root.sensitivity = True, None
+    root.proof.proof_begins()
+    if noisy:
+        root.proof.measure_noise_anew()
     kwargs = without_cache(root.module, kwargs)
     for strategy, level in shown:
         args, kwargs = strategy.telling(level, args, kwargs)
@@ -111,7 +156,7 @@ def shows_in_calls(plan: Plan, facts: Facts) -> bool:
     return not shown.neutral and shown.fidelity(facts) is not Fidelity.RECIPE
 
 
-def _without_code(root: HarnessRoot, attempt: Callable[[], None], *, alone: bool) -> None:
+def _without_code(root: CheckedRoot, attempt: Callable[[], None], *, alone: bool) -> None:
     """Prove a plan without the code that the script has compiled, which is not for few samples.
 
     With it where memory has no room otherwise: fused, it may need much less. Others would not.
@@ -123,29 +168,12 @@ def _without_code(root: HarnessRoot, attempt: Callable[[], None], *, alone: bool
         if not alone or classify(error).kind is not Kind.OOM:
             raise
         clear_frames(error.__traceback__)  # they hold what did not fit
-        root.plainly.clear()
+        root.proof.drop_plain_results()
         attempt()
 
 
-def remember(root: HarnessRoot, plan: Plan) -> None:
-    """Take down that ``plan`` has kept its promise on ``root``, and what that has shown of it."""
-    noise = root.sensitivity and [root.sensitivity.gradients, sorted(root.sensitivity.buffers)]
-    root.known.put([root.casts, noise], PLAN, _shown(plan).changes)
-
-
-def is_known(root: HarnessRoot, plan: Plan) -> bool:
-    """Return whether ``plan`` has kept its promise on ``root``, here or in an earlier launch."""
-    if (shown := root.known.get(PLAN, _shown(plan).changes)) is None:
-        return False
-    casts, noise = shown
-    root.casts = root.casts or casts
-    if noise is not None and root.sensitivity is None:
-        root.sensitivity = Sensitivity(noise[0], frozenset(noise[1]))
-    return True
-
-
 def _prove(
-    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+    root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
     """Apply ``plan`` and compare; ``call``: how it differs from the script's own.
 
@@ -179,7 +207,7 @@ def _prove(
 
 
 def _prove_and_blame(
-    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+    root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
     """Do as ``_prove``; name the strategy that a refusal of several is due to, if it is one.
 
@@ -219,18 +247,18 @@ def _communicates(module: nn.Module) -> bool:
 
 
 def _prove_exact(
-    root: HarnessRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+    root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
     """Prove what of ``plan`` does not round, by itself: beside the rest it has shown nothing."""
     facts = _as_cast(root, facts)
     levels = {s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING}
-    difference = root.difference
+    difference = root.proof.difference
     _prove(root, Plan.of(levels), batch, facts, call=call)
-    root.difference = difference
+    root.proof.found_difference(difference)
     root.apply(plan)
 
 
-def _applied(root: HarnessRoot, batch: Batch) -> Effects:
+def _applied(root: CheckedRoot, batch: Batch) -> Effects:
     """Return what the samples do under the plan that is applied.
 
     Where they do not fit: with what autograd saves in host memory.
@@ -246,7 +274,7 @@ def _applied(root: HarnessRoot, batch: Batch) -> Effects:
 
 
 def _beside_plain(
-    root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
+    root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
 ) -> tuple[Effects, Effects]:
     """Apply ``plan``; return what a few samples do without it and under it.
 
@@ -265,7 +293,7 @@ def _beside_plain(
 
 
 def _first_that_fits(
-    root: HarnessRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
+    root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
 ) -> tuple[Effects, Effects]:
     """Apply ``plan``; return both in the first of ``ways`` that memory has room for."""
     error: Exception | None = None
@@ -284,7 +312,7 @@ class _Indivisible(Exception):
     """The model runs on all samples of a call, or on none."""
 
 
-def _ways(root: HarnessRoot) -> list[Way]:
+def _ways(root: CheckedRoot) -> list[Way]:
     """Return how samples may run without a plan, each where the ones before it do not fit.
 
     A few; one; one whose blocks run again in backward, once that is proven of them; else what
@@ -297,13 +325,13 @@ def _ways(root: HarnessRoot) -> list[Way]:
     if is_sharded(root.module):
         return [few if root.whole_fits else on_host]
     ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
-    if root.leanly is not None and is_known(root, CHECKPOINTED):
+    if root.leanly is not None and root.proof.is_known(CHECKPOINTED):
         ways.insert(2, ("leanly", fewest, root.leanly))
     return ways
 
 
 def _try_beside_plain(
-    root: HarnessRoot,
+    root: CheckedRoot,
     plan: Plan,
     batch: Batch,
     most: int,
@@ -318,37 +346,39 @@ def _try_beside_plain(
     sharded = is_sharded(root.module)
     samples = _samples(batch, most)
     try:
-        if key not in root.plainly:
+        plain = root.proof.plain_result(key)
+        if plain is None:
             try:
-                with saved(), casts_noticed(root):
-                    root.plainly[key] = _gradients(root, root.plain, samples)
+                with saved(), autocast_noticed(root):
+                    plain = _gradients(root, root.plain, samples)
             except RuntimeError as error:
                 if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
                     raise
                 raise _Indivisible from error
+            root.proof.keep_plain_result(key, plain)
         root.apply(plan)
         if sharded or saved is nullcontext:
             with saved():
-                return (root.plainly[key], _gradients(root, root.forward, samples)), None
-        return (root.plainly[key], _applied(root, samples)), None
+                return (plain, _gradients(root, root.forward, samples)), None
+        return (plain, _applied(root, samples)), None
     except Exception as error:
         if classify(error).kind is not Kind.OOM or sharded:
             raise
         return None, error
 
 
-def _few(root: HarnessRoot) -> int:
+def _few(root: CheckedRoot) -> int:
     """Return the samples that tell enough: statistics of very few are noise themselves."""
     return 4 * SAMPLES if _normalised(root) else SAMPLES
 
 
-def _normalised(root: HarnessRoot) -> bool:
+def _normalised(root: CheckedRoot) -> bool:
     """Return whether statistics of the batch are taken, which amplify rounding."""
     return root.facts is not None and root.facts.batch_norm
 
 
 def _compare(
-    root: HarnessRoot,
+    root: CheckedRoot,
     applied: Plan,
     facts: Facts,
     under: Effects,
@@ -364,7 +394,7 @@ def _compare(
     plan = _shown(applied)
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
-    root.difference = mean_difference(under[0], expected[0])
+    root.proof.found_difference(mean_difference(under[0], expected[0]))
     try:
         if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
             return _compare_rounded(root, applied, facts, under, expected, batch)
@@ -375,7 +405,7 @@ def _compare(
 
 
 def _compare_exact(
-    root: HarnessRoot, applied: Plan, under: Effects, expected: Effects, batch: Batch
+    root: CheckedRoot, applied: Plan, under: Effects, expected: Effects, batch: Batch
 ) -> None:
     """Raise ``Refused`` unless both are one but for the order of sums, in float64 where in doubt.
 
@@ -407,13 +437,13 @@ def _state_moved(under: Effects, expected: Effects, exact: float) -> list[str]:
     return moved_otherwise(under[1], expected[1], exact=exact)
 
 
-def _unsteady(root: HarnessRoot, samples: Batch) -> frozenset[str]:
+def _unsteady(root: CheckedRoot, samples: Batch) -> frozenset[str]:
     """Return what the plain root changes otherwise each time: a time that was taken, say."""
     one, other = (_gradients(root, root.plain, samples) for _ in range(2))
     return frozenset(_state_moved(one, other, TOLERANCES.single_gradients))
 
 
-def _in_float64(root: HarnessRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
+def _in_float64(root: CheckedRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
     """Return what samples do under the plan and without it, in float64; ``None`` if they cannot.
 
     Compiled code does not show the modes below autograd what it computes. A model in whose forward
@@ -446,7 +476,7 @@ def _in_float64(root: HarnessRoot, applied: Plan, batch: Batch) -> tuple[Effects
 
 
 def _compare_rounded(
-    root: HarnessRoot,
+    root: CheckedRoot,
     applied: Plan,
     facts: Facts,
     under: Effects,
@@ -464,10 +494,10 @@ def _compare_rounded(
     doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
     if not alone:  # others may see no reason to look: none does where the model communicates
         doubtful = _normalised(root) and not _communicates(root.module)
-    if doubtful and root.sensitivity is None:
-        root.sensitivity = _asked(root, applied, batch, _sensitivity)
+    if doubtful and root.proof.sensitivity is None:
+        root.proof.found_sensitivity(_asked(root, applied, batch, _sensitivity))
     allowed, chaos = TOLERANCES.rounding, False
-    if (noise := root.sensitivity) is not None:
+    if (noise := root.proof.sensitivity) is not None:
         most = TOLERANCES.noise * noise.gradients
         chaos = most > TOLERANCES.most
         allowed = max(allowed, min(most, TOLERANCES.most))
@@ -494,12 +524,12 @@ def _differ(figures: str) -> str:
     return f"the gradients differ from the plain model's {figures}"
 
 
-def _as_cast(root: HarnessRoot, facts: Facts) -> Facts:
+def _as_cast(root: CheckedRoot, facts: Facts) -> Facts:
     """Return ``facts`` of a script that enters autocast if the root does."""
-    return replace(facts, autocast=facts.autocast or root.casts)
+    return replace(facts, autocast=facts.autocast or root.proof.autocasts)
 
 
-def _sensitivity(root: HarnessRoot, samples: Batch) -> Sensitivity:
+def _sensitivity(root: CheckedRoot, samples: Batch) -> Sensitivity:
     """Return what the plain root makes of the samples once all is rounded to bf16.
 
     Of weights and inputs, once and before all else; the computation stays the script's own. What a
@@ -515,7 +545,7 @@ def _sensitivity(root: HarnessRoot, samples: Batch) -> Sensitivity:
 
 
 def _asked(
-    root: HarnessRoot, plan: Plan, batch: Batch, ask: Callable[[HarnessRoot, Batch], Answer]
+    root: CheckedRoot, plan: Plan, batch: Batch, ask: Callable[[CheckedRoot, Batch], Answer]
 ) -> Answer | None:
     """Return what ``ask`` finds of the plain root on some samples; ``None`` where none fits.
 
@@ -565,7 +595,7 @@ def _chunk(plan: Plan, batch: Batch) -> int:
     return last - first
 
 
-def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
+def _gradients(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
     """Return the gradients of all that the root returns, and what that moved in it.
 
     The random draws are the same each time.
@@ -594,11 +624,11 @@ def _gradients(root: HarnessRoot, forward: Forward, batch: Batch) -> Effects:
 
 
 @contextmanager
-def casts_noticed(root: HarnessRoot) -> Iterator[None]:
-    """Notice in ``root.casts`` that a part of it runs under autocast, here in the script's own."""
+def autocast_noticed(root: CheckedRoot) -> Iterator[None]:
+    """Record it if a part of the root runs under autocast, in a call without a plan."""
 
     def look(*_: object) -> None:
-        root.casts = root.casts or autocast_on()
+        root.proof.found_autocast(autocast_on())
 
     if root.facts is not None and root.facts.compiled:  # it would be compiled anew for the hook
         yield

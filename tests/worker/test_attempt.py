@@ -1,0 +1,50 @@
+"""Work that memory may be too small for."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from autofit.worker.oom.attempt import attempt
+
+pytestmark = pytest.mark.quick
+
+
+class Held:
+    """Stands for a tensor that a failed call holds."""
+
+
+def test_a_value_is_returned() -> None:
+    outcome = attempt(lambda: 3)
+    assert outcome.fits
+    assert outcome.result() == 3
+
+
+def test_a_shortage_is_returned_and_its_frames_hold_nothing() -> None:
+    references = []
+
+    def run() -> None:
+        held = Held()
+        references.append(weakref.ref(held))
+        raise MemoryError
+
+    outcome = attempt(run)
+    assert not outcome.fits
+    assert references[0]() is None
+    with pytest.raises(MemoryError):
+        outcome.result()
+
+
+def test_another_error_is_raised() -> None:
+    with pytest.raises(ValueError, match="no shortage"):
+        attempt(lambda: int("no shortage"))
+
+
+def test_a_suspect_counts_once_the_device_is_known_to_be_full() -> None:
+    def run() -> None:
+        raise MemoryError("the cache is full")
+
+    with pytest.raises(MemoryError):
+        attempt(run)
+    assert not attempt(run, corroborated=lambda: True).fits

@@ -1,0 +1,102 @@
+"""The call of one root: as the script has it, and inside the wrappers of the plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.worker.harness.batch import ddp
+from autofit.worker.harness.patching.observers import Calls, Seams
+
+
+class RootCalls:
+    """Composes the wrappers that strategies put around a root's call."""
+
+    def __init__(self, outer: nn.Module, seams: Seams, calls: Calls) -> None:
+        self.own: Forward = seams.wrapped(calls.plain(outer))
+        """The call of the module that the script calls, without anything of the plan."""
+        self.plain: Forward = self._inner(outer, calls)
+        """The model's call: ``own`` without ``DistributedDataParallel`` around it."""
+        self.forward: Forward = self.plain
+        """``plain`` inside the wrappers of the plan."""
+        self.whole: Forward = self.own
+        """``own`` inside the wrappers of the plan, for a batch that is not split."""
+        self._wrappers: list[Wrapper] = []
+        self._lasting: list[Wrapper] = []
+        """Wrappers without which the model cannot run."""
+        self._outermost: list[Wrapper] = []
+        """Wrappers around the whole call, outside any split."""
+
+    @property
+    def has_outermost(self) -> bool:
+        """Whether the plan wraps the whole call, outside any split."""
+        return bool(self._outermost)
+
+    def add(self, wrapper: Wrapper, *, lasting: bool) -> Undo:
+        """Put ``wrapper`` around each forward, inside any split of the batch."""
+        lists = [self._wrappers, self._lasting] if lasting else [self._wrappers]
+        for each in lists:
+            each.append(wrapper)
+        self._compose()
+
+        def undo() -> None:
+            for each in lists:
+                _remove(wrapper, each)
+            self._compose()
+
+        return undo
+
+    def add_outermost(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call, outside any split of the batch."""
+        self._outermost.append(wrapper)
+        return lambda: _remove(wrapper, self._outermost)
+
+    def in_outermost(self, run: Forward) -> Forward:
+        """Return ``run`` inside the wrappers that belong outside any split."""
+        for wrapper in self._outermost:
+            run = wrapper(run)
+        return run
+
+    def in_lasting(self, forward: Forward) -> Forward:
+        """Return ``forward``, a model's plain call, inside the wrappers it cannot run without."""
+        for wrapper in self._lasting:
+            forward = wrapper(forward)
+        return forward
+
+    def clear(self) -> None:
+        """Drop every wrapper: the script has dropped the model."""
+        for each in (self._wrappers, self._lasting, self._outermost):
+            each.clear()
+        self.whole = self.forward = self.own
+
+    def _compose(self) -> None:
+        self.forward, self.whole = self.plain, self.own
+        for wrapper in self._wrappers:
+            self.forward, self.whole = wrapper(self.forward), wrapper(self.whole)
+
+    def _inner(self, outer: nn.Module, calls: Calls) -> Forward:
+        if not isinstance(outer, DistributedDataParallel):
+            return self.own
+        forward = calls.plain(outer.module)
+        if not outer.device_ids:
+            return forward
+        held: Callable[[], nn.Module | None] = weakref.ref(outer)
+
+        def on_its_device(*args: Any, **kwargs: Any) -> Any:
+            wrapper = held()
+            assert isinstance(wrapper, DistributedDataParallel)
+            args, kwargs = ddp.to_device(wrapper, args, kwargs)
+            return forward(*args, **kwargs)
+
+        return on_its_device
+
+
+def _remove(wrapper: Wrapper, wrappers: list[Wrapper]) -> None:
+    """Remove ``wrapper`` if it is still there: a model that is being freed has dropped its own."""
+    if wrapper in wrappers:
+        wrappers.remove(wrapper)

@@ -1,0 +1,34 @@
+"""What differs between a trial, a real run and ``@autofit.resilient`` in how a root is treated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from autofit.worker.harness.rescue.standby import Standby
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPolicy:
+    """Given to a root when it is made. The defaults are those of ``@autofit.resilient``."""
+
+    strict: bool = False
+    """The plan is measured: a technique must fail instead of falling back to another one."""
+    may_run_whole: bool = True
+    """A later batch that cannot be split runs in one piece. A trial refuses it instead, because
+    it would measure the wrong plan."""
+    checks_on_copies: bool = False
+    """Splits are verified on a copy of the model: a real run must not disturb the training."""
+    rescues_evaluation: bool = False
+    """Calls without gradients run in parts where they do not fit, under any plan."""
+    standby: Standby | None = None
+    """Rescues calls that run whole when memory runs out; ``None`` for no rescue."""
+    around_proof: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context for each check of a split: a trial leaves its failed allocations out."""
+    whole_fits: Callable[[], bool] = _never
+    """Tells whether a call of the whole batch is known to fit without a plan."""
