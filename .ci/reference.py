@@ -34,6 +34,7 @@ from autofit.space.pairs import pairs
 from autofit.storage import Store
 from autofit.storage.models import Base
 from autofit.strategies import NAMES, REGISTRY, Level, Strategy
+from autofit.worker.records.trials import Script
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 NOTICE = "<!-- Written by .ci/reference.py. Change the code, then run it again. -->"
@@ -245,7 +246,6 @@ def python() -> str:
     """Return ``python.md``: the public functions, and the records that they take and return."""
     searching = typing.get_type_hints(autofit.search)
     options, result = searching["options"], searching["return"]
-    script = typing.get_type_hints(options)["script"]
     told = ["# Python API", NOTICE, "", PUBLIC]
     for name in ("search", "best", "run"):
         told += ["", *function(f"autofit.{name}", getattr(autofit, name))]
@@ -257,7 +257,7 @@ def python() -> str:
         told += ["", *function(f"autofit.resilient.{name}", member, level=3)]
     for cls in (autofit.Plan, ActivePlan, Store):
         told += ["", *members(cls)]
-    for record in (options, script, result, Retry):
+    for record in (options, Script, result, Retry):
         told += ["", *dataclass(record)]
     told += ["", "## Exceptions", "", "Module `autofit.exceptions`.", ""]
     told += table(
@@ -310,8 +310,13 @@ def dataclass(cls: type) -> Iterator[str]:
     notes = fields(cls)
     rows = []
     for field in dataclasses.fields(cls):
-        default = "" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
-        rows.append((f"`{field.name}`", f"`{field.type}`", default, notes.get(field.name, "")))
+        given = field.default
+        if cls is SearchOptions and field.default_factory is not dataclasses.MISSING:
+            given = field.default_factory()
+        default = "" if given is dataclasses.MISSING else f"`{_default(given)}`"
+        flag = field.metadata.get("flag")
+        meaning = notes.get(field.name) or (flag.help if flag else "")
+        rows.append((f"`{field.name}`", f"`{field.type}`", default, meaning))
     yield from table(("field", "type", "default", "meaning"), rows)
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ("autofit", "storage", "strategies", "worker")
 MOST = 25
 """Modules of one package, at one level."""
-NO_MODULES = {"autofit.db", "autofit.line", "autofit.script_args"}
+NO_MODULES = {"autofit.db", "autofit.script_args"}
 """Strings that look like the name of a module, and are the names of a file and of keys."""
 DOTTED = re.compile(r"autofit(\.[A-Za-z_]\w*)+")
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from autofit.launch_lines import Launch
 
 _ARGS = "autofit.script_args"
-_LINE = "autofit.line"
 _F = TypeVar("_F", bound=click.Command)
 
 
@@ -27,7 +26,6 @@ class ScriptCommand(click.Command):
         """Parse what stands before ``--``; keep the rest for :func:`the_launch`."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[_ARGS] = tuple(args[cut + 1 :])
-        ctx.meta[_LINE] = tuple(args)
         try:
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
@@ -41,18 +39,11 @@ class ScriptCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
 
 
-def line_without(*options: str) -> list[str]:
-    """Return this command's arguments as given, but for these options and their values."""
-    given = list(click.get_current_context().meta[_LINE])
-    cut = given.index("--") if "--" in given else len(given)
-    kept: list[str] = []
-    own = iter(given[:cut])
-    for word in own:
-        if word in options:
-            next(own, None)
-        elif word.partition("=")[0] not in options:
-            kept.append(word)
-    return [*kept, *given[cut:]]
+def script_words(script: str | None, module: str | None) -> list[str]:
+    """Return the words of this command's line that name the script, and all after ``--``."""
+    target = ["-m", module] if module is not None else [script] if script is not None else []
+    arguments = click.get_current_context().meta[_ARGS]
+    return [*target, *(("--", *arguments) if arguments else ())]
 
 
 def _follows_a_script(args: list[str], option: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import click
 
 from autofit.cli import types
 from autofit.cli.out import say, show, write
-from autofit.cli.script import ScriptCommand, line_without, script_argument, the_launch
+from autofit.cli.script import ScriptCommand, script_argument, script_words, the_launch
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
@@ -20,65 +21,14 @@ if TYPE_CHECKING:
 
 Names = frozenset[str]
 
-FIDELITIES = ("exact", "redraw", "rounding", "recipe")
-"""The names of ``autofit.strategies.Fidelity`` (a test compares them), for ``--help``."""
-
 
 @script_argument
+@types.search_options
 @click.command("search", cls=ScriptCommand)
-@click.option(
-    "--memory", metavar="SIZE", callback=types.size, help="Budget per device, such as 24GiB."
-)
-@click.option(
-    "--allow",
-    type=click.Choice(FIDELITIES),
-    default="rounding",
-    show_default=True,
-    help="The most a plan may change in the training; each includes those before it.",
-)
-@click.option("--trials", type=click.IntRange(min=1), help="End after so many trials.")
-@click.option("--timeout", metavar="DUR", callback=types.duration, help="End after 10m, 1h30m, ...")
-@click.option(
-    "--only",
-    metavar="STRATEGY",
-    multiple=True,
-    callback=types.strategies,
-    help="Try this strategy alone (repeatable).",
-)
-@click.option(
-    "--without",
-    metavar="STRATEGY",
-    multiple=True,
-    callback=types.strategies,
-    help="Leave this strategy out (repeatable).",
-)
-@click.option(
-    "--horizon",
-    metavar="STEPS",
-    type=click.IntRange(min=1),
-    default=10_000,
-    show_default=True,
-    help="Optimizer steps over which the time to compile is charged.",
-)
-@click.option(
-    "--headroom",
-    metavar="PCT",
-    type=click.FloatRange(min=0, max=100, max_open=True),
-    default=5.0,
-    show_default=True,
-    help="Percent of the device to leave free when no --memory is given.",
-)
-@click.option("--gpus", metavar="N", type=click.IntRange(min=1), help="GPUs that may be used.")
-@click.option(
-    "--gpus-per-trial", metavar="K", type=click.IntRange(min=1), help="GPUs each training spans."
-)
-@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
-@click.option("--address", metavar="RAY", help="A running Ray cluster.")
 @click.option(
     "--submit", metavar="URL", help="Search as a job of the Ray cluster whose dashboard is there."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
-@click.option("--fresh", is_flag=True, help="Open a new study; the old one is kept.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
 def command(
     script: str | None,
@@ -95,7 +45,7 @@ def command(
     """
     options = _options(the_launch(script, module), **asked)
     if submit is not None:
-        return _submit(submit, options, as_json, asked["storage"])
+        return _submit(submit, options, as_json, asked, script_words(script, module))
     if dry_run:
         _preview(options, as_json)
     else:
@@ -136,20 +86,27 @@ def _options(
     )
 
 
-def _submit(url: str, options: SearchOptions, as_json: bool, storage: str | None) -> int:
+def _submit(
+    url: str,
+    options: SearchOptions,
+    as_json: bool,
+    given: Mapping[str, Any],
+    script: Sequence[str],
+) -> int:
     if as_json:
         raise UsageError(
-            "--submit and --json: what a job prints comes back mixed; give a --storage that both"
-            " reach, and take the result by `autofit best --format json`"
+            "--submit and --json: the job's log holds more than the result. Give a --storage that"
+            " both machines reach, then run `autofit best --format json` here"
         )
     if options.address is not None:
-        raise UsageError("--submit and --address: a job finds its own cluster; drop --address")
+        raise UsageError("--submit and --address: a job uses its own cluster; drop --address")
     from autofit.tuning import job
+    from autofit.tuning.options import command_line
 
     _end_as_by_ctrl_c()
+    storage = given["storage"]
     store = job.on_the_head(storage)
-    line = ["search", "--address", "auto", "--storage", store]
-    line += line_without("--submit", "--storage")
+    line = ["search", *command_line({**given, "address": "auto", "storage": store}), *script]
     code = job.submit(url, line, options.script, write=write)
     if code == 0 and storage is None and store == job.STORE:
         say(job.where(store))
@@ -163,7 +120,7 @@ def _end_as_by_ctrl_c() -> None:
 
 def _preview(options: SearchOptions, as_json: bool) -> None:
     from autofit.cli.view.preview import as_document, lines
-    from autofit.tuning.options import dry_run
+    from autofit.tuning.preview import dry_run
 
     preview = dry_run(options)
     if as_json:

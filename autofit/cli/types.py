@@ -1,19 +1,24 @@
-"""What options mean: sizes, durations, strategies. A bad one ends with exit code 2.
+"""Click's options: sizes, durations, strategies. A value that cannot be read ends with exit code 2.
 
-Used as Click callbacks, so that what parses is imported only when an option is given.
+Click callbacks import their parser only when the option is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import Field
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
 
 import click
 
 from autofit.exceptions import UsageError
+from autofit.tuning.options import Flag, Kind, default_of, flag_name, flags
 
 T = TypeVar("T")
+F = TypeVar("F", bound=click.Command)
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -40,6 +45,67 @@ def strategies(
 
     with _bad(param):
         return frozenset(get(name).name for name in value)
+
+
+class Fidelity(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+    """The name of a fidelity; the strategies are imported only when it is read or shown."""
+
+    name = "fidelity"
+
+    def _choice(self) -> click.Choice[str]:
+        from autofit.strategies import Fidelity
+
+        return click.Choice([str(each) for each in Fidelity])
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        """Return ``[exact|redraw|...]``."""
+        return self._choice().get_metavar(param, ctx)
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return the name, or end with a usage error that lists the names."""
+        return str(self._choice().convert(str(value), param, ctx))
+
+
+_KINDS: dict[Kind, dict[str, Any]] = {
+    Kind.SIZE: {"callback": size},
+    Kind.DURATION: {"callback": duration},
+    Kind.COUNT: {"type": click.IntRange(min=1)},
+    Kind.PERCENT: {"type": click.FloatRange(min=0, max=100, max_open=True)},
+    Kind.FIDELITY: {"type": Fidelity()},
+    Kind.STRATEGIES: {"multiple": True, "callback": strategies},
+    Kind.TEXT: {},
+    Kind.SWITCH: {"is_flag": True},
+}
+
+
+class _ShownDefault(click.Option):
+    """An option whose default is a function, which ``--help`` calls to show it."""
+
+    def get_default(self, ctx: click.Context, call: bool = True) -> Any:
+        """Return the default that the function returns."""
+        return super().get_default(ctx, call=True)
+
+
+def _option(each: Field[Any], flag: Flag) -> click.Option:
+    name, settings = flag_name(each.name), dict(_KINDS[flag.kind])
+    settings |= {"help": flag.help, "metavar": flag.metavar}
+    if not flag.show_default:
+        return click.Option([name], **settings)
+    return _ShownDefault([name], default=partial(_default, each), show_default=True, **settings)
+
+
+def _default(each: Field[Any]) -> Any:
+    """Return the default of a field as it is written on the command line."""
+    default = default_of(each)
+    return str(default) if isinstance(default, Enum) else default
+
+
+def search_options(command: F) -> F:
+    """Give ``command`` an option for each field of ``SearchOptions`` that has a flag."""
+    command.params[:0] = [_option(each, flag) for each, flag in flags()]
+    return command
 
 
 def url_of(storage: str | None) -> str:

@@ -1,81 +1,172 @@
-"""What is asked of a search, and what a search would try for it."""
+"""The options of a search: one dataclass for the Python API, the command line and ``--submit``.
+
+A field with a ``Flag`` is an option of ``autofit search``. ``autofit/cli/types.py`` makes Click's
+option from it, and ``command_line`` writes it back. Imports neither torch nor the strategies, so
+that ``autofit --help`` is quick.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
-from autofit.exceptions import StorageError
-from autofit.plan import Plan
-from autofit.space.catalogue import Reason, space
-from autofit.storage import Store, StudyRecord, script_path
-from autofit.strategies import Facts, Fidelity
-from autofit.worker import meter
-from autofit.worker.records.trials import HORIZON, Script
+if TYPE_CHECKING:
+    from autofit.strategies import Fidelity
+    from autofit.worker.records.trials import Script
+
+
+class Kind(StrEnum):
+    """How the value of an option is written."""
+
+    SIZE = "bytes, such as 24GiB"
+    DURATION = "seconds, such as 1h30m"
+    COUNT = "a number from 1"
+    PERCENT = "a number from 0, below 100"
+    FIDELITY = "the name of a fidelity"
+    STRATEGIES = "names of strategies, one an option"
+    TEXT = "any text"
+    SWITCH = "no value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """The option of the command line that sets a field."""
+
+    help: str
+    kind: Kind
+    metavar: str | None = None
+    show_default: bool = False
+
+
+def _flag(
+    help: str, kind: Kind, metavar: str | None = None, *, show_default: bool = False
+) -> dict[str, Flag]:
+    return {"flag": Flag(help=help, kind=kind, metavar=metavar, show_default=show_default)}
+
+
+def _rounding() -> Fidelity:
+    from autofit.strategies import Fidelity
+
+    return Fidelity.ROUNDING
+
+
+def _horizon() -> int:
+    from autofit.worker.records.trials import HORIZON
+
+    return HORIZON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """What was asked of a search."""
+    """The options of ``autofit.search``."""
 
     script: Script
-    memory: int | None = None
-    """Bytes per device; ``None`` for what it has free."""
-    allow: Fidelity = Fidelity.ROUNDING
-    trials: int | None = None
-    """Most trials to have in the study when the search ends."""
-    timeout: float | None = None
+    memory: int | None = field(
+        default=None, metadata=_flag("Budget per device, such as 24GiB.", Kind.SIZE, "SIZE")
+    )
+    """Bytes per device; ``None`` for the bytes that the device has free."""
+    allow: Fidelity = field(
+        default_factory=_rounding,
+        metadata=_flag(
+            "The most a plan may change in the training; each includes those before it.",
+            Kind.FIDELITY,
+            show_default=True,
+        ),
+    )
+    trials: int | None = field(
+        default=None, metadata=_flag("End after so many trials.", Kind.COUNT)
+    )
+    """Trials in the study at which the search ends, those of earlier searches included."""
+    timeout: float | None = field(
+        default=None, metadata=_flag("End after 10m, 1h30m, ...", Kind.DURATION, "DUR")
+    )
     """Seconds."""
-    only: frozenset[str] = frozenset()
-    without: frozenset[str] = frozenset()
-    headroom: float = 5.0
-    """Per cent of the device left free when no memory was asked for."""
-    horizon: int = HORIZON
-    """Optimizer steps over which the time to compile is charged."""
-    gpus: int | None = None
-    gpus_per_trial: int | None = None
-    storage: str
+    only: frozenset[str] = field(
+        default=frozenset(),
+        metadata=_flag("Try this strategy alone (repeatable).", Kind.STRATEGIES, "STRATEGY"),
+    )
+    without: frozenset[str] = field(
+        default=frozenset(),
+        metadata=_flag("Leave this strategy out (repeatable).", Kind.STRATEGIES, "STRATEGY"),
+    )
+    horizon: int = field(
+        default_factory=_horizon,
+        metadata=_flag(
+            "Optimizer steps over which the time to compile is charged.",
+            Kind.COUNT,
+            "STEPS",
+            show_default=True,
+        ),
+    )
+    headroom: float = field(
+        default=5.0,
+        metadata=_flag(
+            "Percent of the device to leave free when no --memory is given.",
+            Kind.PERCENT,
+            "PCT",
+            show_default=True,
+        ),
+    )
+    gpus: int | None = field(
+        default=None, metadata=_flag("GPUs that may be used.", Kind.COUNT, "N")
+    )
+    gpus_per_trial: int | None = field(
+        default=None, metadata=_flag("GPUs each training spans.", Kind.COUNT, "K")
+    )
+    storage: str = field(
+        metadata=_flag("Where trials are kept (default: ./autofit.db).", Kind.TEXT, "URL")
+    )
     """SQLAlchemy URL."""
-    address: str | None = None
-    """Of a running Ray cluster."""
-    fresh: bool = False
+    address: str | None = field(
+        default=None, metadata=_flag("A running Ray cluster.", Kind.TEXT, "RAY")
+    )
+    """Address of a running Ray cluster; ``None`` for this machine."""
+    fresh: bool = field(
+        default=False, metadata=_flag("Open a new study; the old one is kept.", Kind.SWITCH)
+    )
     lines: tuple[str, ...] = ()
-    """What people are told first: how the launch line was understood."""
+    """Lines that the search shows first: how the launch line was understood."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preview:
-    """What a search would try."""
-
-    plans: tuple[Plan, ...]
-    left_out: tuple[Reason, ...]
-    note: str
-    minutes: tuple[float, float] | None
+def flags() -> Iterator[tuple[Field[Any], Flag]]:
+    """Yield each field that is an option of the command line, in the order of ``--help``."""
+    for each in fields(SearchOptions):
+        if "flag" in each.metadata:
+            yield each, each.metadata["flag"]
 
 
-def dry_run(options: SearchOptions) -> Preview:
-    """Return what ``search`` would try, and start nothing."""
-    hardware = meter.hardware(meter.default_device())
-    known = _last_seen(options)
-    found = space(
-        hardware,
-        (known.facts if known else None) or Facts(),
-        allow=options.allow,
-        only=options.only,
-        without=options.without,
-    )
-    return Preview(
-        plans=(Plan(), *found.plans()),
-        left_out=found.left_out,
-        note="" if known else "the script has not been seen yet: some may not apply to it",
-        minutes=(known.seconds / 90, known.seconds / 40) if known and known.seconds else None,
-    )
+def flag_name(name: str) -> str:
+    """Return the option for a field: ``--gpus-per-trial`` for ``gpus_per_trial``."""
+    return "--" + name.replace("_", "-")
 
 
-def _last_seen(options: SearchOptions) -> StudyRecord | None:
-    """Return the newest study of this script that has learned its facts."""
-    try:
-        with Store(options.storage, create=False) as store:
-            records = store.studies(script_path(options.script))
-    except StorageError:
-        return None
-    return next((record for record in records if record.facts is not None), None)
+def default_of(each: Field[Any]) -> Any:
+    """Return the default of a field; ``None`` where it has none."""
+    if each.default_factory is not MISSING:
+        return each.default_factory()
+    return None if each.default is MISSING else each.default
+
+
+def command_line(given: Mapping[str, Any]) -> list[str]:
+    """Return the words of ``autofit search`` that set these values, by the names of fields.
+
+    Defaults are left out. The inverse of what Click makes of the words.
+
+    >>> command_line({"trials": 3, "only": frozenset({"precision"}), "fresh": True})
+    ['--trials', '3', '--only', 'precision', '--fresh']
+    """
+    words: list[str] = []
+    for each, flag in flags():
+        value = given.get(each.name)
+        if value is None or str(value) == str(default_of(each)):
+            continue
+        name = flag_name(each.name)
+        if flag.kind is Kind.SWITCH:
+            words += [name]
+        elif flag.kind is Kind.STRATEGIES:
+            words += [word for strategy in sorted(value) for word in (name, strategy)]
+        else:
+            words += [name, str(value)]
+    return words

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from autofit.cli import main
-from autofit.cli.search import FIDELITIES
 from autofit.cli.techniques import NOTHING
 from autofit.space.pairs import pairs
-from autofit.strategies import NAMES, REGISTRY, Fidelity, Memory
+from autofit.strategies import NAMES, REGISTRY, Memory
 
 pytestmark = pytest.mark.quick
 
@@ -66,7 +65,3 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert tuple(strategy["name"] for strategy in found) == NAMES
     assert all(strategy["levels"][0]["name"] == "as_is" for strategy in found)
-
-
-def test_the_names_in_help_are_those_there_are() -> None:
-    assert tuple(str(each) for each in Fidelity) == FIDELITIES

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.cli.view import words
 
 if TYPE_CHECKING:
-    from autofit.tuning.options import Preview
+    from autofit.tuning.preview import Preview
 
 
 def lines(preview: Preview) -> list[str]:
