@@ -311,7 +311,7 @@ def dataclass(cls: type) -> Iterator[str]:
     rows = []
     for field in dataclasses.fields(cls):
         given = field.default
-        if cls is SearchOptions and field.default_factory is not dataclasses.MISSING:
+        if "flag" in field.metadata and field.default_factory is not dataclasses.MISSING:
             given = field.default_factory()
         default = "" if given is dataclasses.MISSING else f"`{_default(given)}`"
         flag = field.metadata.get("flag")

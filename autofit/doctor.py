@@ -24,7 +24,7 @@ from autofit.worker.meter import build, nvml
 _OVERLAY = """
 import sys
 from pathlib import Path
-from autofit.worker.harness.overlay import isolate
+from autofit.worker.harness.process.sandbox import isolate
 sys.exit(not isolate(Path(sys.argv[1])))
 """
 _SECONDS = 60.0
