@@ -94,17 +94,17 @@ class Base(DeclarativeBase):
 
 
 class Held:
-    """Columns of a row that a live process may hold."""
+    """Columns of a row that a running process may own."""
 
     owner_host: Mapped[str | None] = mapped_column(String(255))
     owner_pid: Mapped[int | None]
     owner_started: Mapped[float | None]
     lease_until: Mapped[datetime | None]
-    """Another host takes the owner for dead after this."""
+    """After this time, other hosts consider the owner dead."""
 
 
 class Study(Held, Base):
-    """A script, its arguments, the hardware and what was asked."""
+    """A script, its arguments, the hardware and the options of the search."""
 
     __tablename__ = "study"
     __table_args__ = (UniqueConstraint("fingerprint", "generation"),)
@@ -112,7 +112,7 @@ class Study(Held, Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64))
     generation: Mapped[int]
-    """1, and one more each time a search was begun afresh."""
+    """1, and one more for each search with ``--fresh``."""
     script_path: Mapped[str] = mapped_column(Text)
     key: Mapped[dict[str, Any]]
     script: Mapped[dict[str, Any]]
@@ -128,7 +128,7 @@ class Study(Held, Base):
 
 
 class Trial(Held, Base):
-    """One plan launched once."""
+    """One measurement of one plan."""
 
     __tablename__ = "trial"
     __table_args__ = (
@@ -145,12 +145,12 @@ class Trial(Held, Base):
     state: Mapped[str] = mapped_column(String(16))
     plan: Mapped[dict[str, Any]]
     finished_plan: Mapped[str | None] = mapped_column(String(64))
-    """Digest of the plan once a search trial is finished, else null: a plan is finished once."""
+    """Digest of the plan of a finished search trial, else null; it makes such a plan unique."""
     launch: Mapped[int]
     budget: Mapped[int] = mapped_column(Bytes)
     versions: Mapped[dict[str, Any]]
     optuna_number: Mapped[int | None]
-    """A plain number: nothing of ours references Optuna's tables."""
+    """The number of the trial in Optuna's study; no foreign key."""
     created: Mapped[datetime]
     ended: Mapped[datetime | None]
 
@@ -163,7 +163,7 @@ class Trial(Held, Base):
     traceback: Mapped[str | None] = mapped_column(Text)
     startup_seconds: Mapped[float | None]
     trace: Mapped[dict[str, Any] | None] = mapped_column(Json(), deferred=True)
-    """Of the study's reference alone; read only when asked for: hundreds of kilobytes."""
+    """Only for the study's reference; hundreds of kilobytes, so it is loaded on demand."""
 
     measurements: Mapped[list[Measurement]] = relationship(
         order_by="Measurement.position", lazy="selectin"
@@ -171,7 +171,7 @@ class Trial(Held, Base):
 
 
 class Measurement(Base):
-    """One plan at one micro-batch size."""
+    """The figures of a plan at one micro-batch size."""
 
     __tablename__ = "measurement"
     __table_args__ = (UniqueConstraint("trial_id", "position"),)
@@ -179,7 +179,7 @@ class Measurement(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id"))
     position: Mapped[int]
-    """0, 1, 2, ... as measured; the winner last."""
+    """0, 1, 2, ... in the order of measurement; the fastest size last."""
     micro_batch: Mapped[int]
     effective_batch: Mapped[int]
     step_seconds: Mapped[list[Any]]
@@ -195,7 +195,7 @@ class Measurement(Base):
 
 
 class Event(Base):
-    """Something worth keeping that happened outside a trial."""
+    """An event outside of trials."""
 
     __tablename__ = "event"
 
@@ -209,7 +209,7 @@ class Event(Base):
 
 
 class Fitted(Base):
-    """What held in a decorated function, for arguments of one shape on one kind of device."""
+    """The setting that held in a decorated function, for one shape of arguments and one device."""
 
     __tablename__ = "fitted"
     __table_args__ = (UniqueConstraint("fingerprint"),)
@@ -223,7 +223,7 @@ class Fitted(Base):
 
 
 class Evidence(Base):
-    """Something that was verified of a script: where it holds, what it is about, what was found."""
+    """A verified property of a script: its context, its key, and the result."""
 
     __tablename__ = "evidence"
     __table_args__ = (UniqueConstraint("context", "key"),)
@@ -232,5 +232,5 @@ class Evidence(Base):
     context: Mapped[str] = mapped_column(String(64))
     key: Mapped[str] = mapped_column(String(64))
     content: Mapped[str] = mapped_column(Text)
-    """JSON; only the harness knows what it says."""
+    """JSON that the harness writes and reads."""
     created: Mapped[datetime]

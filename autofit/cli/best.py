@@ -19,7 +19,7 @@ from autofit.export import FORMATS, SUFFIXES
     "--format",
     "form",
     type=click.Choice(sorted(FORMATS)),
-    help="Export in this form; without it, a summary for people (or by the suffix of -o).",
+    help="Export format (default: by the suffix of -o, else a summary in plain text).",
 )
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write to this file."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Write what was found as JSON.")
 def command(as_json: bool) -> None:
-    """Show versions, devices, who holds their memory, and what is missing."""
+    """Show versions, devices, the processes that use their memory, and what is missing."""
     from autofit.doctor import as_document, examine
 
     found = examine()

@@ -18,10 +18,10 @@ from autofit.export.load import load_plan
     "--plan",
     metavar="FILE",
     type=click.Path(dir_okay=False),
-    help="A plan exported as json or toml, in place of the best found.",
+    help="A plan exported as json or toml, instead of the best stored plan.",
 )
 @click.option(
-    "--memory", metavar="SIZE", callback=types.size, help="Hold the run to so much, such as 24GiB."
+    "--memory", metavar="SIZE", callback=types.size, help="Limit on each device, such as 24GiB."
 )
 @click.option(
     "--resume-arg",
@@ -35,12 +35,12 @@ from autofit.export.load import load_plan
     "ranks",
     metavar="K",
     type=click.IntRange(min=1),
-    help="Ranks to start (default: as the launch line says, or as it was searched).",
+    help="Ranks to start (default: those of the launch line, or of the search).",
 )
 @click.option(
     "--verify-only",
     is_flag=True,
-    help="Check the plan in a short launch and stop; exits with 1 where it does not hold.",
+    help="Verify the plan in a short launch and stop; exits with 1 if it does not hold.",
 )
 @click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
 def command(
@@ -53,9 +53,9 @@ def command(
     verify_only: bool,
     storage: str | None,
 ) -> int:
-    """Run SCRIPT to its end under the best plan; exits with the script's own code.
+    """Run SCRIPT under the best plan; exits with the script's own code.
 
-    In place of SCRIPT its launch line may follow: -- torchrun --nproc-per-node 2 train.py.
+    Instead of SCRIPT, a launch line may follow --, such as: torchrun --nproc-per-node 2 train.py.
     """
     launch = the_launch(script, module)
     given = None if plan is None else load_plan(Path(plan))

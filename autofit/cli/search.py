@@ -38,10 +38,10 @@ def command(
     dry_run: bool,
     **asked: Any,
 ) -> int | None:
-    """Find the fastest way to run SCRIPT, the same training, inside a memory budget.
+    """Find the fastest plan that trains the same SCRIPT within a memory budget.
 
-    The script stays as it is; its own arguments follow after --. In place of SCRIPT its launch
-    line may follow there: -- torchrun --nproc-per-node 2 train.py.
+    The script is not changed. Its own arguments follow --. Instead of SCRIPT, a launch line may
+    follow --, such as: torchrun --nproc-per-node 2 train.py.
     """
     options = _options(the_launch(script, module), **asked)
     if submit is not None:

@@ -20,7 +20,7 @@ EVERY, SOME, NONE = "+", "~", "-"
 
 
 @click.command("techniques")
-@click.option("--pairs", "as_pairs", is_flag=True, help="Show which stand beside one another.")
+@click.option("--pairs", "as_pairs", is_flag=True, help="Show which levels combine in one plan.")
 @click.option("--json", "as_json", is_flag=True, help="Write the catalogue, or the pairs, as JSON.")
 def command(as_pairs: bool, as_json: bool) -> None:
     """List the techniques a search may try, and what each may change."""
