@@ -10,6 +10,7 @@ import torch
 
 from autofit.resilience import outer_models
 from autofit.resilience.arguments import Arguments
+from autofit.worker.harness.torch_state.graph import differentiated
 
 _State = tuple[int, int] | None
 
@@ -68,15 +69,4 @@ def _state(parameter: torch.Tensor) -> _State:
 
 def in_graph(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves that a backward pass from ``loss`` would bring gradients to."""
-    found: dict[int, torch.Tensor] = {}
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found[id(variable)] = variable
-        waiting += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list({id(tensor): tensor for tensor in differentiated([loss])}.values())

@@ -16,11 +16,11 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
-from autofit.worker.harness.batch.loss_scale import alike
+from autofit.worker.harness.batch.loss_scale import equal_factors
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
-from autofit.worker.harness.torch_state.module_state import Attributes, Once
+from autofit.worker.harness.torch_state.module_state import Attributes, FirstCallUpdates
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
@@ -193,7 +193,7 @@ class ChunkedCall:
             if isinstance(error, UnknownGraph):
                 start.restore()
                 self._attributes.restore()
-                if isinstance(self.forward, Once):
+                if isinstance(self.forward, FirstCallUpdates):
                     self.forward.restore()
             if not again:
                 raise error
@@ -340,7 +340,7 @@ class ChunkedCall:
         scale = self.owner.state.loss_scale
         right = self._factor is None
         if scale.matters(self._ambient):
-            right = alike(self._factor, factor)
+            right = equal_factors(self._factor, factor)
             scale.note(factor)
         if self._gradients is None or not right:
             return False

@@ -50,7 +50,7 @@ from autofit.worker.harness.batch.layout import (
 from autofit.worker.harness.batch.lazy_output import DelayedCall, LazyOutput, Loss, saved_by_hooks
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.module_state import once
+from autofit.worker.harness.torch_state.module_state import update_at_first_call
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 OnShortage = Callable[[BaseException, str, int], bool]
@@ -181,11 +181,7 @@ class ChunkedRoot:
         try:
             return self._split(forward, batch)
         except Refused as refusal:
-            if (
-                not self._has_split
-                or self._ranks is not None
-                or _concerns_another_strategy(refusal)
-            ):
+            if not self._has_split or self._ranks is not None or _is_of_other_strategy(refusal):
                 raise
             if not self._whole_at_worst:
                 reason = f"a later batch cannot be split: {refusal}"
@@ -208,7 +204,7 @@ class ChunkedRoot:
                 raise Refused(NO_SAMPLES)
             start = RandomState.now() if layout.draws else None
             self._ignore_updated_buffers(layout)
-            call = ChunkedCall(self, once(forward, layout.moved), batch, layout)
+            call = ChunkedCall(self, update_at_first_call(forward, layout.updates), batch, layout)
             try:
                 output = self._around(call)
             except UnknownGraph as unknown:
@@ -216,7 +212,7 @@ class ChunkedRoot:
                     raise Refused(UNKNOWN_GRAPH, "micro_batch") from None
                 self._layouts.verify_again(layout.kind, batch, unknown.shape)
             except Refused as refusal:  # the verified layout does not hold for this batch
-                if _concerns_another_strategy(refusal):
+                if _is_of_other_strategy(refusal):
                     raise
                 if start is not None:
                     start.restore()
@@ -295,7 +291,9 @@ class ChunkedRoot:
                 batched=(0, *(index + 1 for index in layout.batched)),
                 joins=(loss.reduction.join, *layout.joins),
             )
-            return ChunkedCall(self, once(forward, layout.moved), batch, both, first_output=1)()
+            return ChunkedCall(
+                self, update_at_first_call(forward, layout.updates), batch, both, first_output=1
+            )()
 
         def verified() -> Any:
             try:
@@ -305,7 +303,7 @@ class ChunkedRoot:
             try:
                 return run(self._layouts.verify_again(layout.kind, call.batch, shape))
             except Refused as refusal:
-                if not self._whole_at_worst or _concerns_another_strategy(refusal):
+                if not self._whole_at_worst or _is_of_other_strategy(refusal):
                     raise
                 return self._whole(str(refusal), forward, *batch.call(batch.leaves))
 
@@ -324,7 +322,7 @@ class ChunkedRoot:
         return leaves, batch.spec, module is not None and module.training, Ambient.now()
 
     def _ignore_updated_buffers(self, layout: Layout) -> None:
-        moving = {id(place.tensor()) for place in layout.moved}
+        moving = {id(place.tensor()) for place in layout.updates}
         self._buffers = [each for each in self._buffers if id(each) not in moving]
 
     def _whole(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -421,7 +419,7 @@ class ChunkedRoot:
         )
 
 
-def _concerns_another_strategy(refusal: Refused) -> bool:
+def _is_of_other_strategy(refusal: Refused) -> bool:
     """Return whether a strategy other than the split refuses."""
     return refusal.strategy not in (None, "micro_batch")
 

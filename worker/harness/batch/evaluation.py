@@ -84,7 +84,7 @@ class Evaluation:
             layout = self._find_layout(batch, gradients=False)
         except Refused:
             return None
-        if layout.moved:  # the call that failed may have moved it on already
+        if layout.updates:  # the call that failed may have moved it on already
             return None
         return layout if layout.fits(batch) and layout.size(batch) > 1 else None
 

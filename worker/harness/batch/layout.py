@@ -137,7 +137,7 @@ class Layout:
     """A rule for each flattened output."""
     draws: bool = False
     """The forward draws random numbers."""
-    moved: tuple[Place, ...] = field(default=(), compare=False)
+    updates: tuple[Place, ...] = field(default=(), compare=False)
     """What each call moves on in the model, whatever its samples."""
     kind: Any = field(default=None, compare=False, repr=False)
     """The kind of call that it is of (``layouts.CallKind``)."""

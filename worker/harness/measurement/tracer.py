@@ -31,7 +31,7 @@ from autofit.worker.harness.session.script_facts import tf32_on
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import RandomState, autocast_on
-from autofit.worker.harness.verification.fixed_draws import rates_of_dropping
+from autofit.worker.harness.verification.fixed_draws import dropout_rates
 from autofit.worker.records.traces import Trace, TracedStep
 
 CHECKED = 3
@@ -158,7 +158,7 @@ class Tracer:
         if root.facts is not None and root.facts.compiled:
             return
         for module in root.module.modules():
-            for name, rate in rates_of_dropping(module).items():
+            for name, rate in dropout_rates(module).items():
                 self.true_to_life = False
                 self._silenced.append((vars(module), name, rate))
                 vars(module)[name] = 0.0

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
@@ -36,13 +36,18 @@ from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.chunked_root import ChunkedRoot
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import Seams, inside
+from autofit.worker.harness.torch_state.graph import (
+    Edge,
+    edges_of,
+    next_edges,
+    variable_of,
+    walk,
+)
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
-Edge = tuple[Node, int]
-"""A node of the graph, and which of its outputs."""
 _OURS = "autofit"
 """Names, in a node's own dictionary, the root's outputs that it made."""
 LOST = "memory that runs out in this model cannot be made up for"
@@ -209,7 +214,7 @@ class Standby:
         traceback.clear_frames(error.__traceback__)
         with inside(self._seams), torch.enable_grad():
             layout = root.layout(batch)
-        if layout.moved:
+        if layout.updates:
             raise Refused("the model counts its calls, and this one has been counted already")
         size = layout.size(batch)
         if size < 2:
@@ -309,7 +314,6 @@ class Graph:
 
     def __init__(self, tensors: Any) -> None:
         first = tensors if isinstance(tensors, (tuple, list)) else [tensors]
-        edges = [(t.grad_fn, t.output_nr) for t in first if isinstance(t, torch.Tensor)]
         self.leaves: set[int] = set()
         """Leaves (by ``id``) that are reached on another way than through a root."""
         self.inner_leaves: set[int] = set()
@@ -317,36 +321,25 @@ class Graph:
         self.used: dict[PlainCall, set[int]] = {}
         """The roots' calls behind the tensors, and which of their outputs are used."""
         self._nodes: set[Node] = set()
-        behind: list[Edge] = []
-        for edge, made in self._walk([(n, nr) for n, nr in edges if n is not None], self.leaves):
-            call, index = made
-            self.used.setdefault(call, set()).add(index)
-            behind.append(edge)
-        for _ in self._walk(behind, self.inner_leaves, through=True):
-            raise Refused("an output of the model is made from another one that is used as well")
-
-    def _walk(
-        self, edges: list[Edge], leaves: set[int], *, through: bool = False
-    ) -> Iterator[tuple[Edge, tuple[PlainCall, int]]]:
-        """Visit the nodes behind ``edges``; yield the outputs of roots that are met on the way.
-
-        ``through``: from such outputs on; yield those only that are used by the script as well.
-        """
-        todo = [(edge, through) for edge in edges]
-        while todo:
-            (node, number), first = todo.pop()
-            made = _made_by(node).get(number)
-            if made is not None and not first:
-                if not through or made[1] in self.used.get(made[0], ()):
-                    yield (node, number), made
-                if not through:
-                    continue
-            if node in self._nodes:
-                continue
-            self._nodes.add(node)
-            if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
-                leaves.add(id(variable))
-            todo += [((n, nr), False) for n, nr in node.next_functions if n is not None]
+        outputs: set[Node] = set()
+        for edge in walk(edges_of(first), self._nodes, lambda edge: _output_at(edge) is None):
+            if (made := _output_at(edge)) is not None:
+                call, index = made
+                self.used.setdefault(call, set()).add(index)
+                outputs.add(edge[0])
+            elif (variable := variable_of(edge[0])) is not None:
+                self.leaves.add(id(variable))
+        outputs -= self._nodes
+        self._nodes |= outputs
+        behind = [edge for node in outputs for edge in next_edges(node)]
+        for edge in walk(behind, self._nodes):
+            made = _output_at(edge)
+            if made is not None and made[1] in self.used.get(made[0], ()):
+                raise Refused(
+                    "an output of the model is made from another one that is used as well"
+                )
+            if (variable := variable_of(edge[0])) is not None:
+                self.inner_leaves.add(id(variable))
 
     def release(self) -> None:
         """Let go what the graph has saved for backward; it can be of no more use."""
@@ -354,6 +347,11 @@ class Graph:
             for name in dir(node):
                 if name.startswith("_raw_saved_"):
                     _empty(node, name)
+
+
+def _output_at(edge: Edge) -> tuple[PlainCall, int] | None:
+    """Return the call and the position of the root's output at an edge; ``None`` elsewhere."""
+    return _made_by(edge[0]).get(edge[1])
 
 
 def _made_by(node: Node) -> dict[int, tuple[PlainCall, int]]:

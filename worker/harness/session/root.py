@@ -392,9 +392,9 @@ class HarnessRoot:
                 narrowly=self._narrowly,
                 doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),
             )
-        if not on_copy or not found.moved:
+        if not on_copy or not found.updates:
             return found
-        return replace(found, moved=places_at(self.module, map(key_of, found.moved)))
+        return replace(found, updates=places_at(self.module, map(key_of, found.updates)))
 
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
         """Return the shape of the graph of two samples without a plan; "" if they do not fit."""

@@ -21,7 +21,7 @@ from autofit.strategies.weights.split_float32 import type_of
 from autofit.worker.harness.torch_state.compile_state import is_compiled
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import unwrapped
-from autofit.worker.harness.verification.fixed_draws import rates_of_dropping
+from autofit.worker.harness.verification.fixed_draws import dropout_rates
 
 if TYPE_CHECKING:
     from autofit.worker.harness.batch.layout import Batch
@@ -60,7 +60,7 @@ def _unknown(root: nn.Module) -> RootFacts:
 
 def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     from autofit.worker.harness.batch.layout import Batch
-    from autofit.worker.harness.verification.split_check import batched_leaves
+    from autofit.worker.harness.verification.split_check import batched_arguments
 
     module = unwrapped(root)
     parameters = list(module.parameters())
@@ -68,7 +68,7 @@ def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     held = [*parameters, *module.buffers()]
     blocks = repeated_blocks(module)
     batch = Batch.of(args, kwargs)
-    batched = batched_leaves(batch, 0)
+    batched = batched_arguments(batch, 0)
     return RootFacts(
         name=type(module).__name__,
         parameters=sum(0 if is_lazy(each) else each.numel() for each in parameters),
@@ -100,9 +100,9 @@ def batch_dimension_uncertain(facts: RootFacts, batch: Batch) -> bool:
     Where no split tells: of sequences, unless an argument has one number for each sample. In a
     Hugging Face model the batch comes first.
     """
-    from autofit.worker.harness.verification.split_check import batched_leaves
+    from autofit.worker.harness.verification.split_check import batched_arguments
 
-    shown = [batch.leaves[index] for index in batched_leaves(batch, 0)]
+    shown = [batch.leaves[index] for index in batched_arguments(batch, 0)]
     if not shown or facts.transformers or facts.attention is not None:
         return False
     first = shown[0]
@@ -126,7 +126,7 @@ def _is_batch_norm(module: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    return module.training and bool(rates_of_dropping(module))
+    return module.training and bool(dropout_rates(module))
 
 
 def framework() -> str:

@@ -41,7 +41,7 @@ from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.short_of_memory import checking, in_check
-from autofit.worker.harness.verification.split_check import batched_leaves
+from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.meter import Meter
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
 from autofit.worker.records.trials import CHECK, OutOfMemory
@@ -456,7 +456,7 @@ class Session:
                 if classify(error, corroborated=self.meter.short()).kind is not Kind.OOM:
                     raise
                 clear_frames(error.__traceback__)  # they hold what did not fit
-        if dim is None or not (batched := batched_leaves(batch, dim)):
+        if dim is None or not (batched := batched_arguments(batch, dim)):
             return replace(facts, batch_doubted=learn.batch_dimension_uncertain(facts, batch))
         return replace(facts, batch=Layout(dim, batched, ()).size(batch))
 

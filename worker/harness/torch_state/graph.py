@@ -1,41 +1,95 @@
-"""The shape of an autograd graph: which operations a call was made of, whatever its numbers are.
+"""Walks autograd graphs, and computes a digest of their shape.
 
-A term that a script switches on, through whatever it may be (a flag, a counter, a global), adds
-nodes. A number that varies while the shape stays the same does not.
+The shape says which operations a call consists of, without their numbers. A term that a script
+switches on (by a flag, a counter or a global) adds nodes to the graph. Other values in the same
+operations do not.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
 ATTENTION = re.compile(r"^ScaledDotProduct\w*Attention\w*Backward")
-"""torch chooses a kernel of attention by size and mask: all of them compute the same."""
+"""torch chooses an attention kernel by size and mask; all kernels compute the same function."""
+Edge = tuple[Node, int]
+"""A node of the graph and the number of one of its outputs."""
+
+
+def edges_of(tensors: Iterable[Any]) -> list[Edge]:
+    """Return the graph edges of those ``tensors`` that have a ``grad_fn``."""
+    found = (t for t in tensors if isinstance(t, torch.Tensor))
+    return [(t.grad_fn, t.output_nr) for t in found if t.grad_fn is not None]
+
+
+def next_edges(node: Node) -> list[Edge]:
+    """Return the edges from ``node`` to the nodes that its backward sends gradients to."""
+    return [
+        (following, number) for following, number in node.next_functions if following is not None
+    ]
+
+
+def walk(
+    edges: Iterable[Edge], seen: set[Node], enter: Callable[[Edge], bool] = lambda edge: True
+) -> Iterator[Edge]:
+    """Yield ``edges`` and all edges behind them; go on from each node once.
+
+    ``seen`` has the nodes that were entered before, and gets those that are entered now. The walk
+    does not go on from an edge for which ``enter`` returns ``False``.
+    """
+    waiting = list(edges)
+    while waiting:
+        edge = waiting.pop()
+        yield edge
+        node = edge[0]
+        if node not in seen and enter(edge):
+            seen.add(node)
+            waiting += next_edges(node)
+
+
+def nodes(tensors: Iterable[Any]) -> Iterator[Node]:
+    """Yield each node of the graph behind ``tensors`` once."""
+    seen: set[Node] = set()
+    for node, _ in walk(edges_of(tensors), set()):
+        if node not in seen:
+            seen.add(node)
+            yield node
+
+
+def variable_of(node: Node) -> torch.Tensor | None:
+    """Return the tensor whose ``.grad`` the node accumulates; ``None`` for any other node."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, torch.Tensor) else None
+
+
+def differentiated(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a backward from ``tensors`` brings gradients to."""
+    return (variable for node in nodes(tensors) if (variable := variable_of(node)) is not None)
 
 
 class Shapes:
-    """Tells the shapes of the graphs of one root's calls."""
+    """Computes the shapes of the graphs of one root's calls."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        """The names of the shapes seen, by what tells them apart in this process."""
+        """The digests of the shapes seen, by their hash in this process."""
 
     def of(self, outputs: Iterable[Any], parameters: Iterable[torch.Tensor]) -> str:
-        """Return 16 hexadecimal digits, the same in all processes for graphs of one shape.
+        """Return 16 hexadecimal digits that are the same for equal shapes, in all processes.
 
-        Graphs are walked breadth first from ``outputs``, those of them that have one. Two shapes
-        are equal when the same operations follow one another and end at the same ``parameters``.
+        Two shapes are equal if the same operations follow one another and end at the same
+        ``parameters``. The graphs are read breadth first from ``outputs``.
         """
         positions = {id(each): index for index, each in enumerate(parameters)}
-        walked = _walked(outputs, positions)
-        key = hash(tuple(walked))
+        described = _described(outputs, positions)
+        key = hash(tuple(described))
         if key not in self._names:
-            text = " ".join(each if isinstance(each, str) else _name(each) for each in walked)
+            text = " ".join(each if isinstance(each, str) else _name(each) for each in described)
             self._names[key] = hashlib.sha256(text.encode()).hexdigest()[:16]
         return self._names[key]
 
@@ -44,10 +98,10 @@ def _name(each: Any) -> str:
     return ATTENTION.sub("Attention", each.__name__) if isinstance(each, type) else str(each)
 
 
-def _walked(outputs: Iterable[Any], positions: Mapping[int, int]) -> list[Any]:
-    """Return what tells a graph from others: the types of its nodes, and the numbers of edges."""
+def _described(outputs: Iterable[Any], positions: Mapping[int, int]) -> list[Any]:
+    """Return the types of a graph's nodes and the numbers of their edges, breadth first."""
     numbers: dict[Node, int] = {}
-    todo: list[Node] = []
+    found_nodes: list[Node] = []
     found: list[Any] = []
     for output in outputs:
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
@@ -55,13 +109,13 @@ def _walked(outputs: Iterable[Any], positions: Mapping[int, int]) -> list[Any]:
             found.append("-")
             continue
         if node not in numbers:
-            numbers[node] = len(todo)
-            todo.append(node)
+            numbers[node] = len(found_nodes)
+            found_nodes.append(node)
         found += (numbers[node], output.output_nr)
-    for node in todo:  # grows as it is walked
+    for node in found_nodes:  # it grows in the loop
         following = node.next_functions
         found.append(type(node))
-        if not following and (variable := getattr(node, "variable", None)) is not None:
+        if not following and (variable := variable_of(node)) is not None:
             found.append(positions.get(id(variable), -1))
         for each, which in following:
             if each is None:
@@ -69,8 +123,8 @@ def _walked(outputs: Iterable[Any], positions: Mapping[int, int]) -> list[Any]:
                 continue
             known = numbers.get(each)
             if known is None:
-                known = numbers[each] = len(todo)
-                todo.append(each)
+                known = numbers[each] = len(found_nodes)
+                found_nodes.append(each)
             found.append(known)
             if which:
                 found.append(f".{which}")

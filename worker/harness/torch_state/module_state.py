@@ -29,7 +29,7 @@ _PLAIN = frozenset(PLAIN)
 """To look up in: a model has thousands of attributes."""
 
 
-class Once:
+class FirstCallUpdates:
     """A forward that moves the model on the first time it is called, and never again."""
 
     def __init__(self, forward: Forward, moved: Sequence[Place]) -> None:
@@ -62,9 +62,9 @@ class Once:
             place.write(value)
 
 
-def once(forward: Forward, moved: Sequence[Place]) -> Forward:
+def update_at_first_call(forward: Forward, moved: Sequence[Place]) -> Forward:
     """Return ``forward`` as the parts of one call are to see it."""
-    return Once(forward, moved) if moved else forward
+    return FirstCallUpdates(forward, moved) if moved else forward
 
 
 COMPARED = 1 << 22
@@ -122,7 +122,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NewValue:
     """What a place other than a buffer has come to hold."""
 
     value: Any
@@ -130,25 +130,25 @@ class Held:
     """How often a tensor was changed in place."""
 
 
-def since(start: Snapshot) -> dict[Key, Change | Held]:
+def updates_since(start: Snapshot) -> dict[Key, Change | NewValue]:
     """Return what has changed since ``start`` of what a model's calls can reach."""
     now = Snapshot(start.module, copies=False)
     return {key: _change(start, now, key) for key in changes(start, now)}
 
 
-def _change(start: Snapshot, now: Snapshot, key: Key) -> Change | Held:
+def _change(start: Snapshot, now: Snapshot, key: Key) -> Change | NewValue:
     before, after = start.node_of.get(key), now.node_of.get(key)
     if before is None or after is None:
-        return Held(now.values.get(key, ABSENT))
+        return NewValue(now.values.get(key, ABSENT))
     thing, versions = after.thing, 0
     if after.kind is not TENSOR or before.thing is not thing:
-        return Held(now.values[key])
+        return NewValue(now.values[key])
     if not thing.is_inference():
         versions = thing._version - before.content.version.prev_versions[0]
     content = before.content
     alike = thing.shape == content.alias.shape and thing.dtype == content.alias.dtype
     if content.copy is None or not alike or thing.is_complex() or thing.numel() > COMPARED:
-        return Held(now.values[key], versions)
+        return NewValue(now.values[key], versions)
     deviation = _deviation(start.module, key[0])
     return Change.of(thing, content.copy.numbers(thing), versions, deviation)
 
@@ -171,9 +171,9 @@ def _deviation(module: nn.Module, name: str) -> torch.Tensor | None:
     return share * deviation
 
 
-def moved_otherwise(
-    found: dict[Key, Change | Held],
-    expected: dict[Key, Change | Held],
+def different_updates(
+    found: dict[Key, Change | NewValue],
+    expected: dict[Key, Change | NewValue],
     noise: float | None = 0.0,
     *,
     exact: float | None = None,
@@ -196,8 +196,8 @@ def moved_otherwise(
 
 def _alike(
     name: str,
-    found: Change | Held | None,
-    expected: Change | Held | None,
+    found: Change | NewValue | None,
+    expected: Change | NewValue | None,
     noise: float | None,
     exact: float | None,
 ) -> bool:

@@ -23,7 +23,7 @@ from torch.utils._pytree import (
 Context = tuple[type, tuple[str, ...]]
 
 
-class _Opened:
+class _Unpacked:
     """An object, opened: its class, the names and values of its attributes."""
 
     __slots__ = ("cls", "names", "values")
@@ -37,30 +37,30 @@ class _Opened:
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of ``value`` and how ``tree_unflatten`` puts them together again."""
     leaves, spec = tree_flatten(value)
-    if any(map(_opens, leaves)):
+    if any(map(_is_unpackable, leaves)):
         with suppress(Exception):  # whatever they cannot be put into: then they stay closed
-            return tree_flatten(_opened(value))
+            return tree_flatten(_unpack_all(value))
     return leaves, spec
 
 
-def _opened(value: Any) -> Any:
-    return tree_map(_open, value)
+def _unpack_all(value: Any) -> Any:
+    return tree_map(_unpack, value)
 
 
-def _opens(leaf: Any) -> bool:
+def _is_unpackable(leaf: Any) -> bool:
     is_data = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict))
     return is_data or isinstance(leaf, UserDict)
 
 
-def _open(leaf: Any) -> Any:
-    if not _opens(leaf):
+def _unpack(leaf: Any) -> Any:
+    if not _is_unpackable(leaf):
         return leaf
     if hasattr(leaf, "__dict__"):
         names = tuple(vars(leaf))
     else:
         fields = (each.name for each in dataclasses.fields(leaf))
         names = tuple(name for name in fields if hasattr(leaf, name))
-    return _Opened(type(leaf), names, [_opened(getattr(leaf, name)) for name in names])
+    return _Unpacked(type(leaf), names, [_unpack_all(getattr(leaf, name)) for name in names])
 
 
 def _close(values: Sequence[Any], context: Context) -> Any:
@@ -71,8 +71,8 @@ def _close(values: Sequence[Any], context: Context) -> Any:
     return made
 
 
-def _parts(opened: _Opened) -> tuple[list[Any], Context]:
+def _parts(opened: _Unpacked) -> tuple[list[Any], Context]:
     return list(opened.values), (opened.cls, opened.names)
 
 
-register_pytree_node(_Opened, _parts, _close)  # type: ignore[arg-type]
+register_pytree_node(_Unpacked, _parts, _close)  # type: ignore[arg-type]

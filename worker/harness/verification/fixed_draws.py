@@ -211,7 +211,7 @@ def fixed_draws(module: nn.Module) -> Iterator[FixedDraws]:
             each.dropout = rate
 
 
-def rates_of_dropping(module: nn.Module) -> dict[str, float]:
+def dropout_rates(module: nn.Module) -> dict[str, float]:
     """Return a module's own rates of dropping above zero, whatever the attributes are called."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return {"p": module.p} if module.p > 0 else {}
@@ -222,7 +222,7 @@ def rates_of_dropping(module: nn.Module) -> dict[str, float]:
 @contextmanager
 def silenced(module: nn.Module) -> Iterator[None]:
     """Within it nothing in ``module`` drops: two calls can be compared that draw otherwise."""
-    rates = [(vars(each), rates_of_dropping(each)) for each in module.modules()]
+    rates = [(vars(each), dropout_rates(each)) for each in module.modules()]
     for values, found in rates:
         values.update(dict.fromkeys(found, 0.0))
     try:

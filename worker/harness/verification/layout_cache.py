@@ -254,7 +254,7 @@ def plain_layout(layout: Layout | Refused) -> dict[str, Any] | None:
         "dim": layout.dim,
         "batched": list(layout.batched),
         "draws": layout.draws,
-        "moved": [key_of(place) for place in layout.moved],
+        "moved": [key_of(place) for place in layout.updates],
         "joins": [
             [str(join.rule), join.dim, join.detached, join.labels and _plain_labels(join.labels)]
             for join in layout.joins
@@ -273,7 +273,7 @@ def layout_of(plain: dict[str, Any], module: nn.Module) -> Layout:
         dim=plain["dim"],
         batched=tuple(plain["batched"]),
         draws=plain["draws"],
-        moved=places_at(module, map(tuple, plain["moved"])) if plain["moved"] else (),
+        updates=places_at(module, map(tuple, plain["moved"])) if plain["moved"] else (),
         joins=tuple(
             Join(Rule(rule), dim, labels and _labels_of(labels), detached)
             for rule, dim, detached, labels in plain["joins"]

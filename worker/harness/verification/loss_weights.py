@@ -91,7 +91,7 @@ def is_mask(leaf: torch.Tensor) -> bool:
     return leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
 
 
-def guesses(part: Batch, layout: Layout, seen: Observer) -> list[Labels]:
+def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Labels]:
     """Return what else a mean may divide by: masks, lengths, weights, what is not padding."""
     found: list[Labels] = []
     for index in layout.batched:
@@ -153,7 +153,7 @@ def _would_show(labels: torch.Tensor, ignore: int) -> bool:
     return labels.ndim == 1 and int(labels.max()) < ignore
 
 
-def turned(part: Batch, layout: Layout, seen: Observer) -> Batch:
+def rolled(part: Batch, layout: Layout, seen: Observer) -> Batch:
     """Return a batch in which each sample's numbers and words are turned round by another amount.
 
     Where one entry of the samples has been the largest for all of them, it is no longer so. Masks

@@ -1,4 +1,4 @@
-"""A model at other weights than its own: rounded, where all is zero stirred, or far away.
+"""A model at other weights than its own: rounded, where all is zero zeros_perturbed, or far away.
 
 Weights rounded to bf16 tell what any lower precision may make of the gradients. What weights of
 zero switch off shows in nothing: a residual branch that begins as nothing, a last layer that
@@ -51,7 +51,7 @@ def _others(chosen: list[torch.Tensor], change: Callable[[torch.Tensor], None]) 
 
 
 @contextmanager
-def stirred(module: nn.Module) -> Iterator[bool]:
+def zeros_perturbed(module: nn.Module) -> Iterator[bool]:
     """Within it weights that are all zero are not; gives whether any are.
 
     Biases stay zero: they switch nothing off, and what they add to every sample makes samples more
@@ -69,7 +69,7 @@ def stirred(module: nn.Module) -> Iterator[bool]:
 
 
 @contextmanager
-def vectors_moved(module: nn.Module) -> Iterator[None]:
+def vectors_perturbed(module: nn.Module) -> Iterator[None]:
     """Within it biases and the weights of norms are a little off; autograd notices nothing.
 
     Most begin as 0 or 1: what a LayerNorm returns has a mean of 0 then, whatever a plan makes of
@@ -85,7 +85,7 @@ def _shift(values: torch.Tensor) -> None:
 
 
 @contextmanager
-def last_bits_off(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+def last_bits_perturbed(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within it float64 weights differ in their last bits; autograd notices nothing."""
     with _others([each.data for each in weights], _nudge):
         yield
@@ -96,7 +96,7 @@ def _nudge(values: torch.Tensor) -> None:
 
 
 @contextmanager
-def elsewhere(module: nn.Module, *, larger: bool = True) -> Iterator[None]:
+def at_other_weights(module: nn.Module, *, larger: bool = True) -> Iterator[None]:
     """Within it the weights are those of another point, far from where they are.
 
     What holds at one point alone shows: a maximum that the same sample wins in every part, an

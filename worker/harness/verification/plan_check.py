@@ -26,7 +26,12 @@ from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
-from autofit.worker.harness.torch_state.module_state import Change, Held, moved_otherwise, since
+from autofit.worker.harness.torch_state.module_state import (
+    Change,
+    NewValue,
+    different_updates,
+    updates_since,
+)
 from autofit.worker.harness.torch_state.modules import gathered, is_sharded
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
@@ -41,12 +46,16 @@ from autofit.worker.harness.verification.gradient_digest import (
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.perturbation import rounded, vectors_moved, weights_rounded
+from autofit.worker.harness.verification.perturbation import (
+    rounded,
+    vectors_perturbed,
+    weights_rounded,
+)
 from autofit.worker.harness.verification.proof_record import ProofRecord, Sensitivity
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
     SAMPLES,
-    batched_leaves,
+    batched_arguments,
     few,
     pointing,
     preserved,
@@ -54,7 +63,7 @@ from autofit.worker.harness.verification.split_check import (
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.classifier import Kind, classify
 
-Effects = tuple[Digest, dict[Key, Change | Held]]
+Effects = tuple[Digest, dict[Key, Change | NewValue]]
 """A call's gradients, and what it changed of the state that it can reach."""
 
 Saved = Callable[[], AbstractContextManager[object]]
@@ -185,7 +194,7 @@ def _prove(
     rounds = _shown(plan).fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
     call = (rounds, *call)
     try:
-        with nullcontext() if rounds else vectors_moved(root.module):
+        with nullcontext() if rounds else vectors_perturbed(root.module):
             if _shown(unsized).neutral:
                 root.apply(unsized)
             else:
@@ -434,7 +443,7 @@ def _compare_exact(
 
 
 def _state_moved(under: Effects, expected: Effects, exact: float) -> list[str]:
-    return moved_otherwise(under[1], expected[1], exact=exact)
+    return different_updates(under[1], expected[1], exact=exact)
 
 
 def _unsteady(root: CheckedRoot, samples: Batch) -> frozenset[str]:
@@ -489,7 +498,7 @@ def _compare_rounded(
     """
     (found, moved), (gradients, once) = under, expected
     error = mean_difference(found, gradients)
-    otherwise = moved_otherwise(moved, once)
+    otherwise = different_updates(moved, once)
     alone = facts.world_size == 1
     doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
     if not alone:  # others may see no reason to look: none does where the model communicates
@@ -501,7 +510,7 @@ def _compare_rounded(
         most = TOLERANCES.noise * noise.gradients
         chaos = most > TOLERANCES.most
         allowed = max(allowed, min(most, TOLERANCES.most))
-        far = moved_otherwise(moved, once, None if chaos else TOLERANCES.most)
+        far = different_updates(moved, once, None if chaos else TOLERANCES.most)
         otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
     _refuse_moved(otherwise)
     if error <= allowed:
@@ -540,7 +549,7 @@ def _sensitivity(root: CheckedRoot, samples: Batch) -> Sensitivity:
     with weights_rounded(root.module.parameters()):
         leaves = [rounded(leaf) for leaf in samples.leaves]
         found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
-    buffers = frozenset(moved_otherwise(moved, once))
+    buffers = frozenset(different_updates(moved, once))
     return Sensitivity(mean_difference(found, plain), buffers)
 
 
@@ -572,7 +581,7 @@ def _shown(plan: Plan) -> Plan:
 
 
 def _layout(batch: Batch) -> Layout:
-    return Layout(0, batched_leaves(batch, 0), ())
+    return Layout(0, batched_arguments(batch, 0), ())
 
 
 def _size(batch: Batch) -> int:
@@ -620,7 +629,7 @@ def _gradients(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
         if outputs and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
         del leaves, values, outputs, cotangents
-        return found, since(start)
+        return found, updates_since(start)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.module_state import near
 from autofit.worker.harness.torch_state.reachable_state import (
     ABSENT,
@@ -78,7 +79,7 @@ def _fraction(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.layout is torch.strided
 
 
-def moved_by(
+def state_updates(
     start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot
 ) -> tuple[Place, ...]:
     """Return what each call moves on; raise ``Refused`` when its samples matter to that.
@@ -223,9 +224,9 @@ def refuse_escapes(
     own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
     # Some of transformers' models let what they have made of a waveform need gradients. Such a
     # tensor goes with the graph: nobody can read its gradient.
-    foreign = [
-        weakref.ref(leaf) for leaf in _graph_leaves(tree_leaves(output)) if id(leaf) not in own
-    ]
+    reached = differentiated(tree_leaves(output))
+    foreign = [weakref.ref(tensor) for tensor in reached if id(tensor) not in own]
+    del reached
     del output
     torch.clear_autocast_cache()
     _drop_graphs_of_weights(module)
@@ -249,18 +250,3 @@ def _drop_graphs_of_weights(module: nn.Module) -> None:
         for hook in each._forward_pre_hooks.values():
             if isinstance(hook, (WeightNorm, SpectralNorm)):
                 vars(each)[hook.name] = vars(each)[hook.name].detach()
-
-
-def _graph_leaves(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the leaves of the autograd graph behind some tensors."""
-    todo = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            yield variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)

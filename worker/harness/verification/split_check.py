@@ -25,20 +25,20 @@ from autofit.strategies.base import Forward
 from autofit.strategies.inspection import tf32
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
-from autofit.worker.harness.torch_state.module_state import once
+from autofit.worker.harness.torch_state.module_state import update_at_first_call
 from autofit.worker.harness.torch_state.reachable_state import Key, Place, Snapshot, changes, key_of
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
 from autofit.worker.harness.verification.float64 import CannotRun, Twins, in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import digest
-from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, turned
-from autofit.worker.harness.verification.perturbation import elsewhere, stirred
+from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, rolled
+from autofit.worker.harness.verification.perturbation import at_other_weights, zeros_perturbed
 from autofit.worker.harness.verification.side_effects import (
-    moved_by,
     refuse_changed_arguments,
     refuse_changes_in_backward,
     refuse_escapes,
     refuse_listeners,
+    state_updates,
     versions,
     weights,
 )
@@ -57,7 +57,7 @@ from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.classifier import Kind, classify
 
 SAMPLES = 4
-"""Samples the probe looks at: enough for uneven chunks, few enough to cost little."""
+"""Samples the check looks at: enough for uneven chunks, few enough to cost little."""
 
 REENTRANT = "the model checkpoints with use_reentrant=True: nothing can be proven through it"
 HALF_SCALE = 2.0**12
@@ -93,7 +93,7 @@ def find_layout(
         refuse_listeners(module)
     reasons: list[Refused] = []
     for dim in (0, 1):
-        batched = batched_leaves(batch, dim)
+        batched = batched_arguments(batch, dim)
         if not batched:
             continue
         layout = Layout(dim, batched, ())
@@ -102,8 +102,8 @@ def find_layout(
                 raise Refused("the model sees one sample at a time already")
             if reason := pointing(batch, layout):
                 raise Refused(reason)
-            probe = _Probe(module, forward, batch, gradients)
-            return _find_frugally(probe, layout, leanly, narrowly)
+            check = _SplitCheck(module, forward, batch, gradients)
+            return _find_frugally(check, layout, leanly, narrowly)
         except Refused as refusal:
             reasons.append(type(refusal)(str(refusal)))
             clear_frames(refusal.__traceback__)  # they hold the batch, and some of them the error
@@ -116,20 +116,20 @@ def find_layout(
 
 
 def _find_frugally(
-    probe: _Probe, layout: Layout, leanly: Leanly | None, narrowly: Leanly | None
+    check: _SplitCheck, layout: Layout, leanly: Leanly | None, narrowly: Leanly | None
 ) -> Layout:
     """Probe on ``SAMPLES`` samples; on other samples where these could not decide.
 
     Where memory has no room for them: on two; then leanly; then with what autograd saves in host
     memory, which takes long; then in autocast as well, the script's own or the plan's.
     """
-    chosen = choose(probe.batch, layout)
-    found, error = _try(probe, layout, chosen[:SAMPLES])
+    chosen = choose(check.batch, layout)
+    found, error = _try(check, layout, chosen[:SAMPLES])
     if isinstance(error, Undecided) and len(chosen) > SAMPLES:
-        again, other = _try(probe, layout, chosen[-SAMPLES:])
+        again, other = _try(check, layout, chosen[-SAMPLES:])
         if other is None or isinstance(other, Undecided):
             found, error = again, other
-    hooks = saved_on_host(probe.module.parameters())
+    hooks = saved_on_host(check.module.parameters())
     ways: list[tuple[Leanly, saved_tensors_hooks | None, bool]] = []
     if len(chosen) > 2:  # else they were all of them
         ways.append((nullcontext, None, True))
@@ -140,12 +140,12 @@ def _find_frugally(
         ways.append((nullcontext, hooks, False))
     elif narrowly is not None:
         ways.append((narrowly, hooks, False))
-    for around, probe.on_host, probe.sharp in ways:
+    for around, check.on_host, check.sharp in ways:
         if error is None or isinstance(error, Undecided):
             break
         clear_frames(error.__traceback__)  # they hold what did not fit
-        with around(), probe.on_host or nullcontext():
-            found, error = _try(probe, layout, chosen[:2])
+        with around(), check.on_host or nullcontext():
+            found, error = _try(check, layout, chosen[:2])
     if error is not None:
         raise error
     assert found is not None
@@ -153,11 +153,11 @@ def _find_frugally(
 
 
 def _try(
-    probe: _Probe, layout: Layout, samples: Sequence[int]
+    check: _SplitCheck, layout: Layout, samples: Sequence[int]
 ) -> tuple[Layout | None, Exception | None]:
     """Return the layout, or the error where memory ran out or nothing could be decided."""
     try:
-        return probe.find(layout, sorted(samples)), None
+        return check.find(layout, sorted(samples)), None
     except Undecided as undecided:
         return None, undecided
     except Refused:
@@ -169,13 +169,13 @@ def _try(
         if kind is not Kind.NOT_OOM:
             raise
         line = (str(error).splitlines() or [type(error).__name__])[0]
-    probe.run_whole()
+    check.run_whole()
     if "use_reentrant" in line:
         raise Refused(REENTRANT)
     raise Refused(f"the model cannot run on a part of the batch: {line}")
 
 
-class _Probe:
+class _SplitCheck:
     """One root and one of its calls."""
 
     def __init__(self, module: nn.Module, forward: Forward, batch: Batch, gradients: bool) -> None:
@@ -228,7 +228,7 @@ class _Probe:
         with graph, tf32.switched(False), preserved(self.module) as start:
             if self.gradients:
                 self._rehearse(part, start)
-            with stirred(self.module) as stirring:
+            with zeros_perturbed(self.module) as stirring:
                 try:
                     return self._look(layout, part, start)
                 except Undecided:
@@ -248,15 +248,15 @@ class _Probe:
         chunk = Batch(layout.select(part, (0, 1)), part.spec)
         state = Snapshot(self.module, copies=False)
         refuse_changes_in_backward(start, state, self.with_graph)
-        moved = moved_by(start, part, chunk, self.forward, state)
+        updates = state_updates(start, part, chunk, self.forward, state)
         dtypes = self._refuse_escapes(part)
-        layout = replace(layout, draws=draws, moved=moved)
+        layout = replace(layout, draws=draws, updates=updates)
         if layout.draws and not self.gradients and self.module.training:
             raise Refused("the model draws random numbers")
         found = self._decide(layout, part, start, seen, dtypes, Comparison.find)
         if not self.gradients:
             return found
-        part = turned(part, layout, seen)
+        part = rolled(part, layout, seen)
         for larger in (True, False):  # rounding may decide everything there: then nothing is asked
             with suppress(Undecided):
                 return self._confirm(found, part, start, seen, dtypes, larger=larger)
@@ -277,11 +277,11 @@ class _Probe:
         ``larger``: these are larger than the model's own. Raises ``Refused`` where the layout holds
         at the present weights and samples alone, ``Undecided`` where rounding decides.
         """
-        with elsewhere(self.module, larger=larger):
+        with at_other_weights(self.module, larger=larger):
             try:
-                further = self._moved(layout, part, start)
-                moved = {key_of(place): place for place in (*further, *layout.moved)}
-                layout = replace(layout, moved=tuple(moved.values()))
+                further = self._updates(layout, part, start)
+                updates = {key_of(place): place for place in (*further, *layout.updates)}
+                layout = replace(layout, updates=tuple(updates.values()))
                 return self._decide(layout, part, start, seen, dtypes, _confirmed)
             except Refused:
                 raise
@@ -291,14 +291,14 @@ class _Probe:
                 clear_frames(error.__traceback__)
         return layout
 
-    def _moved(self, layout: Layout, part: Batch, start: Snapshot) -> tuple[Place, ...]:
+    def _updates(self, layout: Layout, part: Batch, start: Snapshot) -> tuple[Place, ...]:
         """Return what each call moves on, of the weights that the model has now."""
         start.restore()
         args, kwargs = part.call(part.leaves)
         with torch.no_grad():
             self.forward(*args, **kwargs)
         chunk = Batch(layout.select(part, (0, 1)), part.spec)
-        return moved_by(start, part, chunk, self.forward, Snapshot(self.module, copies=False))
+        return state_updates(start, part, chunk, self.forward, Snapshot(self.module, copies=False))
 
     def _rehearse(self, part: Batch, start: Snapshot) -> None:
         """Run what needs most memory first: where there is no room for it, nothing else is spent.
@@ -398,7 +398,7 @@ class _Probe:
     ) -> Layout:
         """Return what ``ask`` finds; ``twins``: the parameters that the model runs with."""
         with fixed_draws(self.module) if layout.draws else nullcontext() as draws:
-            runner = Runner(once(self.forward, layout.moved), layout, draws)
+            runner = Runner(update_at_first_call(self.forward, layout.updates), layout, draws)
             parameters = {
                 name: parameter if twins is None else twins.of(parameter)
                 for name, parameter in self.module.named_parameters()
@@ -436,7 +436,7 @@ def _confirmed(comparison: Comparison) -> Layout:
 # --- samples ----------------------------------------------------------------------------------
 
 
-def batched_leaves(batch: Batch, dim: int) -> tuple[int, ...]:
+def batched_arguments(batch: Batch, dim: int) -> tuple[int, ...]:
     """Return the arguments that have as many entries along ``dim`` as the first tensor has.
 
     Sparse ones are none of them: the adjacency of a graph's nodes. Nor nested ones: they have no

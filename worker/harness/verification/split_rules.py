@@ -25,8 +25,8 @@ from autofit.worker.harness.verification.gradient_digest import (
     digest,
     pattern,
 )
-from autofit.worker.harness.verification.loss_weights import Observer, guesses, variants
-from autofit.worker.harness.verification.perturbation import last_bits_off
+from autofit.worker.harness.verification.loss_weights import Observer, possible_divisors, variants
+from autofit.worker.harness.verification.perturbation import last_bits_perturbed
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.classifier import Kind, classify
 
@@ -154,7 +154,7 @@ class Comparison:
         self.cuts = uneven(self.size)
         self.seen = seen
         self.labels = seen.labels(part, self.layout)
-        self.guesses = guesses(part, self.layout, seen)
+        self.divisors = possible_divisors(part, self.layout, seen)
 
     def find(self) -> Layout:
         """Return the layout with its joins."""
@@ -198,7 +198,7 @@ class Comparison:
         whole = (0, self.size)
         with torch.no_grad():
             expected = self.runner.run(self.part, whole)
-            with last_bits_off(self.parameters.values()):
+            with last_bits_perturbed(self.parameters.values()):
                 found = self.runner.run(self.part, whole)
         return not all(map(self.close, found.leaves, expected.leaves))
 
@@ -268,21 +268,23 @@ class Comparison:
         if not isinstance(leaf, torch.Tensor):
             number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
             whole = isinstance(leaf, int)
-            return constant + (([Join(Rule.SUM)] if whole else self._means()) if number else [])
+            return constant + (
+                ([Join(Rule.SUM)] if whole else self._mean_rules()) if number else []
+            )
         if leaf.ndim == 0 or leaf.shape == (1,):
             if not leaf.is_floating_point() and not leaf.is_complex():
                 return [*constant, Join(Rule.SUM)]
-            return self._means() if leaf.requires_grad else [*constant, *self._means()]
+            return self._mean_rules() if leaf.requires_grad else [*constant, *self._mean_rules()]
         rules = (Rule.CONCATENATE, Rule.TURNS)
         rows = [Join(rule, dim) for rule in rules for dim in range(leaf.ndim)]
         return rows if leaf.requires_grad else [*rows, *constant]
 
-    def _means(self) -> list[Join]:
+    def _mean_rules(self) -> list[Join]:
         def counted(labels: Sequence[Labels]) -> list[Join]:
             return [Join(Rule.TOKENS, labels=each) for each in labels]
 
         plain = [Join(Rule.SAMPLES), Join(Rule.SUM)]
-        return [*counted(self.labels), *plain, *counted(self.guesses)]
+        return [*counted(self.labels), *plain, *counted(self.divisors)]
 
     def _holding(
         self,
