@@ -194,8 +194,6 @@ def _lowered(strategy: Strategy) -> str:
 
 def _searched(level: Level) -> str:
     """Return how a search treats a level, in a few words."""
-    if level.unsearched:
-        return f"never tried: {level.unsearched}"
     tried = "tried beside the fastest plans" if level.refines else "tried in combinations"
     fresh = "needs a new process" if not level.undo and not level.late else ""
     return ", ".join(filter(None, (tried, fresh)))

@@ -26,10 +26,8 @@ OUTCOME = re.compile(r"(?:\[gw\d+\].*?)?(PASSED|FAILED|ERROR|SKIPPED)")
 TEST = re.compile(r"tests/\S+\.py::\S+?(?:\[.*?\])?(?= |$)")
 KEPT = re.compile(r"^(E  |FAILED |ERROR |SKIPPED |[\d.]+s (call|setup)|=+ .* in [\d.]+s)")
 """Lines of pytest's end that are kept, beside each test's outcome."""
-MANAGED = "tests/gpu/test_catalogue.py::test_the_meter_counts_managed_memory"
 CHUNKS = "tests/gpu/test_heads.py::test_logits_in_chunks"
 OVERLAPS = "tests/gpu/test_activations.py::test_it_waits_less_than_torchs_own"
-FILLS = "tests/gpu/test_catalogue.py::test_what_would_not_fit_is_never_asked_for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,14 @@ PARTS = (
             "tests/resilient/test_cuda.py",
             "tests/harness/test_optimizer_runs.py",
         ),
-        without=(MANAGED, CHUNKS, OVERLAPS, FILLS),
+        without=(CHUNKS, OVERLAPS),
         workers=8,
     ),
     Part(
         "alone",
         tuple(f"tests/gpu/test_{each}.py" for each in ("meter", "others", "shortages")),
     ),
-    Part("seconds", (MANAGED, CHUNKS, OVERLAPS)),
-    Part("last", (FILLS,)),
+    Part("seconds", (CHUNKS, OVERLAPS)),
     Part("pairs", ("tests/strategies/test_pairs_launched.py",)),
     Part(
         "two-cards",

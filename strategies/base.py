@@ -119,8 +119,6 @@ class Level:
     refines: bool = False
     """Tried beside plans that a search has measured, one such level at a time, rather than in
     every combination: the catalogue may grow without the searches."""
-    unsearched: str = ""
-    """Why no search could gain by it; it may stand in a plan that is given, or be a last rung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +298,8 @@ class Strategy(ABC):
     levels: ClassVar[tuple[Level, ...]]
     lowers: ClassVar[frozenset[Memory]] = frozenset()
     """The kinds of memory its levels lower: the cost model's prior."""
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Levels of earlier releases that are gone, each with what to use in its place."""
     sized: ClassVar[bool] = False
     """What it does depends on the size of a batch: it is proven on as many samples as will run."""
 
@@ -312,7 +312,10 @@ class Strategy(ABC):
             if level.name == name:
                 return level
         allowed = ", ".join(level.name for level in self.levels)
-        raise UsageError(f"{self.name} has no level {name!r}; it has {allowed}")
+        unknown = f"{self.name} has no level {name!r}"
+        if name in self.removed:
+            raise UsageError(f"{unknown}: it was removed in 0.2: use {self.removed[name]}")
+        raise UsageError(f"{unknown}; it has {allowed}")
 
     def samples(self, level: str, batch: int) -> int:
         """Return the samples of a call that train under ``level``, of ``batch``."""

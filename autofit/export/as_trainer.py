@@ -16,8 +16,6 @@ from autofit.strategies import AS_IS
 OPTIMIZERS = {
     "fused": "adamw_torch_fused",
     "eight_bit": "adamw_bnb_8bit",
-    "paged": "paged_adamw_32bit",
-    "paged_eight_bit": "paged_adamw_8bit",
 }
 """Levels of ``optimizer`` that ``optim`` has a name for, where the script trains with AdamW."""
 WORKERS = 4

@@ -111,8 +111,7 @@ def _reason(
     fidelity = strategy.fidelity(level, facts)
     if fidelity > allow:
         return f"{fidelity}, and only {allow} is allowed"
-    reason = strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
-    return reason or strategy.level(level).unsearched or None
+    return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
 
 
 def clash(plan: Plan) -> str | None:

@@ -4,46 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Forward, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import share_of_logits
 
-EVERY = {"third": 3, "half": 2, "selective": 1, "all": 1}
+EVERY = {"third": 3, "half": 2, "all": 1}
 """Level to stride: which blocks are checkpointed."""
-
-FAULTS = {
-    "cached during selective activation checkpoint has been mutated": (
-        "a block changes in place what one of its matrix products gave"
-    ),
-    "region computed under selective activation checkpoint": (
-        "the script goes backward through the same forward twice"
-    ),
-    "encountered during backward": ("a block runs other operations when it is run again"),
-}
-"""What torch's errors under the selective level say, and what they mean."""
-NO_OPERATIONS = "compiled blocks show no single operations whose results could be kept"
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Where a Hugging Face model keeps the handles of hooks on its embeddings."""
 LAYER = "GradientCheckpointingLayer"
 """What transformers calls a block that its switch is for."""
-SELECTIVE = """
-from functools import partial
-
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-# Without attention that drops: kept, its draws would be missing when the rest runs again.
-aten = torch.ops.aten
-kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default]
-contexts = partial(create_selective_checkpoint_contexts, kept)
-# Norms in a block that keep statistics of the batches count each of them twice so.
-for block in blocks:
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-"""
 PLAIN = """
 from functools import partial
 
@@ -62,26 +37,17 @@ class Checkpointing(Strategy):
     Hugging Face models use their own checkpointing, which also keeps the key-value cache from
     being written twice. In other models each block runs through ``torch.utils.checkpoint``. It
     replays the random draws, so the gradients are the same.
-
-    ``selective`` keeps the results of matrix products with weights and of fused attention,
-    which take most of the time. It recomputes the rest (Korthikanti et al., 2022).
     """
 
     name = "checkpointing"
     summary = "keeps a block's input and recomputes its activations in backward"
     source = "https://arxiv.org/abs/1604.06174"
     lowers = frozenset({Memory.ACTIVATIONS})
+    removed: ClassVar[Mapping[str, str]] = {"selective": "half"}
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(name="third", summary="every third block", slowdown=1.07, keeps=0.7, refines=True),
         Level(name="half", summary="every second block", slowdown=1.12, keeps=0.55),
-        Level(
-            name="selective",
-            summary="every block, but the results of matrix products and attention are kept",
-            slowdown=1.6,  # in eager mode: what decides on each operation runs in Python
-            keeps=0.65,
-            refines=True,
-        ),
         Level(name="all", summary="every block", slowdown=1.25, keeps=0.15),
     )
 
@@ -108,21 +74,8 @@ class Checkpointing(Strategy):
             return "the model has fewer than three blocks: half is the same"
         return None
 
-    def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Compiled code does not show the operations one by one."""
-        if level == "selective" and levels.get("compile", AS_IS) != AS_IS:
-            return NO_OPERATIONS
-        return None
-
-    def fault(self, error: BaseException) -> str | None:
-        """Tell what torch's selective checkpointing does not support."""
-        found = (reason for words, reason in FAULTS.items() if words in str(error))
-        return next(found, None) if isinstance(error, RuntimeError) else None
-
     def by_hand(self, level: str) -> ByHand:
         """Checkpoint the blocks; a Hugging Face model has its own switch."""
-        if level == "selective":
-            return ByHand(prepare=SELECTIVE, blocks=True)
         stride = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
         return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride), blocks=True)
 
@@ -137,11 +90,10 @@ class Checkpointing(Strategy):
         if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
             raise Refused("SyncBatchNorm would wait for the other ranks once more in backward")
         if root.hides(blocks):
-            return _in_graph(level, blocks)
+            return _in_graph(blocks)
         from autofit.strategies.checkpointing.recompute import wrapper
 
-        run = _runs(level)
-        undos = [root.around_call(block, wrapper(run, block)) for block in blocks]
+        undos = [root.around_call(block, wrapper(block)) for block in blocks]
 
         def undo() -> None:
             for take_back in undos:
@@ -150,12 +102,10 @@ class Checkpointing(Strategy):
         return undo
 
 
-def _in_graph(level: str, blocks: Sequence[Any]) -> Undo:
+def _in_graph(blocks: Sequence[Any]) -> Undo:
     """Let blocks checkpoint themselves: what the script has compiled shows their ``forward``."""
     from torch.utils.checkpoint import checkpoint
 
-    if level == "selective":
-        raise Refused(NO_OPERATIONS)
     before = [(block, vars(block).get("forward")) for block in blocks]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -204,7 +154,7 @@ def _switch_on(module: Any, level: str) -> Undo:
     layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % EVERY[level] == 0
-    _replace_calls(module, level)
+    _replace_calls(module)
 
     def undo() -> None:
         for each, flag in zip(module.modules(), flags, strict=True):
@@ -220,24 +170,13 @@ def _switch_on(module: Any, level: str) -> Undo:
     return undo
 
 
-def _runs(level: str) -> Forward:
-    """Return what runs a block so that it runs again in backward."""
-    if level == "selective":
-        from autofit.strategies.checkpointing.selective import selectively
-
-        return selectively
-    from autofit.strategies.checkpointing.recompute import plainly
-
-    return plainly
-
-
-def _replace_calls(module: Any, level: str) -> None:
+def _replace_calls(module: Any) -> None:
     """Have the model's layers call our way to checkpoint in the place of torch's."""
     from autofit.strategies.checkpointing.recompute import Switched
 
     for each in module.modules():
         if "_gradient_checkpointing_func" in vars(each):
-            each._gradient_checkpointing_func = Switched(_runs(level))
+            each._gradient_checkpointing_func = Switched()
 
 
 def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:

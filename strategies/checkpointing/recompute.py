@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 
-Run = Callable[..., Any]
-"""Runs a forward, which comes first, with what it is given after it."""
 MOVED = "a block ran in evaluation, and other batches were counted before its backward"
 
 
@@ -27,8 +24,8 @@ MOVED = "a block ran in evaluation, and other batches were counted before its ba
 def casts_anew() -> Iterator[None]:
     """Let autocast keep no casts.
 
-    Backward makes those of a block again. Kept, they would be two bytes for each parameter while
-    forward runs; and under the selective level fewer would be made again than had been made.
+    Backward makes the casts of a block again. A cache would hold two bytes for each parameter while
+    forward runs.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -50,8 +47,8 @@ Modes = list[tuple[nn.Module, bool]]
 """Modules, and whether they are in training."""
 
 
-def wrapper(run: Run, block: nn.Module) -> Callable[[Forward], Forward]:
-    """Return what has the calls of ``block`` run by ``run``, those with gradients."""
+def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
+    """Return a wrapper that checkpoints the calls of ``block`` that need gradients."""
     reference = weakref.ref(block)
 
     def wrapped(forward: Forward) -> Forward:
@@ -66,7 +63,7 @@ def wrapper(run: Run, block: nn.Module) -> Callable[[Forward], Forward]:
             batches += any(mode and isinstance(each, _NormBase) for each, mode in modes)
             if not graded:
                 return forward(*args, **kwargs)
-            return run(_as_at_first(forward, held, modes, lambda: batches), *args, **kwargs)
+            return plainly(_as_at_first(forward, held, modes, lambda: batches), *args, **kwargs)
 
         return call
 
@@ -122,8 +119,7 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
     """Have the norms in ``block`` write their statistics to copies."""
     norms = [each for each in block.modules() if isinstance(each, _NormBase)]
     before = [dict(norm._buffers) for norm in norms]
-    with _disable_current_modes():  # selective checkpointing expects what forward did, no more
-        copies = [{n: None if b is None else b.clone() for n, b in o.items()} for o in before]
+    copies = [{n: None if b is None else b.clone() for n, b in o.items()} for o in before]
     for norm, buffers in zip(norms, copies, strict=True):
         norm._buffers.update(buffers)
     try:
@@ -139,12 +135,9 @@ class Switched:
     In a pickle or a copy it is what the model itself would keep: plain checkpointing.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer."""
-        return self._run(forward, *args, **kwargs)
+        """Run a layer; it runs again in backward."""
+        return plainly(forward, *args, **kwargs)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Reduce to plain checkpointing."""

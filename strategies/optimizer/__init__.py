@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import ClassVar
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import (
@@ -25,13 +26,6 @@ LION = ("Lion", "Lion32bit")
 """Names of classes that are Lion, where they compute what it does."""
 EIGHT_BIT = ("Adam", "AdamW", *LION)
 """Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
-PAGED = ("paged", "paged_eight_bit")
-"""Levels that keep state in managed memory."""
-COUNTED = "managed memory counts as any other: it saves a run from a spike, not within a budget"
-IN_8_BITS = ("eight_bit", "paged_eight_bit")
-"""Levels that keep state in 8 bits."""
-ON_DEMAND = (6, 0)
-"""Compute capability from which managed memory moves on demand."""
 ADAM = ("Adam", "AdamW")
 """Those in whose place another algorithm may train: their rates are understood."""
 OTHERS = ("lion", "sgd", "adafactor")
@@ -40,8 +34,7 @@ OTHERS = ("lion", "sgd", "adafactor")
 HAVE = {
     "fused": ("fused implementation", FUSED),
     "single": ("implementation that takes all parameters at once", FOREACH),
-    "paged": ("fused implementation", FUSED),
-    **dict.fromkeys(IN_8_BITS, ("8-bit implementation", EIGHT_BIT)),
+    "eight_bit": ("8-bit implementation", EIGHT_BIT),
     **dict.fromkeys(OTHERS, ("rates that are known to suit another algorithm", ADAM)),
 }
 """What a level takes of an optimizer's class, and the classes that have it."""
@@ -60,6 +53,7 @@ class Optimizer(Strategy):
     summary = "the script's own optimizer, in a faster implementation or with smaller state"
     source = "https://arxiv.org/abs/2110.02861"
     lowers = frozenset({Memory.OPTIMIZER_STATE, Memory.WORKSPACE})
+    removed: ClassVar[Mapping[str, str]] = {"paged": "fused", "paged_eight_bit": "eight_bit"}
     levels = (
         Level(name=AS_IS, summary="the script's own implementation"),
         Level(
@@ -84,24 +78,6 @@ class Optimizer(Strategy):
             keeps=0.27,
             undo=False,
             late=True,
-        ),
-        Level(
-            name="paged",
-            summary="state in managed memory: what a spike leaves no room for moves to the host",
-            slowdown=1.01,
-            refines=True,
-            unsearched=COUNTED,
-        ),
-        Level(
-            name="paged_eight_bit",
-            summary="8-bit state in managed memory",
-            fidelity=Fidelity.ROUNDING,
-            slowdown=1.06,
-            keeps=0.27,
-            undo=False,
-            late=True,
-            refines=True,
-            unsearched=COUNTED,
         ),
         Level(
             name="lion",
@@ -136,30 +112,24 @@ class Optimizer(Strategy):
         """State in 8 bits is no smaller beside weights that halve it otherwise."""
         halved = kind is Memory.OPTIMIZER_STATE and levels.get("weights", AS_IS) == "bf16"
         once = super().keeps(level, kind, levels)
-        return 2 * once if halved and level in IN_8_BITS else once
+        return 2 * once if halved and level == "eight_bit" else once
 
     def describe(self, level: str) -> str:
         """Return ``"fused optimizer"``, ``"8-bit optimizer"``, ``"Lion for Adam"``."""
-        said = {
-            "eight_bit": "8-bit optimizer",
-            "paged_eight_bit": "paged 8-bit optimizer",
-            "single": "one-at-a-time optimizer",
-        }
+        said = {"eight_bit": "8-bit optimizer", "single": "one-at-a-time optimizer"}
         instead = {"lion": "Lion", "sgd": "SGD", "adafactor": "Adafactor"}
         other = f"{instead[level]} for Adam" if level in OTHERS else f"{level} optimizer"
         return said.get(level, other)
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Fused kernels keep more bits than the plain ones where weights are in half precision."""
-        fused = level in ("fused", "paged") and facts is not None and _half(facts)
+        fused = level == "fused" and facts is not None and _half(facts)
         return Fidelity.ROUNDING if fused else self.level(level).fidelity
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """8-bit state needs bitsandbytes, paged state a GPU that moves pages."""
-        if level in IN_8_BITS and find_spec("bitsandbytes") is None:
+        """8-bit state needs bitsandbytes."""
+        if level == "eight_bit" and find_spec("bitsandbytes") is None:
             return "bitsandbytes is not installed: pip install bitsandbytes"
-        if level in PAGED and (hardware.capability or (0, 0)) < ON_DEMAND:
-            return "pages move on demand on NVIDIA GPUs of compute capability 6.0 and later"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
@@ -168,7 +138,7 @@ class Optimizer(Strategy):
         others = [name for name in facts.optimizers if name not in known]
         if others:
             return f"{others[0]} has no {what}; {', '.join(known)} have"
-        if level in IN_8_BITS and any(root.dtype == "float64" for root in facts.roots):
+        if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
             return "the model's weights are float64"
         fusable = facts.optimizers and all(name in FUSED for name in facts.optimizers)
         if level == "single" and fusable and not _half(facts):
@@ -177,15 +147,14 @@ class Optimizer(Strategy):
 
     def by_hand(self, level: str) -> ByHand | None:
         """Say how the optimizer is made: the script's own line, which is not known here."""
-        if level in OTHERS or level == "paged":
+        if level in OTHERS:
             return None
         if level == "fused":
             return ByHand(prepare="# and make the optimizer with `fused=True`")
         if level == "single":
             return ByHand(prepare="# and make the optimizer with `foreach=False`")
-        made = "PagedAdamW8bit" if level in PAGED else "AdamW8bit"
         return ByHand(
-            prepare=f"# and make the optimizer with bitsandbytes.optim.{made} (or Lion's), the\n"
+            prepare="# and make the optimizer with bitsandbytes.optim.AdamW8bit (or Lion's), the\n"
             "# weights of embeddings overridden to 32 bits by bitsandbytes.optim.GlobalOptimManager"
         )
 
@@ -203,10 +172,6 @@ class Optimizer(Strategy):
             from autofit.strategies.optimizer.recipes import replace
 
             return replace(handle, level)
-        if level in PAGED:
-            from autofit.strategies.optimizer.paged import page, page_eight_bit
-
-            return page(handle) if level == "paged" else page_eight_bit(handle)
         from autofit.strategies.optimizer.eight_bit import to_eight_bit
 
         return to_eight_bit(handle)

@@ -41,8 +41,6 @@ ADAM = Algorithm(
 )
 
 State = dict[str, Any]
-Zeros = Callable[[int, torch.device], torch.Tensor]
-"""Makes room for so many codes: zeros."""
 
 
 def to_eight_bit(handle: OptimizerHandle) -> Undo:
@@ -84,10 +82,9 @@ def why_not(optimizer: Optimizer) -> str | None:
 class EightBit:
     """The 8-bit state of one optimizer, kept in its ``state``: it moves and goes with that."""
 
-    def __init__(self, handle: OptimizerHandle, algorithm: Algorithm, zeros: Zeros | None = None):
+    def __init__(self, handle: OptimizerHandle, algorithm: Algorithm) -> None:
         self._handle = handle
         self._algorithm = algorithm
-        self._zeros = zeros or _zeros
         self._known: frozenset[int] = frozenset()
         """Identities of the parameters that have been sorted."""
         self._roots = 0
@@ -207,7 +204,7 @@ class EightBit:
         algorithm, device, count = self._algorithm, parameter.device, parameter.numel()
         found: State = {"step": int(state.get("step", 0))}
         for which, name in enumerate(algorithm.moments):
-            codes = self._zeros(count, device)
+            codes = torch.zeros(count, dtype=torch.uint8, device=device)
             scales = torch.zeros(-(-count // BLOCK), device=device)
             if name in state:
                 moment = state[name].to(device=device, dtype=torch.float32)
@@ -251,10 +248,6 @@ class EightBit:
         for index, parameter in zip(order, parameters(optimizer), strict=True):
             if index in saved:
                 optimizer.state[parameter] = dict(saved[index])
-
-
-def _zeros(count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.uint8, device=device)
 
 
 def _worth(parameter: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Activations on a card: kept selectively, and sent to the host beside the computation."""
+"""Activations on a card: recomputed, and sent to the host beside the computation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ BESIDE: list[dict[str, str]] = [
     {"precision": "bf16"},
     {"checkpointing": "all"},
     {"checkpointing": "third"},
-    {"checkpointing": "selective"},
     {"micro_batch": "6"},
     {"micro_batch": "6", "checkpointing": "all", "precision": "bf16"},
     {"compile": "regional"},
@@ -257,7 +256,7 @@ def test_memory_that_runs_out_in_backward_is_split(calls: Calls) -> None:
 
 @pytest.mark.parametrize("drop", [0.0, 0.2])
 @pytest.mark.parametrize("precision", ["as_is", "bf16"])
-@pytest.mark.parametrize("level", ["third", "selective"])
+@pytest.mark.parametrize("level", ["third", "half"])
 def test_checkpointed_gradients_are_the_same(
     level: str, precision: str, drop: float, calls: Calls, x: torch.Tensor
 ) -> None:

@@ -27,7 +27,6 @@ CALLED_AGAIN = {
     # Blocks of the four that are recomputed in backward.
     ("checkpointing", "third"): {"block": 4 + 2},
     ("checkpointing", "half"): {"block": 4 + 2},
-    ("checkpointing", "selective"): {"block": 4 + 4},
     ("checkpointing", "all"): {"block": 4 + 4},
 }
 STATEFUL = [*CALLED_AGAIN, ("activation_offload", "all"), ("compile", "full")]

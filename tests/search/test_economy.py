@@ -41,7 +41,6 @@ CHECKPOINTED = {
     "as_is": (0.0, 0.0),
     "third": (1 / 3, 1 / 3),
     "half": (1 / 2, 1 / 2),
-    "selective": (0.6, 0.25),
     "all": (1.0, 1.0),
 }
 """Of all activations and of all work, the shares that are dropped and that are done again."""

@@ -37,7 +37,11 @@ ROOT = RootFacts(
     batch=32,
     blocks=4,
 )
-PLANS = [Plan.of({"checkpointing": name}) for name in ("half", "third", "selective", "all")]
+PLANS = [
+    *(Plan.of({"checkpointing": name}) for name in ("half", "third")),
+    Plan.of({"precision": "tf32"}),
+    Plan.of({"checkpointing": "all"}),
+]
 SHORT = OutOfMemory(phase="forward", message="no memory")
 
 Again = Mapping[Plan, Measurement | None]

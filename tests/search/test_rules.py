@@ -112,12 +112,6 @@ def test_a_split_under_dropout_draws_anew() -> None:
     assert "micro_batch" not in {reason[0] for reason in tried(facts).left_out}
 
 
-def test_what_no_search_could_gain_by_is_left_out_with_the_reason() -> None:
-    found = tried(hardware=GPU, facts=replace(FACTS, optimizers=("AdamW",)))
-    assert ("optimizer", "paged") in {reason[:2] for reason in found.left_out}
-    assert all(plan["optimizer"] != "paged" for plan in found.refinements(Plan()))
-
-
 def test_what_trials_ruled_out_is_left_out_with_their_reason() -> None:
     found = tried(refused=[("checkpointing", "half", "it broke")])
     assert ("checkpointing", "half", "it broke") in found.left_out

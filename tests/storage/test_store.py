@@ -331,6 +331,26 @@ def test_a_plan_of_another_version_is_a_clear_error(store: Store, study: StudyRe
     assert store.trials(study) == ()
 
 
+def test_a_study_with_a_removed_level_opens(
+    path: Path, opening: Open, plan: Plan, report: Report
+) -> None:
+    with Store(str(path)) as store:
+        study, said = opening(store), list[str]()
+        old, kept = store.add_trials(study, [Plan(), plan], launch=0, owner=Owner.current())
+        for trial in (old, kept):
+            store.finish(trial, report(trial.plan))
+        with sqlite3.connect(path) as other:
+            levels = '{"optimizer": "paged"}'
+            other.execute("UPDATE trial SET plan = ? WHERE id = ?", (levels, old.id))
+    with Store(str(path)) as store:
+        store.say = said.append
+        (study,) = store.studies()
+        assert [trial.id for trial in store.trials(study)] == [kept.id]
+        (line,) = said
+        assert "optimizer has no level 'paged': it was removed in 0.2: use fused" in line
+        assert "\n" not in line
+
+
 SPOILT = ["[1]", "no JSON", "7", '{"precision": 8}', '{"telepathy": "on"}']
 
 

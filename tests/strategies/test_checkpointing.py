@@ -1,4 +1,4 @@
-"""Checkpointing: which blocks, what a selective one keeps, and what it cannot keep."""
+"""Checkpointing: which blocks run again, and in which state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.strategies.contract import MEASURE, meter_environment
 
 quick, full = pytest.mark.quick, pytest.mark.full
 
-NEW = ("third", "selective")
+NEW = ("third", "all")
 
 
 class Block(nn.Module):
@@ -68,18 +68,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class Alike(nn.Module):
-    """Two products that could be taken for one another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        after: torch.Tensor = self.other(self.one(x).tanh())
-        return after
 
 
 def llama() -> nn.Module:
@@ -148,13 +136,12 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     "levels",
-    [{"checkpointing": level} for level in ("half", "selective", "all")]
+    [{"checkpointing": level} for level in ("half", "all")]
     + [{"checkpointing": "all", "compile": "regional"}],
     ids=lambda levels: "+".join(levels.values()),
 )
 def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, rooted: Rooted) -> None:
     """In training, also where backward goes through it twice; not in evaluation."""
-    twice = levels["checkpointing"] != "selective"  # which keeps nothing for a second time
 
     def after(levels: dict[str, str]) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -164,9 +151,8 @@ def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, rooted: Root
             module.train(mode)
             x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
             loss = held.call((x,), {}).square().sum()
-            loss.backward(retain_graph=twice)
-            if twice:
-                loss.backward()
+            loss.backward(retain_graph=True)
+            loss.backward()
         held.take_back()
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return [*gradients, *module.buffers()]
@@ -209,7 +195,7 @@ def replaced(module: nn.Module) -> None:
 
 
 @quick
-@pytest.mark.parametrize("level", ["selective", "all"])
+@pytest.mark.parametrize("level", ["half", "all"])
 @pytest.mark.parametrize(
     ("made", "between"),
     [(stages, nn.Module.eval), (Growing, nn.Module.train), (stages, replaced)],
@@ -255,24 +241,18 @@ def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(rooted:
 
 @quick
 def test_what_runs_again(rooted: Rooted) -> None:
-    """Selectively: no product, and attention only where it drops."""
     x = torch.randn(2, 7, 16)
     found = {}
-    for level in ("as_is", "third", "half", "selective", "all"):
+    for level in ("as_is", "third", "half", "all"):
         module = Net()
         found[level] = flops(module, rooted(module, checkpointing=level), x)
-    assert found["as_is"] == found["selective"]
     blocks = (found["all"] - found["as_is"]) / 4
     assert blocks > 0
     assert found["third"] - found["as_is"] == found["half"] - found["as_is"] == 2 * blocks
-    dropping = Net((0.3, 0.0))
-    plain = flops(dropping, rooted(dropping), x)
-    again = flops(dropping, rooted(dropping, checkpointing="selective"), x)
-    assert plain < again < plain + 4 * blocks
 
 
 @quick
-@pytest.mark.parametrize("level", ["selective", "all"])
+@pytest.mark.parametrize("level", ["half", "all"])
 def test_two_calls_under_one_autocast(level: str, rooted: Rooted) -> None:
     """The second finds no casts of the first: run again, it would make some it had not made."""
     module = Net()
@@ -334,47 +314,19 @@ def test_a_block_that_runs_again_leaves_no_casts_of_its_weights(
 
 
 @quick
-def test_what_it_cannot_keep_is_said(rooted: Rooted) -> None:
-    strategy = get("checkpointing")
-    module = Net(inplace=True)
-    held = rooted(module, checkpointing="selective")
-    with pytest.raises(RuntimeError) as changed:
-        held.call((torch.randn(2, 7, 16),), {}).sum().backward()
-    assert "in place" in (strategy.fault(changed.value) or "")
-    module = Net()
-    held = rooted(module, checkpointing="selective")
-    loss = held.call((torch.randn(2, 7, 16),), {}).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError) as again:
-        loss.backward()
-    assert "twice" in (strategy.fault(again.value) or "")
-    alike = nn.Sequential(Alike(), Alike())
-    loss = rooted(alike, checkpointing="selective").call((torch.randn(3, 4),), {}).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="selective activation checkpoint"):
-        loss.backward()  # whatever the shapes
-    assert strategy.fault(RuntimeError("the script's own")) is None
-
-
-@quick
 def test_why_it_is_left_out() -> None:
     strategy = get("checkpointing")
     root = RootFacts(
         name="Net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", blocks=2
     )
     assert "half is the same" in (strategy.inapplicable("third", Facts(roots=(root,))) or "")
-    assert strategy.inapplicable("selective", Facts(roots=(root,))) is None
-    assert clash(Plan.of({"checkpointing": "selective", "compile": "regional"}))
     assert not clash(Plan.of({"checkpointing": "third", "compile": "regional"}))
 
 
 @quick
 def test_a_pickled_transformer_checkpoints_plainly(rooted: Rooted) -> None:
     model = llama()
-    tokens = torch.randint(32, (2, 7))
-    plain = flops_of(model, rooted(model), tokens)
-    held = rooted(model, checkpointing="selective")
-    assert flops_of(model, held, tokens) == plain
+    held = rooted(model, checkpointing="all")
     loaded = pickle.loads(pickle.dumps(model))
     kept = loaded.model.layers[0]._gradient_checkpointing_func
     assert isinstance(kept, partial)
@@ -431,27 +383,12 @@ def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, rooted: 
     assert not any("forward" in vars(each) for each in module.blocks)
 
 
-@quick
-def test_the_selective_level_needs_operations_that_show(rooted: Rooted) -> None:
-    compiled = torch.compile(Net(), backend="aot_eager")
-    with pytest.raises(Refused, match="show no single operations"):
-        rooted(compiled, checkpointing="selective")  # type: ignore[arg-type]
-
-
-def flops_of(model: nn.Module, held: HarnessRoot, tokens: torch.Tensor) -> int:
-    """Return the same of a model that has its loss inside."""
-    with FlopCounterMode(display=False) as counter:
-        held.call((), {"input_ids": tokens, "labels": tokens}).loss.backward()
-    model.zero_grad()
-    return int(counter.get_total_flops())
-
-
 @full
 @pytest.mark.skipif(build.shim() is None, reason="bytes are counted only with a C compiler")
 def test_each_level_holds_less_than_the_one_before() -> None:
     levels = ("third", "half", "all")
     ran = subprocess.run(
-        [sys.executable, "-c", MEASURE, "checkpointing", "selective", *levels],
+        [sys.executable, "-c", MEASURE, "checkpointing", *levels],
         env=meter_environment(),
         check=True,
         capture_output=True,
@@ -461,4 +398,3 @@ def test_each_level_holds_less_than_the_one_before() -> None:
     ordered = [peaks[level] for level in ("as_is", *levels)]
     assert ordered == sorted(ordered, reverse=True)
     assert all(b < 0.9 * a for a, b in itertools.pairwise(ordered)), peaks
-    assert peaks["all"] < peaks["selective"] < 0.8 * peaks["as_is"], peaks

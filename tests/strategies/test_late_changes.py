@@ -45,7 +45,7 @@ PLANS = [
     for strategy in REGISTRY
     if strategy.changes_optimizers
     for level in strategy.levels
-    if level.name not in (AS_IS, "paged", "paged_eight_bit")  # these need a GPU
+    if level.name != AS_IS
 ]
 APART = {Fidelity.EXACT: 1e-5, Fidelity.ROUNDING: 0.1}
 """Largest relative difference of a loss or of a weight's norm; float32's order of sums, and bf16's

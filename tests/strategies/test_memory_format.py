@@ -97,7 +97,6 @@ def test_the_model_sees_it_and_the_script_does_not(
     "beside",
     [
         {"checkpointing": "all"},
-        {"checkpointing": "selective"},
         {"activation_offload": "all"},
         {"micro_batch": "2"},
         {"precision": "bf16"},

@@ -46,8 +46,6 @@ pytestmark = pytest.mark.quick
 
 FUSED = Plan.of({"optimizer": "fused"})
 EIGHT_BIT = Plan.of({"optimizer": "eight_bit"})
-PAGED = Plan.of({"optimizer": "paged"})
-PAGED_EIGHT_BIT = Plan.of({"optimizer": "paged_eight_bit"})
 
 
 @pytest.fixture
@@ -356,10 +354,6 @@ REFUSED: list[tuple[Plan, Make, str]] = [
     (EIGHT_BIT, lambda net: Adam(net.parameters(), maximize=True), "with maximize"),
     (EIGHT_BIT, lambda net: Adam(net.parameters(), lr=torch.tensor(0.1)), "rate is a tensor"),
     (EIGHT_BIT, lambda net: Adam(net.double().parameters()), "a parameter is float64"),
-    (PAGED, lambda net: AdamW(net.parameters()), "on cpu, which has no managed memory"),
-    (PAGED, lambda net: SGD(net.parameters(), lr=0.1), "SGD without momentum keeps no state"),
-    (PAGED, lambda net: torch.optim.NAdam(net.parameters()), "NAdam has no fused"),
-    (PAGED_EIGHT_BIT, lambda net: Adam(net.parameters()), "on cpu, which has no managed"),
 ]
 
 

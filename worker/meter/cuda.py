@@ -198,15 +198,8 @@ class CudaMeter:
             self._first = self._first or shares
             return max(0, shares.own + shares.managed(self._first) - reserved)
         outside = shares.held - self._held_before - reserved  # we may be among the others
-        theirs = not at_start and outside - _managed() > self._context + LIBRARIES
+        theirs = not at_start and outside > self._context + LIBRARIES
         return self._context if theirs else max(0, outside)
-
-
-def _managed() -> int:
-    """Return the bytes of managed memory that strategies hold: those are not another's."""
-    from autofit.strategies.optimizer import managed
-
-    return managed.held()
 
 
 def _torch() -> ModuleType:
