@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Aside
 from autofit.worker.harness.patching import gradient_reads
 from autofit.worker.harness.patching.observers import Seams
-
-if TYPE_CHECKING:
-    from autofit.worker.harness.patching.optimizers import HarnessOptimizer
 
 STRATEGY = "gradient_release"
 READ = "the script reads the gradients between its backward and its step: it clips or logs them"
@@ -40,10 +37,21 @@ PART = 32
 RATES = "the script changes the optimizer's settings between its backward and its step"
 
 
+class SteppedOptimizer(Protocol):
+    """An optimizer whose step a plan has changed: ``optimizers.HarnessOptimizer``."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The script's own optimizer."""
+
+    def take(self) -> None:
+        """Step the parameters that the optimizer holds now."""
+
+
 class Release:
     """The steps in backward of one optimizer, from its making until ``stop``."""
 
-    def __init__(self, handle: HarnessOptimizer, seams: Seams, aside: Aside | None) -> None:
+    def __init__(self, handle: SteppedOptimizer, seams: Seams, aside: Aside | None) -> None:
         self._handle = handle
         self._seams = seams
         self._aside = aside
