@@ -139,7 +139,7 @@ def _machine() -> Iterator[Finding]:
     text = f"{host.name}, {free} of {format_size(host.total_bytes)} free"
     yield Finding(name="CPU", ok=True, text=text)
     shim = build.shim() is not None
-    exact = "memory is counted to the byte" if shim else "no C compiler: memory is counted roughly"
+    exact = "memory is counted to the byte" if shim else "no C compiler: a search needs a GPU"
     yield Finding(name="CPU as a device", ok=shim, text=exact)
 
 

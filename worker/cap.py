@@ -19,7 +19,6 @@ from typing import NoReturn
 from autofit.exceptions import AutofitError, UsageError
 from autofit.units import parse_size
 from autofit.worker import meter
-from autofit.worker.meter import build
 
 USAGE = "usage: python -m autofit.worker.cap SIZE -- COMMAND [ARGUMENT ...]"
 
@@ -38,8 +37,7 @@ def become(size: int, command: list[str]) -> NoReturn:
 
     Raises ``UsageError`` where the cap cannot be had or the command cannot be run.
     """
-    if build.shim() is None:
-        raise UsageError("a cap needs Linux and a C compiler; install gcc or clang")
+    meter.require_cap("cpu")
     try:
         os.execvpe(command[0], command, os.environ | meter.environment("cpu", size))
     except OSError as error:

@@ -50,6 +50,7 @@ class LocalSlots:
         if self.device == "cuda":
             self._choose()
         else:
+            meter.require_cap(self.device)
             self.count = CPU_SLOTS
             if options.gpus is not None:
                 self.lines = (f"--gpus {options.gpus}: no GPU is visible here, the CPU is used",)

@@ -1,4 +1,4 @@
-"""Meters and hardware: what parent and child see, and the fallback without a compiler."""
+"""Meters and hardware: what parent and child see, and what a CPU needs for a cap."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from autofit import host
+from autofit.cli import main
 from autofit.exceptions import UsageError
 from autofit.worker import meter
 from autofit.worker.meter import build
-from autofit.worker.meter.cpu import RlimitMeter, ShimMeter
+from autofit.worker.meter.cpu import ResidentMeter, ShimMeter
 from autofit.worker.meter.cuda import CudaMeter
 
 pytestmark = pytest.mark.quick
 
 
 def test_every_meter_keeps_the_protocol() -> None:
-    meters: list[type[meter.Meter]] = [ShimMeter, RlimitMeter, CudaMeter]  # mypy checks this line
+    meters: list[type[meter.Meter]] = [ShimMeter, ResidentMeter, CudaMeter]  # mypy checks this line
     promised = {name for name in vars(meter.Meter) if not name.startswith("_")}
     assert [each for each in meters if not promised <= set(dir(each))] == []
 
@@ -111,56 +112,37 @@ def test_the_environment_adds_to_the_one_given_and_can_be_taken_back(
 # --- without a compiler -----------------------------------------------------------------------
 
 
-def _without_compiler(body: str, cap: int) -> str:
-    """Run ``body`` with a meter in a process that was started on a machine without a compiler."""
-    program = (
-        "from autofit.worker import meter as meters\n"
-        "from autofit.worker.oom.classifier import Kind, classify\n"
-        "meter = meters.for_device('cpu'); meters.forget()\n"
-        "assert type(meter).__name__ == 'RlimitMeter', meter\n"
-        "import torch\n"
-        "meter.arm()\n" + textwrap.dedent(body)
-    )
-    thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    environment = os.environ | thresholds | {"AUTOFIT_METER_CAP": str(cap)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def test_the_kernels_limit_makes_torch_fail_by_itself() -> None:
-    _without_compiler(
-        """
-        held = torch.ones(25_000_000)
-        for _ in range(20):
-            try:
-                torch.ones(50_000_000)
-            except RuntimeError as error:
-                assert classify(error).kind is Kind.OOM, error
-            else:
-                raise AssertionError("not refused")
-        assert meter.short() and meter.capacity == 200_000_000
-        meter.set_cap(None)
-        torch.ones(50_000_000)
-        """,
-        cap=200_000_000,
-    )
-
-
-def test_the_kernels_peak_follows_the_tensors_up_and_down() -> None:
-    _without_compiler(
-        """
+def test_a_process_without_the_shim_is_read_and_not_capped() -> None:
+    program = """
+        import torch
+        from autofit.worker import meter as meters
+        meter = meters.for_device("cpu")
+        assert type(meter).__name__ == "ResidentMeter", meter
+        meter.arm()
+        assert meter.capacity is None and not meter.short()
         for size in (20_000_000, 80_000_000, 40_000_000):
             meter.reset()
             x = torch.ones(size // 4)
             del x
             assert abs(meter.peak().allocated - size) < 4_000_000, (size, meter.peak())
-        """,
-        cap=1_000_000_000,
-    )
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = os.environ | thresholds
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def test_without_a_compiler_a_search_on_the_cpu_says_so_and_exits_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "plan.json").write_text('{"plan": {}}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(meter, "default_device", lambda: "cpu")
+    monkeypatch.setattr(build, "shim", lambda: None)
+    assert main(["search", "train.py"]) == 2
+    assert "needs Linux and a C compiler" in capsys.readouterr().err
+    assert main(["run", "train.py", "--memory", "1GiB", "--plan", "plan.json"]) == 2
+    assert "install gcc or clang" in capsys.readouterr().err
+    assert meter.environment("cpu", None, {})["AUTOFIT_METER_CAP"] == "0"

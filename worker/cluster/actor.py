@@ -115,7 +115,8 @@ class Slot:
     def look(self, folder: str) -> Found:
         """Say what this slot sits on, and whether ``folder`` is seen from there.
 
-        Raises ``WorkerError`` where the driver of its GPUs does not answer.
+        Raises ``WorkerError`` where the driver of its GPUs does not answer, and ``UsageError``
+        where a process on the CPU cannot be capped.
         """
         import ray
 
@@ -124,6 +125,7 @@ class Slot:
             cards = nvml.cards(self._environment)
             hardware, free = cards[0].hardware, min(card.free for card in cards)
         else:
+            meter.require_cap("cpu")
             hardware, free = meter.hardware("cpu"), meter.free_bytes("cpu")
         return Found(
             node=ray.get_runtime_context().get_node_id(),

@@ -116,7 +116,8 @@ class ClusterPool(Pool):
                 self._begin(slot)
                 return None
         except ray.exceptions.RayTaskError as error:
-            return slot, WorkerError(first_line(error.cause))
+            kind = UsageError if isinstance(error.cause, UsageError) else WorkerError
+            return slot, kind(first_line(error.cause))
         except ray.exceptions.RayError as error:
             self._failed[slot] += 1
             if self._failed[slot] < _ATTEMPTS and self._nodes[slot].id in look():

@@ -30,15 +30,19 @@ __all__ = [
     "forget",
     "free_bytes",
     "hardware",
+    "require_cap",
 ]
 
 DEVICES = ("cpu", "cuda")
 LOCAL_RANK = "LOCAL_RANK"
 """Which of the cards it sees is a process's own, as ``torchrun`` says it."""
 _SHIM_CAP = "AUTOFIT_SHIM_CAP"
+NO_SHIM = (
+    "a memory budget on the CPU needs Linux and a C compiler to count allocations;"
+    " install gcc or clang, or use a GPU"
+)
 _BEFORE = "AUTOFIT_METER_BEFORE"
 """JSON of what our variables were before: the way back for ``forget``."""
-_GIVE_BACK_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def default_device() -> str:
@@ -77,7 +81,8 @@ def environment(
     """Return what a child needs in its environment to be counted, and capped at ``cap`` bytes.
 
     ``base`` is the environment they will be added to (``os.environ`` when not given). On the CPU
-    the first call on a machine compiles the shim (about a second).
+    the first call on a machine compiles the shim (about a second). Raises ``UsageError`` for a cap
+    on the CPU where the shim cannot be compiled.
     """
     base = os.environ if base is None else base
     ours = {CAP: str(cap or 0)}
@@ -87,10 +92,16 @@ def environment(
             preload = base.get("LD_PRELOAD", "")
             ours["LD_PRELOAD"] = f"{shim}:{preload}" if preload else str(shim)
             ours[_SHIM_CAP] = str(cap or 0)
-        else:
-            ours |= _GIVE_BACK_AT_ONCE
+        elif cap is not None:
+            raise UsageError(NO_SHIM)
     ours[_BEFORE] = json.dumps({name: base.get(name) for name in ours})
     return ours
+
+
+def require_cap(device: str) -> None:
+    """Raise ``UsageError`` where no process on ``device`` can be held to a cap."""
+    if _known(device) == "cpu" and build.shim() is None:
+        raise UsageError(NO_SHIM)
 
 
 def forget() -> None:
@@ -114,9 +125,9 @@ def for_device(device: str) -> Meter:
 
         local = os.environ.get(LOCAL_RANK, "")  # some set it to -1 where there is one process
         return CudaMeter(cap, int(local) if local.isdecimal() else None)
-    from autofit.worker.meter.cpu import RlimitMeter, ShimMeter
+    from autofit.worker.meter.cpu import ResidentMeter, ShimMeter
 
-    return ShimMeter.loaded() or RlimitMeter(cap)
+    return ShimMeter.loaded() or ResidentMeter()
 
 
 def _known(device: str) -> str:

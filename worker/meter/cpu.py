@@ -1,14 +1,11 @@
 """The CPU as a stand-in device: real limits and real failures without a GPU. Imports no torch.
 
-``ShimMeter`` is exact; ``RlimitMeter`` is what is left where no compiler is there for the shim.
+``ShimMeter`` counts and caps to the byte. ``ResidentMeter`` reads a process without a cap.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import resource
-import sys
 from pathlib import Path
 
 from autofit.worker.meter.base import NEAR, Peak
@@ -105,55 +102,38 @@ class ShimMeter:
         """Do nothing: the CPU has no queue."""
 
 
-class RlimitMeter:
-    """Caps the process's writable memory with ``RLIMIT_DATA`` and reads ``VmHWM``.
+class ResidentMeter:
+    """Reads the memory of a process that was started without the shim; it has no cap.
 
-    Rough: it counts what Python and the libraries hold too, less what they held when it was armed.
-    The allocator must give large blocks back at once, so ``environment`` sets glibc's thresholds.
-    Known traps: oneDNN says "could not create a primitive" for want of memory, and can crash.
+    For runs without a budget. The figures count what Python and its libraries hold as well, less
+    what they held when the meter was armed.
     """
 
     device = "cpu"
     context = 0
+    capacity = None
 
-    def __init__(self, cap: int | None = None) -> None:
-        self._cap = cap
+    def __init__(self) -> None:
         self._armed = False
-        self._base_data = 0
-        self._base_resident = 0
-
-    @property
-    def capacity(self) -> int | None:
-        """The cap; ``None`` when there is none."""
-        return self._cap
+        self._before = 0
 
     def arm(self) -> None:
-        """Take what the process holds now as nothing, and let the cap hold from here."""
+        """Count from what the process holds now."""
         if not self._armed:
-            _start_threads()
             self._armed = True
-            self._base_data = _status("VmData")
-            self._base_resident = _status("VmRSS")
-            self.set_cap(self._cap)
+            self._before = _status("VmRSS")
             self.reset()
 
     def set_cap(self, size: int | None) -> None:
-        """Let the process's data grow by ``size`` bytes from where it was armed."""
-        self._cap = size
-        if self._armed:
-            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            soft = hard if size is None else self._base_data + size
-            if hard != resource.RLIM_INFINITY:
-                soft = min(soft, hard)
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        """Do nothing: without the shim nothing refuses an allocation."""
 
     def current(self) -> int:
         """Return the resident bytes above what the process held when armed."""
-        return max(0, _status("VmRSS") - self._base_resident)
+        return max(0, _status("VmRSS") - self._before)
 
     def peak(self) -> Peak:
         """Return the worst moment since the last ``reset``."""
-        peak = max(0, _status("VmHWM") - self._base_resident)
+        peak = max(0, _status("VmHWM") - self._before)
         return Peak(peak, peak, peak)
 
     def reset(self) -> None:
@@ -175,22 +155,15 @@ class RlimitMeter:
         return 0
 
     def refused(self) -> int:
-        """Return 0: the kernel does not count refusals."""
+        """Return 0: nothing is refused."""
         return 0
 
     def short(self) -> bool:
-        """Return whether a cap holds: refusals cannot be seen, so a suspect is believed."""
-        return self._armed and self._cap is not None
+        """Return ``False``: without a cap nothing runs short."""
+        return False
 
     def synchronize(self) -> None:
         """Do nothing: the CPU has no queue."""
-
-
-def _start_threads() -> None:
-    """Let OpenMP start its threads: their stacks must not fall under the cap."""
-    if "torch" in sys.modules:
-        torch = importlib.import_module("torch")
-        torch.ones(1 << 18).add_(1)
 
 
 def _status(field: str) -> int:
