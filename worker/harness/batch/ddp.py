@@ -1,13 +1,15 @@
-"""A split batch under ``DistributedDataParallel``: chunks stay local, one reduction follows them.
+"""A split batch under ``DistributedDataParallel``: local chunks, then one reduction.
 
-A rank that runs out of memory splits its batch further, and the other ranks know nothing of it. So
-nothing may be communicated between chunks. They run the module inside the wrapper: the wrapper's
-hooks on the gradients ignore what arrives while its reducer is not prepared, and ``.grad`` adds up
-locally. What ``DistributedDataParallel.forward`` does around its module (buffers sent to every
-rank, buckets rebuilt, ``Join``) is done once a call. At the end of the script's own backward pass
-the reducer is prepared, and a backward pass that carries no gradient at all visits each parameter
-that received one: the wrapper's own hooks then reduce ``.grad`` as they would have, whatever was
-registered to do it. The ranks send the same buckets in the same order, split or not.
+A rank that runs out of memory splits its batch further, and the other ranks do not know of it. So
+no chunk may communicate. The chunks run the module inside the wrapper. The wrapper's gradient hooks
+ignore gradients while its reducer is not prepared, so ``.grad`` accumulates locally. The other work
+of ``DistributedDataParallel.forward`` (broadcast of buffers, rebuilding of buckets, ``Join``) is
+done once per call.
+
+At the end of the script's own backward, the reducer is prepared. A second backward without any
+gradient then visits each parameter that has received one. The wrapper's own hooks reduce ``.grad``
+as usual, with any registered communication hook. The ranks send the same buckets in the same order,
+split or not.
 """
 
 from __future__ import annotations
@@ -27,20 +29,21 @@ from autofit.worker.harness.torch_state.modules import is_sharded
 
 
 class Ranks:
-    """What ``DistributedDataParallel`` does around forward and backward, for a split root."""
+    """Does for a split root what ``DistributedDataParallel`` does around forward and backward."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = wrapper
         self._expected = False
-        """A call has been made whose backward pass ends in a reduction."""
+        """A call has run whose backward ends in a reduction."""
         self._queued = False
-        """The running backward pass will end in it."""
+        """The running backward will end in the reduction."""
         self._received: set[int] = set()
-        """Parameters (by ``id``) that have received a gradient since the call was made."""
+        """The ``id`` of each parameter that has received a gradient since the call."""
 
     @property
     def finds_unused(self) -> bool:
-        """Whether gradients must not arrive but in a real backward pass, which marks them used."""
+        """Whether the wrapper looks for unused parameters: only a real backward may mark one as
+        used."""
         return bool(self._wrapper.find_unused_parameters)
 
     def forward(self, run: Callable[[], Any]) -> Any:
@@ -52,7 +55,7 @@ class Ranks:
         self._queued = False
         if not self._expected:
             self._received.clear()
-        wrapper._pre_forward(None)  # it would move the arguments, which have been moved
+        wrapper._pre_forward(None)  # with arguments it would move them to the device again
         reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
         output = run()
         if wrapper._check_sync_bufs_post_fwd():
@@ -62,17 +65,18 @@ class Ranks:
         return output
 
     def received(self, parameter: torch.Tensor) -> None:
-        """Notice that a parameter has received a gradient."""
+        """Record that a parameter has received a gradient."""
         self._received.add(id(parameter))
 
     def backward_done(self) -> None:
-        """Notice that a call's backward is done, within the script's own backward pass."""
+        """Queue the reduction; called in the script's own backward when a call's backward has
+        ended."""
         if self._expected and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
-        """Let the wrapper's hooks reduce what has arrived on this rank."""
+        """Let the wrapper's hooks reduce the gradients of this rank."""
         self._queued = False
         found = [p for p in self._wrapper.module.parameters() if id(p) in self._received]
         if not found:
@@ -85,23 +89,24 @@ class Ranks:
 
 
 class _Visit(torch.autograd.Function):
-    """Depends on parameters, and sends none of them a gradient."""
+    """A function of parameters that sends none of them a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        """Return a number."""
+        """Return zero."""
         ctx.set_materialize_grads(False)
         ctx.count = len(parameters)
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[None, ...]:
-        """Visit the parameters without a gradient: their hooks run, ``.grad`` stays."""
+        """Visit the parameters without a gradient: their hooks run, and ``.grad`` stays as it
+        is."""
         return (None,) * int(ctx.count)
 
 
 def to_device(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments on the wrapper's device, as its module sees them."""
+    """Return the arguments on the wrapper's device, as its module gets them."""
     if not wrapper.device_ids or not (args or kwargs):
         return args, kwargs
     from torch.distributed.utils import _to_kwargs
@@ -113,7 +118,7 @@ def to_device(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple
 
 
 def refuse_what_cannot_be_split(root: nn.Module) -> None:
-    """Raise ``Refused`` with the reason where chunks would be communicated, or not at all."""
+    """Raise ``Refused`` if chunks of ``root`` would communicate, or would never be reduced."""
     if reason := _sharded(root) or _wrapped_out_of_reach(root):
         raise Refused(reason, "micro_batch")
     if isinstance(root, DistributedDataParallel) and (reason := _unsupported(root)):
@@ -136,7 +141,8 @@ def _wrapped_out_of_reach(root: nn.Module) -> str | None:
 
 
 def _unsupported(wrapper: DistributedDataParallel) -> str | None:
-    """Return with which setting of the wrapper a split does not work."""
+    """Return the setting of the wrapper that does not work with a split; ``None`` if there is
+    none."""
     if wrapper.static_graph:
         return "with static_graph: it counts the gradients that arrive in the first step"
     if wrapper.mixed_precision is not None:
@@ -152,10 +158,10 @@ def _unsupported(wrapper: DistributedDataParallel) -> str | None:
 
 
 def refuse_collectives(forward: Forward) -> Forward:
-    """Return ``forward``, which raises ``Refused`` where ranks communicate in it.
+    """Return ``forward`` with a check that raises ``Refused`` if ranks communicate in it.
 
-    In another number of chunks they would hang. After the first such call, which every rank makes:
-    how many more a proof makes depends on a rank's own samples.
+    With different numbers of chunks, ranks that communicate would hang. Every rank makes the first
+    call; how many more calls a check makes depends on the rank's own samples.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +176,7 @@ def refuse_collectives(forward: Forward) -> Forward:
 
 
 def _collectives() -> dict[str, int]:
-    """Return how many collectives each group has counted."""
+    """Return how many collectives each process group has counted."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {}
     from torch.distributed.distributed_c10d import _world
@@ -179,5 +185,7 @@ def _collectives() -> dict[str, int]:
     return {
         name: int(group._get_sequence_number_for_group())
         for group, name in groups.items()
-        if hasattr(group, "_get_sequence_number_for_group")  # not in groups left out on this rank
+        if hasattr(
+            group, "_get_sequence_number_for_group"
+        )  # groups without this rank do not have it
     }

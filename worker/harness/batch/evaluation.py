@@ -1,9 +1,9 @@
-"""Calls of a root without gradients (evaluation): in parts once they do not fit in one piece.
+"""Runs a root's calls without gradients (evaluation) in parts if they do not fit in one piece.
 
-A call is tried as it is. When memory runs out in it, the split is proven by values alone, on a few
-samples and in the module's own mode, and the call runs in halves, quarters, ... until it fits. The
-size is kept for calls of the same structure. Where no split can be proven the error is the
-script's own, as it would have been.
+The call first runs as it is. If memory runs out, the split is verified by its outputs, on a few
+samples and in the module's own mode. The call then runs in halves, quarters and so on until it
+fits. Calls with the same structure use the same size. If no split can be verified, the script gets
+its own error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
 
 PHASE = "evaluation"
-"""How a report names where memory ran out."""
+"""The name of the phase in reports of a shortage."""
 
 
 class FindValues(Protocol):
-    """Says how a call is split; raises ``Refused`` where it cannot be."""
+    """Returns how a call is split; raises ``Refused`` if it cannot be."""
 
     def __call__(self, batch: Batch, *, gradients: bool) -> Layout:
-        """Without ``gradients`` by values alone."""
+        """Return the layout of ``batch``; compare only outputs if ``gradients`` is false."""
 
 
 class Evaluation:
@@ -41,10 +41,10 @@ class Evaluation:
         self._find_layout = find_layout
         self._on_shortage = on_shortage
         self._largest: dict[TreeSpec, int] = {}
-        """Samples that fit, for the structures of arguments with which memory has run out."""
+        """The number of samples that fit, by the structure of the arguments, after a shortage."""
 
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run a call, in parts where it does not fit whole; raise its own error otherwise."""
+        """Run a call, in parts if it does not fit in one piece; raise its own error otherwise."""
         start = RandomState.now(elsewhere=False)
         if not self._largest:
             try:
@@ -55,7 +55,7 @@ class Evaluation:
         return self._run(forward, Batch.of(args, kwargs), start)
 
     def _go_on(self, error: Exception, forward: Forward, batch: Batch, start: RandomState) -> Any:
-        """Run a call in parts after it failed whole."""
+        """Run a call in parts after it failed in one piece."""
         clear_frames(error.__traceback__)
         if self._smaller(error, batch, None) is None:
             raise error
@@ -70,7 +70,7 @@ class Evaluation:
             if error is None:
                 return output
             clear_frames(error.__traceback__)
-            if isinstance(error, Refused):  # the parts do not fit together after all
+            if isinstance(error, Refused):  # the parts' outputs do not fit together
                 layout = None
                 continue
             smaller = self._smaller(error, batch, size)
@@ -84,12 +84,15 @@ class Evaluation:
             layout = self._find_layout(batch, gradients=False)
         except Refused:
             return None
-        if layout.updates:  # the call that failed may have moved it on already
+        if layout.updates:  # the failed call may have applied its updates already
             return None
         return layout if layout.fits(batch) and layout.size(batch) > 1 else None
 
     def _smaller(self, error: Exception, batch: Batch, size: int | None) -> Layout | None:
-        """Note that memory ran out with ``size`` samples; return how to go on with fewer."""
+        """Record that memory ran out with ``size`` samples; return the layout for a smaller size.
+
+        ``None`` means that the call cannot become smaller.
+        """
         whole = size is None
         layout = self._layout(batch) if whole or (size or 0) > 1 else None
         tried = size or (layout.size(batch) if layout is not None else 1)

@@ -1,7 +1,8 @@
-"""How a root's batch is split and its outputs are joined again.
+"""The layout of a root's calls: how the batch is split, and how the outputs are joined.
 
-A *layout* says which tensor arguments carry the batch and in which dimension, and by which rule
-each output of the chunks becomes the output of the whole. The probe finds it; the bridge uses it.
+A *layout* says which tensor arguments have a batch dimension and which dimension that is. For each
+output it has the rule by which the chunks' outputs become the output of the batch. ``split_check``
+finds the layout, and ``chunked_call`` uses it.
 """
 
 from __future__ import annotations
@@ -21,43 +22,45 @@ from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import Place
 
 Cut = tuple[int, int]
-"""A range of samples: the first, and the one after the last."""
+"""A range of samples: the first one, and the one after the last."""
 
 
 class Rule(StrEnum):
-    """How one output of the chunks becomes the output of the whole."""
+    """How one output of the chunks becomes the output of the batch."""
 
     CONCATENATE = "concatenate"
-    """Along ``dim``, one or more rows a sample."""
+    """Concatenation along ``dim``; each sample has one or more consecutive rows."""
     TURNS = "turns"
-    """Along ``dim``, the first row of each sample, then the second of each: time before batch."""
+    """Interleaving along ``dim``: the first row of each sample, then the second row of each. Such
+    outputs have time before batch."""
     SAMPLES = "samples"
-    """A mean over samples: weighted by the chunk's share of the samples."""
+    """A mean over samples; a chunk's weight is its share of the samples."""
     TOKENS = "tokens"
-    """A mean over the labels that count: weighted by the chunk's share of those."""
+    """A mean over the labels that count; a chunk's weight is its share of them."""
     SUM = "sum"
     """A sum over samples."""
     SAME = "same"
-    """Every chunk gives the same: a number, a string, ``None``. Looked at again in every call."""
+    """Every chunk gives the same value, such as a number, a string or ``None``. Each call checks
+    this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The argument by whose entries a mean loss divides (cross-entropy's ``target``, a mask)."""
+    """The argument whose entries are the divisor of a mean loss, such as labels or a mask."""
 
     leaf: int
-    """Position among the flattened arguments."""
+    """The argument's position among the flattened arguments."""
     ignore_index: int = 0
     """Entries equal to it do not count."""
     shift: int = 0
-    """1 where the model drops each sample's first label (next-token prediction), else 0."""
+    """1 if the model drops each sample's first label (next-token prediction), else 0."""
     values: bool = False
-    """The entries are the counts themselves: lengths, weights."""
+    """The entries are the counts themselves, as lengths or weights are."""
     weights: torch.Tensor | None = field(default=None, compare=False)
-    """How much a label of each class counts (cross-entropy's ``weight``)."""
+    """The weight of each class (the ``weight`` of cross-entropy)."""
 
     def counts(self, labels: torch.Tensor, dim: int) -> list[float]:
-        """Return how many labels of each sample count; waits for the device once."""
+        """Return how many labels of each sample count. Synchronizes with the device."""
         rows = labels.detach().movedim(dim, 0)
         counted = (rows if rows.ndim == 1 else rows[..., self.shift :]).reshape(len(rows), -1)
         if self.values:
@@ -74,14 +77,14 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The rule for one output, the dimension it joins along, the labels it counts."""
+    """The rule for one output, with its dimension and its labels."""
 
     rule: Rule
     dim: int = 0
     labels: Labels | None = None
-    """Set when the rule is ``TOKENS``."""
+    """The labels that count, for the rule ``TOKENS``."""
     detached: bool = False
-    """No gradient comes through it: a metric."""
+    """The output has no gradient, as a metric has none."""
 
     @property
     def rows(self) -> bool:
@@ -89,16 +92,16 @@ class Join:
         return self.rule in (Rule.CONCATENATE, Rule.TURNS)
 
     def by_sample(self, output: torch.Tensor, samples: int) -> tuple[torch.Tensor, int]:
-        """Return a view of an output of rows with a dimension for its samples, and which it is.
+        """Return a view of ``output`` with a dimension for the samples, and that dimension.
 
-        It stands for ``dim`` together with the one before or after it.
+        The view has the dimension ``dim`` split in two: samples and rows of a sample.
         """
         if self.rule is Rule.TURNS:
             return output.unflatten(self.dim, (-1, samples)), self.dim + 1
         return output.unflatten(self.dim, (samples, -1)), self.dim
 
     def flat(self, view: torch.Tensor) -> torch.Tensor:
-        """Return an output out of such a view."""
+        """Merge the two dimensions of a view that ``by_sample`` returned."""
         return view.flatten(self.dim, self.dim + 1)
 
     @property
@@ -109,7 +112,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A call's arguments, flattened."""
+    """The flattened arguments of a call."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -120,34 +123,34 @@ class Batch:
         return cls(*flatten((args, kwargs)))
 
     def call(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return ``(args, kwargs)`` with other leaves in the same places."""
+        """Return ``(args, kwargs)`` with ``leaves`` in the places of the batch's own."""
         args, kwargs = tree_unflatten(list(leaves), self.spec)
         return args, kwargs
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the probe found for one root and one structure of arguments."""
+    """The layout of one kind of call of a root."""
 
     dim: int
     """The batch dimension of the arguments."""
     batched: tuple[int, ...]
-    """Which of the flattened arguments carry the batch."""
+    """Positions of the arguments that have the batch dimension."""
     joins: tuple[Join, ...]
     """A rule for each flattened output."""
     draws: bool = False
     """The forward draws random numbers."""
     updates: tuple[Place, ...] = field(default=(), compare=False)
-    """What each call moves on in the model, whatever its samples."""
+    """The state that every call updates in the same way, whatever its samples."""
     kind: Any = field(default=None, compare=False, repr=False)
-    """The kind of call that it is of (``layouts.CallKind``)."""
+    """The kind of call (``layout_cache.CallKind``)."""
 
     def size(self, batch: Batch) -> int:
-        """Return the samples in a call."""
+        """Return the number of samples in a call."""
         return int(batch.leaves[self.batched[0]].shape[self.dim])
 
     def select(self, batch: Batch, cut: Cut) -> list[Any]:
-        """Return the arguments of some samples: views, or copies where those would have gaps."""
+        """Return the arguments of the samples in ``cut``: views, or copies of strided slices."""
         leaves = list(batch.leaves)
         for index in self.batched:
             some = leaves[index].narrow(self.dim, cut[0], cut[1] - cut[0])
@@ -155,7 +158,7 @@ class Layout:
         return leaves
 
     def fits(self, batch: Batch) -> bool:
-        """Return whether every batched argument has the same number of samples."""
+        """Return whether all arguments with a batch dimension have the same number of samples."""
         sizes = {
             tensor.shape[self.dim] if isinstance(tensor, torch.Tensor) and tensor.ndim else None
             for tensor in (batch.leaves[index] for index in self.batched)
@@ -163,7 +166,7 @@ class Layout:
         return len(sizes) == 1 and None not in sizes
 
     def weights(self, join: Join, batch: Batch) -> Weights:
-        """Return how much each sample counts in a scalar output that joins by ``join``."""
+        """Return the weight of each sample in a scalar output with the rule ``join``."""
         if join.rule is Rule.SUM:
             return Weights(None)
         if join.labels is not None:
@@ -173,28 +176,29 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each sample counts in a mean, in samples or labels; ``None`` where they add up."""
+    """The weight of each sample in a mean, in samples or labels; ``None`` for a sum."""
 
     counts: Sequence[float] | None
 
     def of(self, cut: Cut) -> float:
-        """Return the weight of a chunk's own mean in the mean of the whole.
+        """Return the weight of a chunk's mean in the mean of the batch.
 
-        Zero where no label of the chunk counts: its own mean is 0/0 then, and must be left out.
+        The weight is zero if no label of the chunk counts. The chunk's mean is 0/0 then and must be
+        ignored.
         """
         if self.counts is None:
             return 1.0
         total = sum(self.counts)
-        if not total:  # nothing counts: all chunks say the same, 0/0 or zero
+        if not total:  # no label counts: every chunk's mean is 0/0 or zero
             return (cut[1] - cut[0]) / len(self.counts)
         return sum(self.counts[cut[0] : cut[1]]) / total
 
 
 def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float]) -> Any:
-    """Return one output of the whole from those of its chunks.
+    """Return one output of the batch from the outputs of its chunks.
 
-    ``weights``: of each chunk, where ``join`` is scalar. Raises ``Refused`` where the parts do not
-    fit together.
+    ``weights`` has each chunk's weight if ``join`` is scalar. Raises ``Refused`` if the chunks'
+    outputs do not fit together.
     """
     if len(column) == 1:
         return column[0]
@@ -221,7 +225,7 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
 
 
 def _deferred(join: Join, column: Sequence[Any], cuts: Sequence[Cut]) -> Any:
-    """Return outputs that wait for their use as one that waits, or computed where they cannot."""
+    """Join lazy outputs into one lazy output, or compute them if that is not possible."""
     first, *others = column
     if join.rule is Rule.CONCATENATE and all(isinstance(part, Deferred) for part in column):
         found = first.joined(others, join.dim)
@@ -245,7 +249,7 @@ def _total(column: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Return whether two outputs, or attributes, are equal; NaN equals itself."""
+    """Return whether two outputs or attributes are equal; NaN equals NaN."""
     if isinstance(expected, torch.Tensor):
         return (
             isinstance(value, torch.Tensor)
@@ -269,7 +273,7 @@ def cuts(start: int, stop: int, largest: int) -> list[Cut]:
 def equal_cuts(size: int, largest: int) -> list[Cut]:
     """Cut ``size`` samples into chunks of one size of at most ``largest``.
 
-    As even as may be, where that size would be less than half of ``largest``.
+    If that size is less than half of ``largest``, return chunks that are as even as possible.
     """
     step = next(each for each in range(min(size, largest), 0, -1) if size % each == 0)
     if 2 * step < min(size, largest):
@@ -278,9 +282,9 @@ def equal_cuts(size: int, largest: int) -> list[Cut]:
 
 
 def cuts_for_keeping(size: int, largest: int) -> list[Cut]:
-    """Cut ``size`` samples so that the last chunk is as large as it may be, the others even.
+    """Cut ``size`` samples so that the last chunk is as large as possible and the others are even.
 
-    The last one's graph is kept, so that only the others are run again.
+    The last chunk's graph is stored, so only the other chunks run again in backward.
     """
     first = max(0, size - largest)
     return [*(cuts(0, first, largest) if first else []), (first, size)]

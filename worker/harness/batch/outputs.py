@@ -1,4 +1,4 @@
-"""Puts the outputs of chunks together, and takes what comes back for them apart."""
+"""Joins the outputs of chunks, and divides the incoming gradients among the chunks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ Gradients = list[torch.Tensor | None]
 
 
 class Parts:
-    """The outputs of one call's chunks, by the rules of a layout."""
+    """The outputs of one call's chunks, joined by the rules of a layout."""
 
     def __init__(self, layout: Layout, size: int) -> None:
         self._layout = layout
         self._size = size
         self._weights: dict[Join, Weights] = {}
         self._rows: dict[int, _Rows] = {}
-        """Outputs whose rows are put together as they come."""
+        """Outputs whose rows are copied into one tensor as the chunks finish."""
 
     def weight(self, batch: Batch, output: int, cut: Cut) -> float:
-        """Return the weight of a chunk's number in that of the whole."""
+        """Return the weight of a chunk's scalar output in the batch's output."""
         join = self._layout.joins[output]
         if join not in self._weights:
             self._weights[join] = self._layout.weights(join, batch)
         return self._weights[join].of(cut)
 
     def collect(self, cut: Cut, outputs: list[Any]) -> list[Any]:
-        """Return a chunk's outputs without the rows, which are put to those before at once.
+        """Copy the rows of a chunk's outputs into the batch's tensors; return the other outputs.
 
-        A language model's logits for the whole batch are as large as its weights, and would exist
-        twice if they were put together in the end.
+        A language model's logits for the whole batch are as large as its weights. They would exist
+        twice if all chunks were concatenated at the end.
         """
         if cut == (0, self._size) or len(outputs) != len(self._layout.joins):
             return outputs
@@ -47,13 +47,13 @@ class Parts:
         return outputs
 
     def drop(self) -> None:
-        """Forget the rows of an attempt that failed."""
+        """Drop the rows of a failed attempt."""
         self._rows = {}
 
     def join(self, batch: Batch, cuts: Sequence[Cut], parts: list[list[Any]]) -> list[Any]:
-        """Return the outputs of the whole; takes them out of ``parts``.
+        """Return the outputs of the batch; removes them from ``parts``.
 
-        Raises ``Refused`` where they do not fit together.
+        Raises ``Refused`` if the chunks' outputs do not fit together.
         """
         if len(parts) == 1:
             return parts[0]
@@ -64,7 +64,7 @@ class Parts:
             rows = self._rows.pop(index, None)
             column = rows.parts() if rows else [part[index] for part in parts]
             for part in parts:
-                part[index] = None  # a joined output and its parts need not exist together
+                part[index] = None  # so that a joined output and its parts do not exist together
             weights = [self.weight(batch, index, cut) for cut in cuts] if join.scalar else []
             outputs.append(joined(join, column, cuts, weights))
         return outputs
@@ -72,7 +72,8 @@ class Parts:
     def shares(
         self, batch: Batch, incoming: Mapping[int, torch.Tensor | None], cut: Cut
     ) -> dict[int, torch.Tensor]:
-        """Return the part of each output's incoming gradient that belongs to some samples."""
+        """Return the part of each output's incoming gradient that belongs to the samples in
+        ``cut``."""
         found = {}
         for index, cotangent in incoming.items():
             join = self._layout.joins[index]
@@ -88,7 +89,7 @@ class Parts:
     def join_arguments(
         self, batch: Batch, inputs: Sequence[int], found: Sequence[tuple[Cut, Gradients]]
     ) -> Gradients:
-        """Return the gradients of the arguments at ``inputs``."""
+        """Return the gradients of the arguments at the positions ``inputs``."""
         gradients_of_all: Gradients = []
         for position, index in enumerate(inputs):
             whole = torch.zeros_like(batch.leaves[index])
@@ -105,14 +106,14 @@ class Parts:
 
 
 def without_graph(output: Any) -> Any:
-    """Return one output of a chunk as the script is to hold it: its graph is not the script's."""
+    """Return one output of a chunk without its graph."""
     if isinstance(output, Deferred):
         return output.detached()
     return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply gradients in place, those that are plain tensors in few kernels."""
+    """Multiply gradients in place; plain tensors share a few kernels."""
     plain = [each for each in gradients if type(each) is torch.Tensor and not each.is_sparse]
     if plain:
         torch._foreach_mul_(plain, factor)
@@ -127,17 +128,18 @@ def _lies_there(output: Any) -> bool:
 
 
 class _Rows:
-    """One output of the whole, filled from its start as the chunks come."""
+    """One output of the batch, filled from its start as the chunks finish."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
         self._whole: torch.Tensor | None = None
         self._filled = 0
         self._rest: list[torch.Tensor] = []
-        """What does not fit behind the rows before: rows of another shape, more than expected."""
+        """Rows that do not fit into ``_whole``, because of another shape or number than
+        expected."""
 
     def add(self, part: torch.Tensor, times: float) -> None:
-        """Put ``part`` behind the others; the whole has ``times`` as many rows as the first."""
+        """Append ``part``; the batch has ``times`` as many rows as the first part."""
         rows = part.shape[self._dim]
         if self._whole is None:
             self._whole = _like(part, self._dim, round(rows * times))
@@ -150,7 +152,7 @@ class _Rows:
             self._rest.append(part)
 
     def parts(self) -> list[torch.Tensor]:
-        """Return the whole, or what it is put together of, in order."""
+        """Return the tensors whose concatenation is the output."""
         assert self._whole is not None, "there was a first part"
         if self._filled == self._whole.shape[self._dim]:
             return [self._whole, *self._rest]
@@ -158,7 +160,8 @@ class _Rows:
 
 
 def _like(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """Return memory for ``rows`` such rows, laid out as ``torch.cat`` would."""
+    """Return empty memory for ``rows`` rows, with the memory format that ``torch.cat`` would
+    use."""
     shape = [*part.shape]
     shape[dim] = rows
     last = part.ndim == 4 and not part.is_contiguous()
