@@ -1,9 +1,9 @@
-"""The kind of a call: what must be the same for two calls of a root to be split in one way.
+"""The kind of a call: two calls of one kind are split in the same way.
 
-The structure of the arguments, the modes of all modules and how many hooks are on them, which
-parameters require gradients, and of each number among the arguments and the modules' attributes its
-type and sign. What a plan has
-changed is left out: the kind is that of the script, in this process as in any other.
+The kind consists of the structure of the arguments, the modes of all modules, the number of their
+hooks, and which parameters require gradients. It also has the type and the sign of each number
+among the arguments and the modules' attributes. Changes that a plan has made do not count: the kind
+is the script's, and it is the same in every process.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from autofit.worker.harness.batch.layout import Batch
 
 Key = tuple[Any, ...]
 Place = tuple[int, str]
-"""The position of a module, and the name of something it holds."""
+"""The position of a module, and the name of one of its attributes."""
 NUMBERS = (bool, int, float, str)
 _NUMBERS = frozenset(NUMBERS)
 
 
 class Signatures:
-    """Tells the kinds of one root's calls."""
+    """Computes the kinds of one root's calls."""
 
     def __init__(self, module: Callable[[], nn.Module]) -> None:
         self._module = module
         self._own: list[weakref.ref[nn.Module]] = []
-        """The script's modules, by their position before a plan changed any."""
+        """The script's modules, in their order before a plan changed any."""
         self._scripts: dict[Place, tuple[Any, Any]] = {}
-        """What the script has and what a plan has put in its place, for numbers and flags."""
+        """The script's value and the plan's value of each number or flag that a plan has
+        changed."""
         self._held: tuple[object, Key] | None = None
-        """What ``_state`` and ``_signs`` returned last. The same state has the same signs."""
+        """The last results of ``_state`` and ``_signs``. Equal states have equal signs."""
 
     def around(self, change: Callable[[], None]) -> None:
-        """Let a plan change the model: what it changes makes no other kind of call."""
+        """Let a plan change the model; its changes do not count as another kind of call."""
         before = self._values()
         try:
             change()
@@ -52,14 +53,14 @@ class Signatures:
             self._held = None
 
     def of(self, batch: Batch, *, gradients: bool) -> Key:
-        """Return the kind of a call; its ``repr`` is the same in every process."""
+        """Return the kind of a call. Its ``repr`` is the same in every process."""
         state = self._state()
         if self._held is None or self._held[0] != state:
             self._held = state, self._signs()
         return gradients, batch.spec, tuple(map(_kind, batch.leaves)), self._held[1]
 
     def _signs(self) -> Key:
-        """Return the numbers and flags of the script. Those that a plan has set are left out."""
+        """Return the script's numbers and flags, without a plan's changes."""
         values = self._values()
         for place, (script, plan) in self._scripts.items():
             if values.get(place) == plan:
@@ -68,9 +69,9 @@ class Signatures:
         return tuple(sorted(held))
 
     def _state(self) -> tuple[list[Any], ...]:
-        """Return all that ``_values`` reads, each module's in a list: quick to make and to compare.
+        """Return all values that ``_values`` reads, in a form that is fast to make and to compare.
 
-        True, 1 and 1.0 are equal, so the types of numbers are listed too.
+        True, 1 and 1.0 are equal, so the list has the numbers' types too.
         """
         held = [module.__dict__ for module in self._modules()]
         numbers = [[pair for pair in own.items() if type(pair[1]) in _NUMBERS] for own in held]
@@ -101,7 +102,7 @@ class Signatures:
         return found
 
     def _modules(self) -> Iterator[nn.Module]:
-        """Yield the script's modules; those that a plan has put there are none of them."""
+        """Yield the script's modules, without those that a plan has added."""
         held = [each() for each in self._own]
         there = [each for each in held if each is not None]
         if not there or len(there) < len(held):
@@ -119,7 +120,7 @@ def _kind(leaf: Any) -> object:
 
 
 def _sign(value: Any) -> str:
-    """Return what of a number may switch something on or off: its type and sign."""
+    """Return a number's type and sign: with another sign it may switch something on or off."""
     if type(value) not in (int, float):
         return repr(value)
     if not math.isfinite(value):

@@ -1,9 +1,9 @@
-"""Runs a model in training mode with its random draws replaced by fixed ones.
+"""Runs a model in training mode with fixed values in the place of its random draws.
 
-So that one forward of a batch and several of its parts can be compared. Below autograd, where
-every draw of torch ends and says that it is one (its operator's tag): dropout keeps everything, a
-draw for each sample depends on the sample alone, and an order drawn over the samples turns them
-round, which no part of the batch can do alike. What is not known is named in ``unknown``. Python's
+A forward of a batch can then be compared with forwards of its parts. The mode works below autograd,
+where every operator of torch that draws has a tag. Dropout keeps all entries. A draw for each
+sample depends on the sample only. A random order of the samples becomes the reversed order, which
+no part of the batch can reproduce. ``unknown`` has the names of other operators that draw. Python's
 and NumPy's generators start from the same state each time.
 """
 
@@ -20,21 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.worker.harness.batch.layout import Cut
 
 RATES = ("dropout_p", "dropout")
-"""Names of the arguments by which fused kernels are told to drop."""
+"""Argument names of the dropout rate of fused kernels."""
 
 
 class FixedDraws(TorchDispatchMode):
     """Replaces the operators that draw.
 
-    ``cut``: the samples that run now. A draw whose first dimension is theirs has a value for each
-    sample, the same whatever part of the batch the sample is run in.
+    If the first dimension of a draw is the number of samples, each sample has its own value. The
+    value is the same in whatever part of the batch the sample runs.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cut: Cut = (0, 0)
         self.unknown: set[str] = set()
-        """Operators that drew all the same."""
+        """Names of operators that drew random numbers because no fixed value is known."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -61,7 +61,8 @@ class FixedDraws(TorchDispatchMode):
         return fixed(self, func, args, kwargs)
 
     def numbers(self, like: torch.Tensor) -> torch.Tensor:
-        """Return numbers between 0 and 1 in the shape of ``like``: one a sample, or all alike."""
+        """Return numbers between 0 and 1 in the shape of ``like``: one for each sample, or all
+        equal."""
         first, stop = self.cut
         if like.ndim == 0 or like.shape[0] != stop - first:
             return torch.full_like(like, 0.5, dtype=torch.float64)
@@ -74,7 +75,7 @@ Fix = Callable[[FixedDraws, Any, Any, dict[str, Any]], Any]
 
 
 def _new(scale: Callable[[torch.Tensor], torch.Tensor]) -> Fix:
-    """Replace a function that makes a tensor, from its shape or like another."""
+    """Replace a function that creates a tensor, from a shape or like another tensor."""
 
     def make(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         made: torch.Tensor = func(*args, **kwargs)
@@ -94,7 +95,7 @@ def _fill(scale: Callable[[torch.Tensor], torch.Tensor]) -> Fix:
 
 
 def _whole_numbers(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Draw the largest number allowed for all: the last sample, where samples are drawn."""
+    """Draw the largest allowed number each time: the last sample, if samples are drawn."""
     made: torch.Tensor = func(*args, **kwargs)
     bounds = [each for each in args if isinstance(each, int)]
     return torch.full_like(made, bounds[-1] - 1) if bounds else torch.zeros_like(made)
@@ -118,7 +119,7 @@ def _turned(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _last(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Draw the last entries that have a chance, in their order, turned round."""
+    """Draw the last entries with a positive probability, in reversed order."""
     made: torch.Tensor = func(*args, **kwargs)
     chances = (args[0] > 0).to(torch.int8)
     order = torch.sort(chances.flip(-1), dim=-1, descending=True, stable=True).indices
@@ -135,7 +136,7 @@ def _normal(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _coins(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Keep all where the chance is one number; ask each entry's own chance where it has one."""
+    """Draw 1 for a scalar probability; compare a tensor of probabilities with fixed numbers."""
     filled = func.overloadpacket.__name__.endswith("_")
     target: torch.Tensor = args[0] if filled else torch.empty_like(args[0])
     chances = args[1] if len(args) > 1 else 0.5 if filled else args[0]
@@ -145,7 +146,7 @@ def _coins(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> t
 
 
 def _likely(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return a fixed value of the distribution that follows its first parameter."""
+    """Return a fixed value of the distribution, computed from its first parameter."""
     value: torch.Tensor = args[0].detach()
     if func.overloadpacket.__name__ == "_sample_dirichlet":
         return value / value.sum(-1, keepdim=True)
@@ -158,7 +159,7 @@ def _dropped(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _leaky(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Make the slopes of a randomised rectifier the smallest allowed."""
+    """Use the smallest allowed slope of a randomized rectifier."""
     lower = args[2] if len(args) > 2 else 0.125
     args[1].copy_(torch.where(args[0] < 0, lower, 1.0))
     result = args[0] * args[1]
@@ -198,11 +199,11 @@ _FIXED: dict[str, Fix] = {
 
 @contextmanager
 def fixed_draws(module: nn.Module) -> Iterator[FixedDraws]:
-    """Within it, forwards of ``module`` draw nothing but what the mode yielded calls unknown."""
+    """Run ``module`` with fixed draws; ``unknown`` of the mode says what still draws."""
     recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
     rates = [each.dropout for each in recurrent]
     for each in recurrent:
-        each.dropout = 0.0  # drawn inside the fused recurrent kernel
+        each.dropout = 0.0  # cuDNN's recurrent kernel draws internally
     try:
         with FixedDraws() as draws:
             yield draws
@@ -212,7 +213,7 @@ def fixed_draws(module: nn.Module) -> Iterator[FixedDraws]:
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
-    """Return a module's own rates of dropping above zero, whatever the attributes are called."""
+    """Return a module's positive dropout rates by the names of their attributes."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return {"p": module.p} if module.p > 0 else {}
     rates = {name: value for name, value in vars(module).items() if "drop" in name}
@@ -221,7 +222,8 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
 
 @contextmanager
 def silenced(module: nn.Module) -> Iterator[None]:
-    """Within it nothing in ``module`` drops: two calls can be compared that draw otherwise."""
+    """Set all dropout rates in ``module`` to zero, so that calls with other draws are
+    comparable."""
     rates = [(vars(each), dropout_rates(each)) for each in module.modules()]
     for values, found in rates:
         values.update(dict.fromkeys(found, 0.0))

@@ -1,11 +1,11 @@
-"""Runs a model in float64, whatever precision it was made in.
+"""Runs a model in float64, whatever its own precision.
 
-In float64 the order of sums makes about 1e-13 of a gradient. So a difference that is left there is
-no rounding. Within ``in_float64`` the modules hold float64 twins of their parameters, buffers and
-tensors; the parameters themselves are not touched. Below autograd a dispatch mode turns each lower
-precision that the model's code asks for (``logits.float()``, ``torch.zeros(..., dtype=...)``) into
-float64. Above it a function mode hands out the twin where the code holds a parameter elsewhere: in
-a list, in a closure, in a recurrent net's flat weights.
+In float64, the order of sums changes a gradient by about 1e-13, so a larger difference is no
+rounding. Within ``in_float64``, the modules have float64 twins of their parameters, buffers and
+tensors; the parameters themselves do not change. A dispatch mode below autograd replaces lower
+precisions that the model's code requests (``logits.float()``, ``torch.zeros(..., dtype=...)``) by
+float64. A function mode above autograd replaces parameters that the code has elsewhere by their
+twins: in a list, in a closure, in the flat weights of a recurrent network.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ WIDER = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-"""What each lower precision becomes."""
+"""The double-precision type for each lower precision."""
 COMPARING = (
     nn.functional.scaled_dot_product_attention,
     nn.functional.prelu,
     torch.prelu,
     nn.functional.bilinear,
 )
-"""Functions of torch that refuse arguments of two precisions before they reach the mode below."""
+"""Functions of torch that reject arguments of two precisions before the dispatch mode sees them."""
 
 
 class CannotRun(Exception):
@@ -52,27 +52,27 @@ def is_low(value: Any) -> bool:
 
 
 def widened(value: Any) -> Any:
-    """Return a tensor in double precision; any other value as it is."""
+    """Return a tensor in double precision, and any other value as it is."""
     return value.to(WIDER[value.dtype]) if is_low(value) else value
 
 
 def widened_batch(batch: Batch) -> Batch:
-    """Return a call's arguments in float64; those that need gradients are leaves again."""
+    """Return a call's arguments in float64; those that require gradients are leaf tensors."""
     return Batch([_leaf(each) if is_low(each) else each for each in batch.leaves], batch.spec)
 
 
 class Twins:
-    """The float64 twins of a model's tensors, by the tensors that they stand for."""
+    """The float64 twins of a model's tensors."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's twin; the tensor where it has none."""
+        """Return a tensor's twin, or the tensor itself if it has none."""
         return self._made[id(tensor)][1] if id(tensor) in self._made else tensor
 
     def make(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's twin, made if it is the first time that it is asked for."""
+        """Return a tensor's twin; create it at the first call."""
         if not is_low(tensor):
             return tensor
         if id(tensor) not in self._made:
@@ -97,10 +97,10 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def in_float64(module: nn.Module) -> Iterator[Twins]:
-    """Let ``module`` compute in float64 within; gives the twins of its parameters.
+    """Let ``module`` compute in float64 within the context; yields the twins of its parameters.
 
-    Parameters, buffers and attributes are afterwards the same objects with the same values.
-    Raises ``CannotRun`` for models whose tensors are of a kind of their own.
+    Afterwards, parameters, buffers and attributes are the same objects with the same values. Raises
+    ``CannotRun`` if the model has tensors of another class than torch's own.
     """
     if is_sharded(module):
         raise CannotRun("the model's weights are spread over the ranks")
@@ -118,7 +118,7 @@ def in_float64(module: nn.Module) -> Iterator[Twins]:
 
 @contextmanager
 def _held_in(twins: Twins, module: nn.Module) -> Iterator[None]:
-    """Let ``module`` hold ``twins`` within; what it makes there does not stay."""
+    """Put ``twins`` into ``module`` within the context; attributes set meanwhile are removed."""
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (held, dict(held)) for each in module.modules() for held in _holding(each)
     ]
@@ -140,7 +140,7 @@ def _holding(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 class _Above(TorchFunctionMode):
-    """Gives torch's functions a tensor's twin for the tensor."""
+    """Passes each tensor's twin to torch's functions."""
 
     def __init__(self, twins: Twins) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Above(TorchFunctionMode):
 
 
 class _Below(TorchDispatchMode):
-    """Computes in double precision what the model would compute in less."""
+    """Computes in double precision instead of a lower precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -184,7 +184,8 @@ class _Below(TorchDispatchMode):
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with each value changed, in lists too; torch's own way takes far longer."""
+    """Return arguments with ``change`` applied to each value, also in lists. Faster than torch's
+    pytree."""
     if type(value) in (list, tuple):
         return type(value)(_changed(each, change) for each in value)
     if type(value) is dict:
@@ -198,7 +199,7 @@ def _wide(value: Any) -> Any:
 
 @functools.cache
 def _written(func: OpOverload) -> frozenset[int | str]:
-    """Return which arguments an operator changes, by position and by name."""
+    """Return the positions and names of the arguments that an operator writes to."""
     changed = [
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -1,7 +1,7 @@
-"""Small, linear summaries of gradients, so that two ways to compute them can be compared.
+"""Linear digests of gradients, to compare two ways of computing them.
 
-A gradient is folded into at most ``BUCKETS`` sums. Folding is linear: the chunks' digests add up to
-the digest of the whole, and comparing two needs no second copy of the gradients.
+A gradient is folded into at most ``BUCKETS`` sums. Folding is linear, so the chunks' digests add up
+to the batch's digest. The comparison needs no second copy of the gradients.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 BUCKETS = 4093
-"""A prime: in as many sums as a layer has inputs each would be over all of its outputs, and those
-of a gradient that a normalisation sent back add up to zero; what is left is rounding."""
+"""The number is prime. If it were a layer's number of inputs, each sum would run over all outputs.
+The sums of a gradient behind a normalization are zero up to rounding."""
 
 ROWS, PIECES = 16, 16
-"""A gradient is folded in so many pieces, of no fewer rows of ``BUCKETS``."""
+"""A gradient is folded in ``PIECES`` pieces of at least ``ROWS`` rows of ``BUCKETS``."""
 
 NOTABLE = 0.01
-"""Share of the norm of all gradients that a parameter's own has to have for its size to count."""
+"""The norm of a parameter's gradient counts from this share of the norm of all gradients."""
 ENTRIES = 64
-"""That a digest has to have for its norm to say something of it."""
+"""The entries that a digest needs so that its norm is meaningful."""
 
 Digest = list[torch.Tensor]
-"""One float64 vector a parameter, of at most ``BUCKETS`` entries."""
+"""One float64 vector for each parameter, of at most ``BUCKETS`` entries."""
 
 
 def digest(
@@ -35,14 +35,15 @@ def digest(
     cotangents: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> Digest:
-    """Return the digest of the parameters' gradients; ``.grad`` and its hooks see nothing.
+    """Return the digest of the parameters' gradients, without changes of ``.grad`` or calls of its
+    hooks.
 
-    Each is folded as it comes, and freed: they never exist all at once.
+    Each gradient is folded and freed at once, so the gradients never exist together.
     """
     found: dict[int, torch.Tensor] = {}
 
     def taken(index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:  # a function in the graph had none to give
+        if gradient is None:  # a function in the graph returned none
             return None
         found[index] = fold(gradient)
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
@@ -50,8 +51,8 @@ def digest(
     for device in {output.device for output in outputs}:
         _begin_backward(device)
     hooks = [p.register_hook(partial(taken, n)) for n, p in enumerate(parameters)]
-    # Asked for tensors, torch.autograd.grad leaves the torch-function modes for its duration, and
-    # what checkpointing recomputes meanwhile would draw again; asked for graph edges, it does not.
+    # For tensors, torch.autograd.grad leaves the torch-function modes, and a checkpointed block
+    # would draw other numbers when it runs again. For graph edges, it does not leave them.
     try:
         torch.autograd.grad(
             [get_gradient_edge(output) for output in outputs],
@@ -72,10 +73,9 @@ def digest(
 
 @functools.cache
 def _begin_backward(device: torch.device) -> None:
-    """Let the thread that runs backward on a GPU take up its context.
+    """Let autograd's thread for a GPU set its CUDA context.
 
-    Where cuBLAS is the first to want one there, as in a backward that begins at a linear layer,
-    torch warns the user of it.
+    Otherwise cuBLAS may be the first to need it there, and torch warns.
     """
     if device.type == "cuda":
         with torch.enable_grad():
@@ -84,7 +84,8 @@ def _begin_backward(device: torch.device) -> None:
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` folded into at most ``BUCKETS`` float64 sums; imaginary parts follow."""
+    """Return ``tensor`` folded into at most ``BUCKETS`` float64 sums; real and imaginary parts
+    alternate."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         return _fold_sparse(tensor.coalesce())
@@ -95,7 +96,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
         return flat.to(torch.float64)
     whole = flat.numel() // BUCKETS * BUCKETS
     rows = flat[:whole].view(-1, BUCKETS)
-    # In pieces: a sum in another type begins with a copy in that type, twice as large here.
+    # In pieces: a sum in another data type starts with a copy, which is twice as large here.
     pieces = rows.split(max(ROWS, -(-len(rows) // PIECES)))
     folded: torch.Tensor = pieces[0].sum(0, dtype=torch.float64)
     for piece in pieces[1:]:
@@ -105,7 +106,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold_sparse(tensor: torch.Tensor) -> torch.Tensor:
-    """Fold what a sparse gradient holds; the whole would be as large as the weights."""
+    """Fold the values of a sparse gradient; a dense copy would be as large as the weights."""
     values = tensor.values().reshape(tensor._nnz(), -1)
     size = min(BUCKETS, tensor.numel())
     places = torch.zeros(tensor._nnz(), dtype=torch.long, device=tensor.device)
@@ -121,9 +122,10 @@ def _fold_sparse(tensor: torch.Tensor) -> torch.Tensor:
 def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
     """Return the relative difference of each parameter's gradient; ``inf`` for NaN.
 
-    ``found``: of the parts, to be added up. Relative to the norm of the largest among the gradient
-    and its parts (parts that cancel leave their rounding behind), or to a tenth of the mean norm
-    where that is larger: some gradients are zero but for rounding (the bias of attention keys).
+    The digests in ``found`` are added up. The difference is relative to the largest norm among the
+    gradient and its parts, because parts that cancel leave their rounding behind. It is relative to
+    a tenth of the mean norm if that is larger, because some gradients are zero up to rounding, such
+    as that of the bias of attention keys.
     """
     norms = torch.stack([vector.norm() for vector in expected])
     floor = max(float(norms.mean()) * 0.1, torch.finfo(torch.float64).tiny)
@@ -140,10 +142,10 @@ def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
 def coefficients(
     pieces: Sequence[Digest], expected: Digest
 ) -> tuple[list[float], list[float], float]:
-    """Return how often each piece counts in ``expected``, by least squares.
+    """Return each piece's coefficient in ``expected`` by least squares.
 
-    With the standard error of each, and what is left of ``expected``, relative to it; ``inf`` where
-    a number is not finite. Each piece counts once where that explains as much as anything does.
+    Also returns the standard error of each, and the relative norm of the residual; ``inf`` if a
+    number is not finite. The coefficients are 1 if that explains as much as any others do.
     """
     columns = torch.stack([_in_one(piece, expected) for piece in pieces], dim=1)
     whole = _in_one(expected, pieces[0])
@@ -161,7 +163,7 @@ def coefficients(
 
 
 def _in_one(found: Digest, like: Digest) -> torch.Tensor:
-    """Return a digest as one vector on the host; zeros where it has no gradient."""
+    """Return a digest as one vector on the host; zeros for missing gradients."""
     sizes = [max(a.numel(), b.numel()) for a, b in zip(found, like, strict=True)]
     return torch.cat([v.expand(n).cpu() for v, n in zip(found, sizes, strict=True)])
 
@@ -177,11 +179,11 @@ def mean_difference(found: Digest, expected: Digest) -> float:
 
 
 def largest_factor(found: Digest, expected: Digest) -> float:
-    """Return by how much norms differ: of all gradients together, or of a parameter that counts.
+    """Return the largest ratio of norms, at least 1: of all gradients together or of a parameter's.
 
-    A factor, 1 or more: that of the larger to the smaller. A parameter counts whose gradient is a
-    notable part of all: lost it is ``inf``, and so is what is not finite; of few entries no more is
-    looked at, since the norm is chance where the direction is.
+    A parameter's gradient counts if it is a notable part of all gradients. The ratio is ``inf`` if
+    such a gradient is zero or a norm is not finite. Digests of few entries do not count: if
+    rounding decides their direction, it decides their norm as well.
     """
     norms = [(float(a.norm()), float(b.norm())) for a, b in zip(found, expected, strict=True)]
     together = math.hypot(*(mine for mine, _ in norms)), math.hypot(*(other for _, other in norms))
@@ -197,9 +199,10 @@ def largest_factor(found: Digest, expected: Digest) -> float:
 
 
 def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:
-    """Return a fixed incoming gradient for rows ``first`` and on: smooth, none alike.
+    """Return a fixed incoming gradient for rows ``first`` and following: smooth, with no two rows
+    equal.
 
-    A product of waves, one for each dimension: no more memory than ``like`` has.
+    It is a product of one wave for each dimension, so it needs no more memory than ``like``.
     """
     real = torch.ones(like.shape, dtype=like.dtype.to_real(), device=like.device)
     for axis, size in enumerate(like.shape):

@@ -1,9 +1,9 @@
-"""How each kind of call of a root is split: verified when it first comes, and when it differs.
+"""The verified layouts of one root, one for each kind of call.
 
-``signature`` says what a kind is. Within a kind a later batch can show what the first one hid:
-padding, samples that do not count, another class. Its *traits* tell, and the split is verified on
-it too. So can the call itself: a term that the script switches on adds nodes to the autograd graph,
-and a graph of a shape that was not there when the kind was verified is verified as well.
+``call_signature`` defines the kind of a call. A later batch of the same kind can show what the
+first batch did not: padding, samples that do not count, another class. The *traits* of a batch
+detect this, and the split is verified on that batch too. The autograd graph detects other changes:
+a loss term that the script switches on adds nodes. A graph with a new shape is verified as well.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from autofit.worker.oom.classifier import Kind, classify
 LAYOUT = "how a call is split"
 SHAPES = "the shapes of the graphs of a kind of call"
 PLAIN = ()
-"""What shows in a call of no plan at all."""
+"""The key of a call without a plan."""
 SMALL = 1 << 22
-"""Entries of an argument of fractions that is looked at in every call."""
+"""The most entries of a floating-point argument whose traits are read in every call."""
 CLASSES = 1 << 16
-"""Class weights that are handed on at most."""
+"""The most class weights that are stored as JSON."""
 
 Find = Callable[[Batch, bool], Layout]
-"""Verifies how a call is split, with its gradients or by values alone."""
+"""Verifies how a call is split, by its gradients or by its outputs only."""
 Rehearse = Callable[[Batch, Layout], str]
-"""Returns the shape of the graph of a few samples of a call, without a plan; nothing where they do
-not fit."""
+"""Returns the graph shape of a few samples of a call without a plan; empty if they do not fit in
+memory."""
 Traits = frozenset[tuple[int, str]]
 Range = tuple[int, int]
 
 
 @dataclass(eq=False)
 class CallKind:
-    """One kind of call, and what was verified of it."""
+    """One kind of call and its verified layout."""
 
     key: Key
     layout: Layout | Refused
     traits: Traits = frozenset()
-    """What the batches showed on which the layout was verified."""
+    """The traits of the batches on which the layout was verified."""
     ranges: dict[int, Range] = field(default_factory=dict)
-    """The whole numbers seen in arguments that have one for each sample."""
+    """The smallest and the largest entry seen in one-dimensional integer arguments."""
     refused: dict[object, str] = field(default_factory=dict)
-    """What further traits, or a graph of another shape, did to the promise."""
+    """The reason of a refusal, by the new traits or the new graph shape."""
     shapes: dict[object, set[str]] = field(default_factory=dict)
-    """The shapes of its graphs, under each plan (by what of it shows in a call)."""
+    """The verified graph shapes, by the part of the plan that changes a call."""
     fresh: bool = False
-    """The call that is about to run is one on which it was verified: its graph is the right one."""
+    """The layout was verified on the call that runs next, so its graph shape is verified too."""
 
 
 class Layouts:
-    """The layouts of one root."""
+    """The verified layouts of one root."""
 
     def __init__(
         self,
@@ -71,26 +71,27 @@ class Layouts:
         known: Known,
         rehearse: Rehearse | None = None,
     ) -> None:
-        """``rehearse``: ``None`` where the model must not be called for it: in a real run."""
+        """``rehearse`` is ``None`` in a real run, where the model must not run extra calls."""
         self._module = module
         self._find = find
         self._known = known
         self.rehearse = rehearse
         self._doubted = False
-        """What is known was found wrong; it is verified in this process or not at all."""
+        """A stored layout was wrong; only layouts verified in this process are used now."""
         self._kinds: dict[Key, CallKind] = {}
         self._signatures = Signatures(module)
         self._shapes = Shapes()
         self._plan: object = ()
-        """What of the plan that is applied shows in a call."""
+        """The part of the applied plan that changes a call."""
 
     def around(self, change: Callable[[], None], plan: object = ()) -> None:
-        """Let a plan change the modules: whatever it sets there makes no other kind of call."""
+        """Let a plan change the modules; its changes do not count as another kind of call."""
         self._signatures.around(change)
         self._plan = plan
 
     def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
-        """Return how ``batch`` is split; raise ``Refused`` when it cannot be, each time alike."""
+        """Return the layout of ``batch``; raise ``Refused`` if there is none, with the same reason
+        each time."""
         key = self._signatures.of(batch, gradients=gradients)
         kind = self._kinds.get(key)
         if kind is None:
@@ -107,10 +108,10 @@ class Layouts:
     def unknown_graph(
         self, kind: CallKind, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
     ) -> str | None:
-        """Return the shape of the graph that a call has made, if it is none that was verified.
+        """Return the shape of a call's autograd graph; ``None`` if it was verified.
 
-        ``outputs``: of the root. The first graph after a verification is that of the call on which
-        it was made.
+        ``outputs`` are the root's. The first graph after a verification counts as verified: it
+        belongs to the same call.
         """
         shape = self._shapes.of(outputs, parameters)
         shapes = kind.shapes.setdefault(self._plan, self._recall_shapes(kind.key, self._plan))
@@ -122,7 +123,8 @@ class Layouts:
         return None
 
     def verify_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
-        """Verify a kind on a batch whose graph has another shape; raise ``Refused`` if it fails."""
+        """Verify a kind on ``batch``, whose graph has the new ``shape``; raise ``Refused`` if it
+        fails."""
         if (self._plan, shape) in kind.refused:
             raise Refused(kind.refused[self._plan, shape])
         try:
@@ -136,14 +138,14 @@ class Layouts:
         return replace(layout, kind=kind)
 
     def forget(self) -> None:
-        """Forget what is verified: a call has shown otherwise."""
+        """Drop all layouts: a call has contradicted one."""
         for kind in self._kinds.values():
             if plain_layout(kind.layout) is not None:
                 self._known.put(None, LAYOUT, *kind.key)
         self._kinds.clear()
         self._doubted = True
 
-    # --- evidence --------------------------------------------------------------------------
+    # --- stored layouts ------------------------------------------------------------------------
 
     def _recall(self, key: Key) -> CallKind | None:
         held = None if self._doubted else self._known.get(LAYOUT, *key)
@@ -176,7 +178,9 @@ class Layouts:
         try:
             layout = self._find(batch, gradients)
         except Refused as refusal:
-            return CallKind(key, type(refusal)(str(refusal)))  # that one's frames hold the batch
+            return CallKind(
+                key, type(refusal)(str(refusal))
+            )  # the original's traceback refers to the batch
         kind = CallKind(key, layout, fresh=True)
         if layout.fits(batch):
             kind.traits, kind.ranges = _traits(batch, layout)
@@ -184,9 +188,9 @@ class Layouts:
         return kind
 
     def _rehearsed(self, kind: CallKind, layout: Layout, batch: Batch) -> None:
-        """Believe the next graph under a plan that is new, if without the plan it is as it was.
+        """Accept the next graph under a new plan if the graph without the plan has not changed.
 
-        Verifies the kind again on ``batch`` where it is not; raises ``Refused`` if that fails.
+        If it has changed, verify the kind again on ``batch``. Raises ``Refused`` if that fails.
         """
         assert self.rehearse is not None
         kind.shapes[self._plan] = self._recall_shapes(kind.key, self._plan)
@@ -201,7 +205,7 @@ class Layouts:
         kind.fresh = True
 
     def _again(self, kind: CallKind, layout: Layout, batch: Batch, gradients: bool) -> Layout:
-        """Return the layout, verified on ``batch`` too if that shows what none before it did."""
+        """Return the layout; verify it on ``batch`` too if the batch has new traits."""
         if not layout.fits(batch):
             raise Refused("the model's arguments do not all have the same number of samples")
         if not any(join.scalar or join.detached for join in layout.joins):
@@ -227,13 +231,13 @@ class Layouts:
         return kind.layout
 
     def _find_again(self, batch: Batch, gradients: bool) -> Layout:
-        """Verify the layout on ``batch``; raise ``Undecided`` where memory has no room for it."""
+        """Verify the layout on ``batch``; raise ``Undecided`` if that does not fit in memory."""
         try:
             return self._find(batch, gradients)
         except Exception as error:
             if classify(error).kind is not Kind.OOM:
                 raise
-            clear_frames(error.__traceback__)  # they hold what did not fit
+            clear_frames(error.__traceback__)  # its frames refer to the tensors that did not fit
         raise Undecided("memory ran out while the split was verified on another kind of batch")
 
 
@@ -241,9 +245,9 @@ class Layouts:
 
 
 def plain_layout(layout: Layout | Refused) -> dict[str, Any] | None:
-    """Return a layout as JSON that another process can read; ``None`` for a refusal.
+    """Return a layout as JSON for other processes; ``None`` for a refusal.
 
-    Nor where it holds the weights of very many classes.
+    Also ``None`` if the layout has more than ``CLASSES`` class weights.
     """
     if isinstance(layout, Refused):
         return None
@@ -268,7 +272,7 @@ def _plain_labels(labels: Labels) -> list[Any]:
 
 
 def layout_of(plain: dict[str, Any], module: nn.Module) -> Layout:
-    """Return the layout that ``plain_layout`` was given."""
+    """Return the layout that ``plain_layout`` has converted."""
     return Layout(
         dim=plain["dim"],
         batched=tuple(plain["batched"]),
@@ -287,7 +291,7 @@ def _labels_of(plain: list[Any]) -> Labels:
     return Labels(leaf, ignored, shift, values=values, weights=held)
 
 
-# --- what a batch shows -----------------------------------------------------------------------
+# --- traits --------------------------------------------------------------------------------
 
 
 def _union(one: Range, other: Range) -> Range:
@@ -295,7 +299,7 @@ def _union(one: Range, other: Range) -> Range:
 
 
 def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:
-    """Return what a batch shows, and the range of its classes; waits for the device once."""
+    """Return a batch's traits and the ranges of its integer arguments. Synchronizes once."""
     names: list[tuple[int, str]] = []
     flags: list[torch.Tensor] = []
     ranged: list[int] = []

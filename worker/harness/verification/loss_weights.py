@@ -1,9 +1,9 @@
-"""What a model's mean loss may be a mean over, and batches that tell the possibilities apart.
+"""The divisors that a mean loss may have, and batches that tell them apart.
 
-On equal lengths a sample's share and a token's share are the same number, and only one of them is
-right on the next ragged batch. So labels are masked, masks are given holes, lengths and classes are
-changed on a few samples, and a rule must hold on all of these *variants*. Values stay within what
-the batch holds: on CUDA an index out of range ends the context, and some kernels do not look.
+If all sequences have equal lengths, a sample's share equals its tokens' share, but only one of them
+is right for the next batch. So this module masks labels, cuts holes into masks, and changes lengths
+and classes of a few samples. A rule must hold on all of these *variants*. Values stay within the
+range of the batch, because an index out of range ends a CUDA context and some kernels do not check.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from autofit.worker.harness.batch.layout import Batch, Labels, Layout
 
 LARGEST = 1 << 24
-"""Arguments with more entries are no labels and no masks."""
+"""An argument with more entries is not taken for labels or a mask."""
 IGNORED = -100
-"""How torch and most models mark a label that does not count."""
+"""The label that torch and most models ignore."""
 
 
 class Observer(TorchFunctionMode):
-    """Sees which targets the model's own cross-entropy is given, and what it ignores.
+    """Records the targets of the model's own cross-entropy and the labels that it ignores.
 
-    And what it looks up in embeddings: an argument that is looked up is no label, and masking it
+    It also records the inputs of embeddings. Such an argument has no labels, and a masked entry
     would be an index out of range.
     """
 
@@ -51,7 +51,8 @@ class Observer(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def labels(self, part: Batch, layout: Layout) -> list[Labels]:
-        """Return the arguments that were a cross-entropy's target, whole or shifted by one."""
+        """Return the arguments that were a cross-entropy's target, as they are or shifted by
+        one."""
         found = []
         for index in layout.batched:
             leaf = part.leaves[index]
@@ -65,7 +66,7 @@ class Observer(TorchFunctionMode):
         return list(dict.fromkeys(found))
 
     def looked_up(self, leaf: torch.Tensor) -> bool:
-        """Return whether the model looked the argument up in an embedding."""
+        """Return whether the model has passed the argument to an embedding."""
         storage = leaf.untyped_storage().data_ptr()
         return any(each.untyped_storage().data_ptr() == storage for each in self._lookups)
 
@@ -85,14 +86,15 @@ def _is_target(leaf: torch.Tensor, target: torch.Tensor, ignore: int, shift: int
 
 
 def is_mask(leaf: torch.Tensor) -> bool:
-    """Return whether an argument holds ones and zeros only."""
+    """Return whether an argument has only ones and zeros."""
     if leaf.requires_grad or leaf.is_complex() or not 0 < leaf.numel() <= LARGEST:
         return False
     return leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Labels]:
-    """Return what else a mean may divide by: masks, lengths, weights, what is not padding."""
+    """Return other possible divisors of a mean: masks, lengths, weights, entries other than
+    padding."""
     found: list[Labels] = []
     for index in layout.batched:
         leaf = part.leaves[index]
@@ -111,14 +113,14 @@ def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Label
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A batch that differs from the one at hand in one argument of one sample."""
+    """A batch with one argument of one sample changed."""
 
     batch: Batch
     masked: bool
-    """Labels were taken out: the gradients are to be compared as well."""
+    """Labels were removed, so the gradients are compared as well."""
     shows: bool = False
-    """A batch like it differs from the one at hand in its *traits* (``layouts``): it will be proven
-    by itself when it comes, so that it need not hold here."""
+    """A batch like this one has another trait (``layout_cache``) and is verified when it comes. So
+    the rule need not hold on this variant."""
 
 
 Edit = Callable[[torch.Tensor], None]
@@ -127,7 +129,7 @@ Edit = Callable[[torch.Tensor], None]
 def variants(
     part: Batch, whole: Batch, layout: Layout, labels: list[Labels], seen: Observer
 ) -> Iterator[Variant]:
-    """Yield batches like ``part`` that tell the rules apart; ``whole``: where it comes from."""
+    """Yield variants of ``part`` that tell the rules apart; ``part`` has samples of ``whole``."""
     known = {each.leaf: each for each in labels}
     for index in layout.batched:
         leaf = part.leaves[index]
@@ -139,7 +141,7 @@ def variants(
             yield Variant(_edited(part, index, layout, _tail(ignore)), masked=True, shows=shows)
         for edit in _edits(leaf, whole.leaves[index], index in known, seen):
             yield Variant(_edited(part, index, layout, edit), masked=False)
-    if len(known) > 1:  # all labels of a sample are missing: where an answer begins and ends
+    if len(known) > 1:  # no label of a sample counts, as for the start and the end of an answer
         masked = part
         for index, label in known.items():
             masked = _edited(masked, index, layout, _tail(label.ignore_index))
@@ -147,17 +149,18 @@ def variants(
 
 
 def _would_show(labels: torch.Tensor, ignore: int) -> bool:
-    """Return whether a label that is ignored would be the first one, and be noticed later."""
+    """Return whether a batch would get a new trait with its first ignored label."""
     if ignore < 0:
         return not bool((labels < 0).any())
     return labels.ndim == 1 and int(labels.max()) < ignore
 
 
 def rolled(part: Batch, layout: Layout, seen: Observer) -> Batch:
-    """Return a batch in which each sample's numbers and words are turned round by another amount.
+    """Return a batch in which the numbers and the words of each sample are rolled by another
+    amount.
 
-    Where one entry of the samples has been the largest for all of them, it is no longer so. Masks
-    and labels stay: what they mean depends on their places.
+    If one entry was the largest in all samples, it no longer is. Masks and labels stay, because
+    their meaning depends on their position.
     """
     leaves = list(part.leaves)
     for index in layout.batched:
@@ -198,7 +201,7 @@ def _edits(
 
 
 def _to_other(low: int, high: int) -> Edit:
-    """Make the last sample of another class: the one at the other end."""
+    """Give the last sample another class: the opposite end of the range."""
 
     def edit(rows: torch.Tensor) -> None:
         rows[-1] = torch.where(rows[-1] == high, low, high)
@@ -214,9 +217,9 @@ def _edited(part: Batch, index: int, layout: Layout, edit: Edit) -> Batch:
 
 
 def _tail(value: float) -> Edit:
-    """Set the later half of the last sample's entries, along the first dimension that has several.
+    """Set the second half of the last sample, along its first dimension with several entries.
 
-    The last: it runs in a part of its own, and lengths that descend still do.
+    The last sample runs in a chunk of its own, and descending lengths stay descending.
     """
 
     def edit(rows: torch.Tensor) -> None:
@@ -232,5 +235,5 @@ def _tail(value: float) -> Edit:
 
 
 def _smaller(rows: torch.Tensor) -> None:
-    """Halve what the last sample has: a shorter length, another class, another word."""
+    """Halve the last sample's entries: a shorter length, another class, another word."""
     rows[-1] = torch.where(rows[-1] > 1, rows[-1] // 2, rows[-1])

@@ -1,8 +1,8 @@
-"""A model at other weights than its own: rounded, where all is zero zeros_perturbed, or far away.
+"""Runs a model with changed weights: rounded, nonzero where they are zero, or far away.
 
-Weights rounded to bf16 tell what any lower precision may make of the gradients. What weights of
-zero switch off shows in nothing: a residual branch that begins as nothing, a last layer that
-answers every sample alike. What holds at the present weights alone shows at others.
+Weights rounded to bf16 show how much any lower precision may change the gradients. Weights of zero
+hide a part of the model: a residual branch that starts as nothing, or a last layer that returns the
+same for every sample. What holds only at the present weights fails at others.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from autofit.worker.harness.torch_state.modules import is_sharded
 from autofit.worker.harness.verification.gradient_digest import pattern
 
 FURTHER = 4.0
-"""Times as large that weights are at another point: answers lie further apart there."""
+"""The factor by which other weights are larger, so that outputs differ more."""
 SLIGHTLY = 0.05
-"""What is added to biases and norms at most: as much as a few hundred steps may make of them."""
+"""The largest change of biases and norms: as much as a few hundred steps make."""
 NUDGE = 2.0**-50
-"""Relative change of a weight in float64 that is no more than rounding makes."""
+"""The relative change of a float64 weight that is no more than rounding."""
 SINGLE = 16
-"""As many inputs a gate of zero is taken to have: it becomes a quarter at most."""
+"""The assumed number of inputs of a gate of zero; the gate becomes at most a quarter."""
 
 
 @contextmanager
 def weights_rounded(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it float32 parameters hold what bf16 holds of them; autograd notices nothing."""
+    """Round float32 parameters to bf16 within the context. Autograd does not notice."""
     chosen = [each.data for each in parameters if each.dtype is torch.float32]
     with _others(chosen, _round):
         yield
@@ -39,7 +39,7 @@ def weights_rounded(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _others(chosen: list[torch.Tensor], change: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within it tensors are changed, in place: there may be no room for a copy beside them."""
+    """Change tensors in place within the context, because a copy on the device may not fit."""
     kept = [copy_on_host(each) for each in chosen]
     try:
         for each in chosen:
@@ -52,10 +52,10 @@ def _others(chosen: list[torch.Tensor], change: Callable[[torch.Tensor], None]) 
 
 @contextmanager
 def zeros_perturbed(module: nn.Module) -> Iterator[bool]:
-    """Within it weights that are all zero are not; gives whether any are.
+    """Replace weights that are all zero within the context; yields whether there are any.
 
-    Biases stay zero: they switch nothing off, and what they add to every sample makes samples more
-    alike with each layer. Autograd notices nothing.
+    Biases stay zero. They hide nothing, and a common bias would make the samples more alike with
+    each layer. Autograd does not notice the change.
     """
     still = [] if is_sharded(module) else _still(module)
     try:
@@ -70,10 +70,10 @@ def zeros_perturbed(module: nn.Module) -> Iterator[bool]:
 
 @contextmanager
 def vectors_perturbed(module: nn.Module) -> Iterator[None]:
-    """Within it biases and the weights of norms are a little off; autograd notices nothing.
+    """Change biases and the weights of norms a little within the context. Autograd does not notice.
 
-    Most begin as 0 or 1: what a LayerNorm returns has a mean of 0 then, whatever a plan makes of
-    it. Not of a sharded module.
+    Most of them start as 0 or 1, and the mean of a LayerNorm's output is then 0 whatever a plan
+    does. A sharded module stays as it is.
     """
     vectors = [] if is_sharded(module) else [e.data for e in _plain(module) if e.ndim < 2]
     with _others(vectors, _shift):
@@ -86,7 +86,7 @@ def _shift(values: torch.Tensor) -> None:
 
 @contextmanager
 def last_bits_perturbed(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it float64 weights differ in their last bits; autograd notices nothing."""
+    """Change float64 weights in their last bits within the context. Autograd does not notice."""
     with _others([each.data for each in weights], _nudge):
         yield
 
@@ -97,11 +97,11 @@ def _nudge(values: torch.Tensor) -> None:
 
 @contextmanager
 def at_other_weights(module: nn.Module, *, larger: bool = True) -> Iterator[None]:
-    """Within it the weights are those of another point, far from where they are.
+    """Give the module other weights, far from its own, within the context.
 
-    What holds at one point alone shows: a maximum that the same sample wins in every part, an
-    absolute value whose sign is everywhere the same. Autograd notices nothing. Not ``larger``: the
-    signs alone are others.
+    What holds only at one point fails there: a maximum at the same sample in every chunk, or an
+    absolute value with the same sign everywhere. Autograd does not notice. Without ``larger``, only
+    the signs change.
     """
     chosen = [] if is_sharded(module) else [each.data for each in _plain(module)]
     with _others(chosen, partial(_move, larger=larger)):
@@ -109,9 +109,9 @@ def at_other_weights(module: nn.Module, *, larger: bool = True) -> Iterator[None
 
 
 def _move(values: torch.Tensor, *, larger: bool) -> None:
-    """Change the signs of rows and columns, and make them larger by different factors.
+    """Change the signs of rows and columns, and multiply them by different factors.
 
-    What has no rows, a bias say, is a little off.
+    A tensor without rows, such as a bias, changes a little.
     """
     if values.ndim < 2:
         size = values.norm() / max(1, values.numel()) ** 0.5
@@ -119,7 +119,7 @@ def _move(values: torch.Tensor, *, larger: bool) -> None:
         return
     for axis, size in enumerate(values.shape):
         places = torch.arange(size, dtype=torch.float64)
-        waves = torch.sin(2.0 + axis + 2.4 * places)  # of signs that follow no short period
+        waves = torch.sin(2.0 + axis + 2.4 * places)  # signs without a short period
         factors = waves.sign() * (1.0 + waves.square() if larger else 1.0)
         shape = [size if each == axis else 1 for each in range(values.ndim)]
         values.mul_(factors.to(values).view(shape))
@@ -128,7 +128,7 @@ def _move(values: torch.Tensor, *, larger: bool) -> None:
 
 
 def _plain(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of fractions that have memory of their own."""
+    """Return the floating-point parameters that own their memory."""
     return [
         each
         for each in module.parameters()
@@ -150,12 +150,12 @@ def _still(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _apart(parameter: torch.Tensor) -> bool:
-    """Return whether each of its numbers lies in a place of its own, as far as is seen."""
+    """Return whether each entry has its own address, as far as the strides show."""
     return parameter.layout is torch.strided and 0 not in parameter.stride()
 
 
 def rounded(leaf: Any) -> Any:
-    """Return what bf16 holds of a float32 tensor, in float32 again; anything else as it is."""
+    """Return a float32 tensor rounded to bf16; anything else as it is."""
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
         return leaf
     return _to_bf16(leaf.detach()).requires_grad_(leaf.requires_grad)

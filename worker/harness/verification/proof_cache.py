@@ -1,9 +1,9 @@
-"""Evidence: what has been verified of a script's roots, so that no other process verifies it again.
+"""What was verified of a script's roots, so that other processes do not verify it again.
 
-The launches of a search run one script on one kind of device. What one of them has verified, the
-parent hands to the next, keeps in the store, and hands to the real run. It holds there for the same
-rank and for a root with the same parameters. It is plain JSON: a store may come from elsewhere, and
-reading it must run nothing.
+All launches of a search run one script on one kind of device. The parent process passes the results
+of one launch to the next, saves them in the store, and passes them to the real run. They are valid
+for the same rank and for a root with the same parameters. They are plain JSON, because a store may
+come from elsewhere and reading it must not run code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autofit.worker.records.trials import Proven
 
 
 class Known:
-    """Evidence by a key, whose ``repr`` must say the same in every process."""
+    """Verified facts by a key. The ``repr`` of a key must be the same in every process."""
 
     def __init__(
         self,
@@ -28,15 +28,17 @@ class Known:
         tell: Callable[[Proven], None] = lambda proven: None,
         of: object = None,
     ) -> None:
-        """``held``: what was verified before; ``of``: what all of it is about."""
+        """``held``: earlier results; ``tell``: called with each new one; ``of``: added to every
+        key."""
         self._held = {} if held is None else held
         self._tell = tell
         self._of = _digest(of)
 
     def of(self, module: nn.Module) -> Self:
-        """Return what is known of one root.
+        """Return the cache of one root.
 
-        A model that a script makes anew, for each fold say, is the same root.
+        Two models with the same class and parameters are the same root, such as a new model for
+        each fold.
         """
         parameters = [
             (name, None if is_lazy(each) else tuple(each.shape), each.dtype)
@@ -46,19 +48,20 @@ class Known:
         return type(self)(self._held, self._tell, root)
 
     def hear(self, proven: Iterable[Proven]) -> None:
-        """Take in what other launches have verified meanwhile."""
+        """Add the results of other launches."""
         self._held.update({each.key: each.content for each in proven})
 
     def get(self, *key: object) -> Any:
-        """Return what was put there, in this process or in one before it; else ``None``."""
+        """Return the value stored under ``key`` by this or an earlier process; ``None`` if there is
+        none."""
         content = self._held.get(_digest((self._of, key)))
         try:
             return None if content is None else json.loads(content)
-        except ValueError:  # somebody has edited the store: it is verified anew
+        except ValueError:  # somebody has edited the store
             return None
 
     def put(self, value: object, *key: object) -> None:
-        """Hold ``value``, plain JSON, here and in launches to come; ``None``: nothing."""
+        """Store ``value``, plain JSON, for this and later launches; ``None`` deletes it."""
         proven = Proven(key=_digest((self._of, key)), content=json.dumps(value))
         if self._held.get(proven.key) != proven.content:
             self._held[proven.key] = proven.content

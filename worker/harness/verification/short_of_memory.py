@@ -1,4 +1,4 @@
-"""Tells where memory ran out: in the check of a plan, which the script has no part in."""
+"""Marks shortages of memory that occur in autofit's own check of a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTE = f"autofit: {CHECK_STARVED}"
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Within it autofit checks a plan by calls of its own: mark shortages that leave it."""
+    """Mark a shortage that leaves this context: autofit's check caused it, not the script."""
     try:
         yield
     except Exception as error:
@@ -23,5 +23,5 @@ def checking() -> Iterator[None]:
 
 
 def in_check(error: BaseException) -> bool:
-    """Return whether an error came out of a check."""
+    """Return whether an error was raised in a check."""
     return NOTE in getattr(error, "__notes__", ())

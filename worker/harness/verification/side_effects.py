@@ -1,10 +1,10 @@
-"""Does anything of a forward outlive its output? Then a split batch would not be the same.
+"""Refuses a split if a forward has effects other than its output.
 
-A loss kept in an attribute of the model, features stored by a hook or in a queue: the script uses
-them beside the output, and under a split they would come from one part of the batch. What a call
-moves on whatever its samples (``moved``) can be told apart. Nor may the forward change its
-arguments, or use tensors from elsewhere that need gradients: the split knows of the parameters and
-arguments only.
+A model may store a loss in an attribute, and a hook may store features or put them into a queue.
+The script uses them beside the output, and under a split they would come from one chunk. State that
+each call updates in the same way, whatever its samples, is allowed (``state_updates``). The forward
+may not change its arguments. It may not use other tensors that require gradients than parameters
+and arguments, because the split does not know them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from autofit.worker.oom.classifier import Kind, classify
 
 
 def refuse_listeners(module: nn.Module) -> None:
-    """Raise ``Refused`` where the script listens to the gradients inside a root."""
+    """Raise ``Refused`` if the script has a backward hook inside the root."""
     for name, each in module.named_modules():
         hooks = [*each._backward_hooks.values(), *each._backward_pre_hooks.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks):
@@ -52,9 +52,9 @@ def refuse_listeners(module: nn.Module) -> None:
 
 
 def refuse_changed_arguments(part: Batch, before: list[int | None], after: Batch) -> None:
-    """Raise ``Refused`` when a forward changed its arguments, or what holds them.
+    """Raise ``Refused`` if a forward has changed its arguments or their containers.
 
-    ``before``: the tensors' ``versions``; ``after``: the arguments as the forward left them.
+    ``before``: the tensors' ``versions``; ``after``: the arguments after the forward.
     """
     kept = after.spec == part.spec and all(map(operator.is_, after.leaves, part.leaves))
     if not kept or versions(part) != before:
@@ -62,7 +62,7 @@ def refuse_changed_arguments(part: Batch, before: list[int | None], after: Batch
 
 
 def versions(part: Batch) -> list[int | None]:
-    """Return how often each tensor among the arguments has been changed."""
+    """Return the version of each tensor among the arguments."""
     return [
         leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
         for leaf in part.leaves
@@ -70,7 +70,7 @@ def versions(part: Batch) -> list[int | None]:
 
 
 def weights(module: nn.Module) -> list[float]:
-    """Return a number for each parameter that tells when a forward has changed it."""
+    """Return the norm of each parameter, to detect a forward that changes it."""
     plain = [p.detach() for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
     return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
 
@@ -82,10 +82,11 @@ def _fraction(tensor: torch.Tensor) -> bool:
 def state_updates(
     start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot
 ) -> tuple[Place, ...]:
-    """Return what each call moves on; raise ``Refused`` when its samples matter to that.
+    """Return the state that each call updates; raise ``Refused`` if the update depends on the
+    samples.
 
-    ``after``: the state once ``whole`` has run from ``start``. What only the first call makes, and
-    keeps for good (a table of positions), is none of it; a switch that it sets is.
+    ``after`` is the state after ``whole`` has run from ``start``. A table that only the first call
+    creates, such as one of positions, does not count; a switch that the first call sets does.
     """
     again = _after(start.module, whole, forward)
     first, every = changes(start, after), changes(after, again)
@@ -97,7 +98,7 @@ def state_updates(
         _after(start.module, whole, forward)
         differing += changes(again, _after(start.module, chunk, forward))
     except Exception as error:
-        if first and classify(error).kind is Kind.NOT_OOM:  # statistics of a single sample
+        if first and classify(error).kind is Kind.NOT_OOM:  # such as statistics of a single sample
             raise Refused(_remembers(first[0][0])) from error
         raise
     if differing:
@@ -109,9 +110,10 @@ def state_updates(
 def refuse_changes_in_backward(
     start: Snapshot, after: Snapshot, with_graph: Mapping[Key, Any]
 ) -> None:
-    """Raise ``Refused`` where a backward, or a forward with a graph alone, changes the state.
+    """Raise ``Refused`` if a backward, or only a forward with a graph, changes the state.
 
-    ``after``: a forward without a graph; ``with_graph``: what one with a graph has changed.
+    ``after``: a forward without a graph; ``with_graph``: the changes of a forward with a graph and
+    its backward.
     """
     without = set(changes(start, after))
     for key, value in with_graph.items():
@@ -120,9 +122,9 @@ def refuse_changes_in_backward(
 
 
 def _is_table(key: Key, one: Snapshot, other: Snapshot) -> bool:
-    """Return whether a tensor is of another size after another number of samples.
+    """Return whether the size of a tensor depends on the number of samples.
 
-    Whether it holds anything of the samples shows in the outputs.
+    The comparison of outputs shows whether its content depends on the samples.
     """
     values = (each.values.get(key) for each in (one, other))
     shapes = [
@@ -151,7 +153,7 @@ def _remembers(name: str) -> str:
 
 
 class _Saved:
-    """What a graph holds of a tensor."""
+    """Holds a tensor that a graph has saved."""
 
     __slots__ = ("__weakref__", "content")
 
@@ -160,15 +162,15 @@ class _Saved:
 
 
 class Witness(TorchDispatchMode):
-    """Sees every tensor that a forward makes; holds none of them."""
+    """Records every tensor that a forward creates, by weak references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
-        """Of the numbers with fractions among them."""
+        """The floating-point data types among them."""
         self._made: dict[int, StorageWeakRef] = {}
         self._given: dict[int, StorageWeakRef] = {}
-        """What was there before."""
+        """Storages that existed before."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -188,7 +190,7 @@ class Witness(TorchDispatchMode):
             among[reference.cdata] = reference
 
     def left(self, known: Iterable[torch.Tensor]) -> int:
-        """Return how many of the tensors made are still there and are not ``known``."""
+        """Return how many created tensors still exist and are not ``known``."""
         own = {tensor.untyped_storage()._cdata for tensor in known}
         return sum(not ref.expired() for key, ref in self._made.items() if key not in own)
 
@@ -201,14 +203,14 @@ def _strided(tree: Any) -> list[torch.Tensor]:
 def refuse_escapes(
     module: nn.Module, part: Batch, forward: Forward, hooks: saved_tensors_hooks | None = None
 ) -> set[torch.dtype]:
-    """Run ``forward`` once with a graph; raise ``Refused`` when something of it stays behind.
+    """Run ``forward`` once with a graph; raise ``Refused`` if a part of it stays alive.
 
-    Returns the data types that it computes in. ``hooks``: keep what autograd saves.
+    Returns the data types that it computes in. ``hooks`` store autograd's saved tensors.
     """
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: torch.Tensor) -> _Saved:
-        tensor = tensor.detach()  # the tensor itself would hold its graph, in a circle
+        tensor = tensor.detach()  # the tensor itself would refer to its graph: a cycle
         holder = _Saved(tensor if hooks is None else hooks.pack_hook(tensor))
         saved.append(weakref.ref(holder))
         return holder
@@ -217,13 +219,13 @@ def refuse_escapes(
         return holder.content if hooks is None else hooks.unpack_hook(holder.content)
 
     args, kwargs = part.call(part.leaves)
-    torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
+    torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
     witness = Witness()
     with saved_tensors_hooks(pack, unpack), witness:
         output = forward(*args, **kwargs)
     own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
-    # Some of transformers' models let what they have made of a waveform need gradients. Such a
-    # tensor goes with the graph: nobody can read its gradient.
+    # Some of transformers' models create a tensor from a waveform that requires gradients. It is
+    # freed with the graph, so nobody can read its gradient.
     reached = differentiated(tree_leaves(output))
     foreign = [weakref.ref(tensor) for tensor in reached if id(tensor) not in own]
     del reached
@@ -242,9 +244,9 @@ def refuse_escapes(
 
 
 def _drop_graphs_of_weights(module: nn.Module) -> None:
-    """Let the weights that torch's own hooks make anew before each forward go without their graphs.
+    """Detach the weights that torch's own hooks recompute before each forward.
 
-    Those of ``torch.nn.utils.weight_norm`` and ``spectral_norm``, which are plain attributes.
+    ``torch.nn.utils.weight_norm`` and ``spectral_norm`` store them as plain attributes.
     """
     for each in module.modules():
         for hook in each._forward_pre_hooks.values():

@@ -1,10 +1,10 @@
-"""Does a split of the batch keep its promise on this model and batch? Measured, not believed.
+"""Verifies on the script's own batch that a split of the batch gives the same training.
 
-On a few samples of the script's own batch, those that differ most, in the model's own mode with
-the random draws fixed, the outputs and gradients of the whole are compared with those of three
-uneven chunks, for each rule of joining (``comparison``), on variants of the batch too (``hints``).
-Then the outputs of the whole batch are compared once with those of parts of every size. The first
-rule that holds everywhere is taken, else the split is refused.
+The check takes the few samples of the batch that differ most. The model runs in its own mode with
+fixed random draws. For each rule of joining, the check compares the outputs and gradients of these
+samples with those of three uneven chunks (``split_rules``), also on variants of the batch
+(``loss_weights``). Then it compares the outputs of the whole batch once with those of chunks of all
+sizes. The first rule that always holds is used; otherwise the split is refused.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.classifier import Kind, classify
 
 SAMPLES = 4
-"""Samples the check looks at: enough for uneven chunks, few enough to cost little."""
+"""The number of samples in the check: enough for uneven chunks, few enough to be cheap."""
 
 REENTRANT = "the model checkpoints with use_reentrant=True: nothing can be proven through it"
 HALF_SCALE = 2.0**12
-"""What a loss is multiplied with in float16, so that its gradients do not vanish."""
+"""The loss scale in float16, so that gradients do not underflow."""
 
 
 _SINGLE = torch.finfo(torch.float32).eps
 
 Ask = Callable[[Comparison], Layout]
-"""What a comparison is asked: how parts are joined, or whether a layout holds there too."""
+"""A question to a comparison: which rules hold, or whether a layout holds."""
 
 Leanly = Callable[[], AbstractContextManager[object]]
-"""Makes a context in which the model keeps fewer activations, or narrower ones."""
+"""Returns a context in which the model saves fewer activations, or smaller ones."""
 
 
 def find_layout(
@@ -83,11 +83,12 @@ def find_layout(
     narrowly: Leanly | None = None,
     doubted: bool = False,
 ) -> Layout:
-    """Return how calls like this one can be split; raise ``Refused`` with the reason if not.
+    """Return how calls like this one are split; raise ``Refused`` with the reason if they cannot
+    be.
 
-    Without ``gradients`` (evaluation) only outputs are compared. ``leanly``, ``narrowly``: where
-    there is no memory otherwise, the latter in half precision. ``doubted``: the first dimension may
-    be time, so that what speaks against the second is told too.
+    Without ``gradients`` (evaluation), only outputs are compared. ``leanly`` and ``narrowly`` save
+    memory if the check does not fit otherwise; the latter runs in half precision. ``doubted``: the
+    first dimension may be time, so the refusal also gives the reason against the second dimension.
     """
     if gradients:
         refuse_listeners(module)
@@ -106,7 +107,7 @@ def find_layout(
             return _find_frugally(check, layout, leanly, narrowly)
         except Refused as refusal:
             reasons.append(type(refusal)(str(refusal)))
-            clear_frames(refusal.__traceback__)  # they hold the batch, and some of them the error
+            clear_frames(refusal.__traceback__)  # its frames refer to the batch
     if not reasons:
         raise Refused("no tensor argument of the model shows a batch")
     reasons = reasons[: 2 if doubted else 1]
@@ -118,10 +119,11 @@ def find_layout(
 def _find_frugally(
     check: _SplitCheck, layout: Layout, leanly: Leanly | None, narrowly: Leanly | None
 ) -> Layout:
-    """Probe on ``SAMPLES`` samples; on other samples where these could not decide.
+    """Check ``SAMPLES`` samples, and other samples if these do not decide.
 
-    Where memory has no room for them: on two; then leanly; then with what autograd saves in host
-    memory, which takes long; then in autocast as well, the script's own or the plan's.
+    If that does not fit in memory, the check uses two samples. Then it uses ``leanly``. Then
+    autograd's saved tensors go to host memory, which is slow. The last attempt also runs in
+    autocast, the script's own or the plan's.
     """
     chosen = choose(check.batch, layout)
     found, error = _try(check, layout, chosen[:SAMPLES])
@@ -131,7 +133,7 @@ def _find_frugally(
             found, error = again, other
     hooks = saved_on_host(check.module.parameters())
     ways: list[tuple[Leanly, saved_tensors_hooks | None, bool]] = []
-    if len(chosen) > 2:  # else they were all of them
+    if len(chosen) > 2:  # otherwise the samples were the whole batch
         ways.append((nullcontext, None, True))
     if leanly is not None:
         ways.append((leanly, None, True))
@@ -143,7 +145,7 @@ def _find_frugally(
     for around, check.on_host, check.sharp in ways:
         if error is None or isinstance(error, Undecided):
             break
-        clear_frames(error.__traceback__)  # they hold what did not fit
+        clear_frames(error.__traceback__)  # its frames refer to the tensors that did not fit
         with around(), check.on_host or nullcontext():
             found, error = _try(check, layout, chosen[:2])
     if error is not None:
@@ -155,7 +157,7 @@ def _find_frugally(
 def _try(
     check: _SplitCheck, layout: Layout, samples: Sequence[int]
 ) -> tuple[Layout | None, Exception | None]:
-    """Return the layout, or the error where memory ran out or nothing could be decided."""
+    """Return the layout, or the error if memory ran out or the samples did not decide."""
     try:
         return check.find(layout, sorted(samples)), None
     except Undecided as undecided:
@@ -176,7 +178,7 @@ def _try(
 
 
 class _SplitCheck:
-    """One root and one of its calls."""
+    """The check of one root on one of its calls."""
 
     def __init__(self, module: nn.Module, forward: Forward, batch: Batch, gradients: bool) -> None:
         self.module = module
@@ -184,14 +186,15 @@ class _SplitCheck:
         self.batch = batch
         self.gradients = gradients
         self.on_host: saved_tensors_hooks | None = None
-        """Keep what autograd saves in host memory; ``None`` where there is room for it."""
+        """Stores autograd's saved tensors in host memory; ``None`` if they fit on the device."""
         self.sharp = True
-        """Leave the script's autocast, where the model can."""
+        """Leave the script's autocast if the model can run without it."""
         self.with_graph: dict[Key, Any] = {}
-        """What a forward with a graph and its backward have changed, where they could run."""
+        """The state that a forward with a graph and its backward have changed, if they could
+        run."""
 
     def run_whole(self) -> None:
-        """Let an error through that the model raises on the whole batch too: the script's own."""
+        """Run the whole batch; an error that it raises as well is the script's own."""
         args, kwargs = self.batch.call([_copied(leaf) for leaf in self.batch.leaves])
         with preserved(self.module), torch.set_grad_enabled(self.gradients):
             try:
@@ -201,10 +204,10 @@ class _SplitCheck:
                     raise
 
     def find(self, layout: Layout, samples: Sequence[int]) -> Layout:
-        """Return ``layout`` with its rules, found on some samples.
+        """Return ``layout`` with its rules, found on ``samples``.
 
-        Outside the script's autocast where the model can run there: in half precision two ways to
-        compute the same may differ by as much as two that are not the same.
+        The check leaves the script's autocast if the model can run without it. In half precision,
+        rounding may differ as much as a wrong split does.
         """
         if not self.sharp or not autocast_on():
             return self._find(layout, samples)
@@ -224,7 +227,7 @@ class _SplitCheck:
         if self.gradients:
             _need_gradients(part, self.batch)
         graph = torch.enable_grad() if self.gradients else torch.no_grad()
-        # How a batch is split does not depend on TF32, and the comparison is sharper without.
+        # A split does not depend on TF32, and without it the comparison is more accurate.
         with graph, tf32.switched(False), preserved(self.module) as start:
             if self.gradients:
                 self._rehearse(part, start)
@@ -234,7 +237,9 @@ class _SplitCheck:
                 except Undecided:
                     if not stirring:
                         raise
-            return self._look(layout, part, start)  # the weights as they are may tell samples apart
+            return self._look(
+                layout, part, start
+            )  # without the perturbation, the weights may tell the samples apart
 
     def _look(self, layout: Layout, part: Batch, start: Snapshot) -> Layout:
         start.restore()
@@ -257,7 +262,7 @@ class _SplitCheck:
         if not self.gradients:
             return found
         part = rolled(part, layout, seen)
-        for larger in (True, False):  # rounding may decide everything there: then nothing is asked
+        for larger in (True, False):  # where rounding decides, the layout is not confirmed
             with suppress(Undecided):
                 return self._confirm(found, part, start, seen, dtypes, larger=larger)
         return found
@@ -272,10 +277,10 @@ class _SplitCheck:
         *,
         larger: bool,
     ) -> Layout:
-        """Return ``layout`` with what moves at other weights too (a power iteration, say).
+        """Return ``layout`` with the state that is updated at other weights too.
 
-        ``larger``: these are larger than the model's own. Raises ``Refused`` where the layout holds
-        at the present weights and samples alone, ``Undecided`` where rounding decides.
+        ``larger``: the other weights are also larger. Raises ``Refused`` if the layout holds only
+        at the present weights and samples, and ``Undecided`` if rounding decides.
         """
         with at_other_weights(self.module, larger=larger):
             try:
@@ -285,14 +290,14 @@ class _SplitCheck:
                 return self._decide(layout, part, start, seen, dtypes, _confirmed)
             except Refused:
                 raise
-            except Exception as error:  # a matrix without an inverse, say
+            except Exception as error:  # such as a singular matrix
                 if classify(error).kind is not Kind.NOT_OOM:
                     raise
                 clear_frames(error.__traceback__)
         return layout
 
     def _updates(self, layout: Layout, part: Batch, start: Snapshot) -> tuple[Place, ...]:
-        """Return what each call moves on, of the weights that the model has now."""
+        """Return the state that each call updates at the present weights."""
         start.restore()
         args, kwargs = part.call(part.leaves)
         with torch.no_grad():
@@ -301,10 +306,10 @@ class _SplitCheck:
         return state_updates(start, part, chunk, self.forward, Snapshot(self.module, copies=False))
 
     def _rehearse(self, part: Batch, start: Snapshot) -> None:
-        """Run what needs most memory first: where there is no room for it, nothing else is spent.
+        """Run the step that needs most memory first, so that a shortage ends the check early.
 
-        What else may go wrong in it is found, and told, where it is looked for; but for what is
-        changed with a graph or in a backward alone: each part of a batch would change it.
+        Later steps find and report other errors. But only this step finds what a forward with a
+        graph or a backward changes: each chunk would change it.
         """
         leaves = [*self.module.parameters(), *part.leaves]
         wanted = [each for each in leaves if is_number(each) and each.requires_grad]
@@ -339,11 +344,11 @@ class _SplitCheck:
         dtypes: set[torch.dtype],
         ask: Ask,
     ) -> Layout:
-        """Return what ``ask`` finds of a comparison; in float64 where rounding leaves a doubt.
+        """Return the answer to ``ask``; compare in float64 if rounding may be the reason of a
+        difference.
 
-        Each begins from ``start``: the first call is compared, and may do what no other does.
-
-        Where the model cannot run in float64, the parts' shares in the gradients decide.
+        Each comparison starts from ``start``, because the first call may do what later calls do
+        not. If the model cannot run in float64, the chunks' coefficients in the gradients decide.
         """
         epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
         own = DOUBLE if epsilon < _SINGLE else SINGLE
@@ -364,9 +369,9 @@ class _SplitCheck:
         return self._compare(layout, part, self.batch, seen, shares, ask)
 
     def _in_float64(self, layout: Layout, part: Batch, seen: Observer, ask: Ask) -> Layout | None:
-        """Return what ``ask`` finds in float64; ``None`` where the model does not run in it.
+        """Return the answer to ``ask`` in float64; ``None`` if the model cannot run in it.
 
-        With what autograd saves in host memory where there is no room for it otherwise.
+        Autograd's saved tensors go to host memory if they do not fit otherwise.
         """
         for hooks in (nullcontext(), saved_on_host([])):
             try:
@@ -382,7 +387,7 @@ class _SplitCheck:
                 if kind not in (Kind.OOM, Kind.NOT_OOM):
                     raise
                 clear_frames(error.__traceback__)
-                if kind is Kind.NOT_OOM:  # a kernel that knows no float64, say
+                if kind is Kind.NOT_OOM:  # such as a kernel without float64
                     return None
         return None
 
@@ -396,7 +401,7 @@ class _SplitCheck:
         ask: Ask,
         twins: Twins | None = None,
     ) -> Layout:
-        """Return what ``ask`` finds; ``twins``: the parameters that the model runs with."""
+        """Return the answer to ``ask``; ``twins`` are the parameters that the model runs with."""
         with fixed_draws(self.module) if layout.draws else nullcontext() as draws:
             runner = Runner(update_at_first_call(self.forward, layout.updates), layout, draws)
             parameters = {
@@ -411,7 +416,8 @@ class _SplitCheck:
         return found
 
     def _draws(self, part: Batch) -> tuple[bool, Batch]:
-        """Run once without a graph; return whether that drew, and the arguments afterwards."""
+        """Run once without a graph; return whether that drew numbers, and the arguments
+        afterwards."""
         before = RandomState.now()
         args, kwargs = part.call(part.leaves)
         try:
@@ -437,10 +443,10 @@ def _confirmed(comparison: Comparison) -> Layout:
 
 
 def batched_arguments(batch: Batch, dim: int) -> tuple[int, ...]:
-    """Return the arguments that have as many entries along ``dim`` as the first tensor has.
+    """Return the arguments whose size along ``dim`` equals that of the first tensor.
 
-    Sparse ones are none of them: the adjacency of a graph's nodes. Nor nested ones: they have no
-    shape.
+    Sparse tensors do not count, such as the adjacency matrix of a graph. Nested tensors do not
+    count, because they have no shape.
     """
     tensors = [
         (index, leaf)
@@ -460,7 +466,8 @@ def _has_shape(leaf: torch.Tensor) -> bool:
 def choose(batch: Batch, layout: Layout) -> list[int]:
     """Return up to twice ``SAMPLES`` samples, those that differ most first.
 
-    By what may matter to a mean: how much of a sample is zero, negative, NaN, like its last entry.
+    They differ in what may matter to a mean: the number of entries that are zero, negative, NaN, or
+    equal to the last entry.
     """
     size = layout.size(batch)
     extremes: list[torch.Tensor] = []
@@ -481,7 +488,7 @@ def choose(batch: Batch, layout: Layout) -> list[int]:
 
 
 def few(batch: Batch, layout: Layout, samples: Sequence[int]) -> Batch:
-    """Return a copy of some samples, with no graph."""
+    """Return a copy of some samples without their graph."""
     leaves = [
         _copied(leaf) if i not in layout.batched else leaf for i, leaf in enumerate(batch.leaves)
     ]
@@ -494,9 +501,9 @@ def few(batch: Batch, layout: Layout, samples: Sequence[int]) -> Batch:
 
 
 def pointing(batch: Batch, layout: Layout) -> str | None:
-    """Say whether arguments point at samples of the batch: edges of a graph, bounds of sequences.
+    """Return a reason if an argument may contain indices of samples, such as a graph's edges.
 
-    Asked before a part runs: on CUDA an index out of range ends the context.
+    This must be known before a part of the batch runs: an index out of range ends a CUDA context.
     """
     size = layout.size(batch)
     if size <= SAMPLES:
@@ -521,7 +528,8 @@ def pointing(batch: Batch, layout: Layout) -> str | None:
 
 
 def _need_gradients(part: Batch, batch: Batch) -> None:
-    """Let the copies need gradients where the script's arguments do (another root's output)."""
+    """Let the copies require gradients if the script's arguments do, as another root's output
+    does."""
     for copy, leaf in zip(part.leaves, batch.leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             copy.requires_grad_()
@@ -531,15 +539,15 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-# --- surroundings -----------------------------------------------------------------------------
+# --- restoring -----------------------------------------------------------------------------
 
 
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[Snapshot]:
-    """Restore the random generators, and all that calls of ``module`` can reach, afterwards.
+    """Afterwards, restore the random generators and all state that calls of ``module`` can reach.
 
-    Raises ``Refused`` with the name of what cannot be restored. Weights that autocast has cast here
-    are cast anew: without a graph they would be cut off.
+    Raises ``Refused`` with the name of a state that cannot be restored. The context also clears
+    autocast's cache of cast weights: casts without a graph would detach the weights.
     """
     state, start = RandomState.now(), Snapshot(module)
     torch.clear_autocast_cache()
@@ -555,5 +563,6 @@ def preserved(module: nn.Module) -> Iterator[Snapshot]:
 
 
 def tolerance(epsilon: float) -> float:
-    """Return the relative difference of an output that precision may make, by its last bit."""
+    """Return the relative difference that an output may have in a data type with this
+    ``epsilon``."""
     return min(TOLERANCES.coarse, TOLERANCES.epsilons * epsilon)

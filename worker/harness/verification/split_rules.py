@@ -1,4 +1,4 @@
-"""The whole of a few samples against three uneven chunks of them: by which rules do they join?"""
+"""Compares a few samples with three uneven chunks of them to find the rules of joining."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.classifier import Kind, classify
 
 PIECE = 1 << 24
-"""Numbers compared at a time."""
+"""The number of entries that are compared at a time."""
 CLOSER = 10
-"""Times as close as another sample's that an output has to be put together to be told from it."""
+"""An output must be this many times closer to its own sample's output than to another sample's."""
 Candidates = list[list[Join]]
 """The rules that may still hold, for each output."""
 
@@ -47,37 +47,38 @@ class Output:
 
     @classmethod
     def of(cls, value: Any) -> Output:
-        """Flatten what a root returned."""
+        """Flatten a root's output."""
         return cls(*flatten(value))
 
     def without_graph(self) -> Output:
-        """Return the same values, marked as before: a graph is as large as a step."""
+        """Return the same values without their graph, which is as large as a step's."""
         return replace(self, leaves=[_marked(leaf) for leaf in self.leaves])
 
 
 class Undecided(Refused):
-    """Nothing can be proven on these samples; others may tell."""
+    """These samples do not decide; others may."""
 
 
 class Doubt(Refused):
-    """Numbers differ by more than the order of sums surely makes of them."""
+    """The numbers differ by more than the order of sums explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What counts as equal."""
+    """The tolerances of a comparison."""
 
     outputs: float
     """The largest relative difference of an output."""
     gradients: float | None
-    """That of a parameter's gradient; ``None`` to solve for the parts' share in the whole's."""
+    """The largest relative difference of a parameter's gradient; ``None`` to compare
+    coefficients."""
     rounding: float
-    """Relative difference of an output below which what tells samples apart is rounding."""
+    """The relative difference of an output that rounding explains."""
     scale: float = 1.0
-    """What the gradients that are sent in are multiplied by, where small ones would vanish."""
+    """The loss scale, so that small gradients do not underflow."""
 
     def refuse(self, pieces: Sequence[Digest], expected: Digest, names: Sequence[str]) -> None:
-        """Raise ``Doubt`` unless the parts' gradients add up to those of the whole."""
+        """Raise ``Doubt`` unless the chunks' gradients add up to the batch's."""
         if self.gradients is None:
             _refuse_others(pieces, expected)
             return
@@ -88,21 +89,21 @@ class Criterion:
 
 
 STANDARD = 4.0
-"""Standard errors that a share may be off by: rounding tells it no better."""
+"""The number of standard errors that a coefficient may differ from 1."""
 LAST_BITS = 20
-"""Last bits that rounding may make of an output."""
+"""The number of units in the last place that rounding may change an output by."""
 SINGLE = Criterion(
     TOLERANCES.single_outputs,
     TOLERANCES.single_gradients,
     LAST_BITS * torch.finfo(torch.float32).eps,
 )
-"""What is surely no more than the order of float32's sums."""
+"""Tolerances in float32, where the order of sums makes a difference."""
 DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo(torch.float64).eps)
-"""The same of float64's."""
+"""The same in float64."""
 
 
 def _refuse_others(pieces: Sequence[Digest], expected: Digest) -> None:
-    """Raise ``Doubt`` unless each part counts once in the whole, whatever rounding adds to it."""
+    """Raise ``Doubt`` unless each chunk has the coefficient 1, whatever rounding adds."""
     shares, errors, rest = coefficients(pieces, expected)
     for share, error in zip(shares, errors, strict=True):
         off = abs(share - 1.0)
@@ -113,7 +114,7 @@ def _refuse_others(pieces: Sequence[Digest], expected: Digest) -> None:
 
 
 class Runner:
-    """Runs parts of a batch so that the same samples give the same each time."""
+    """Runs parts of a batch, so that the same samples give the same result each time."""
 
     def __init__(self, forward: Forward, layout: Layout, draws: FixedDraws | None) -> None:
         self.forward = forward
@@ -122,17 +123,17 @@ class Runner:
         self._start = RandomState.now()
 
     def run(self, part: Batch, cut: Cut) -> Output:
-        """Return the root's output for some samples of ``part``."""
+        """Return the root's output for the samples of ``part`` in ``cut``."""
         if self._draws is not None:
             self._draws.cut = cut
             self._start.restore_elsewhere()
-        torch.clear_autocast_cache()  # casts made without a graph would cut the weights off
+        torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
         args, kwargs = part.call(self.layout.select(part, cut))
         return Output.of(self.forward(*args, **kwargs))
 
 
 class Comparison:
-    """Looks for the rules; raises ``Refused`` where none hold."""
+    """Finds the rules; raises ``Refused`` if none hold."""
 
     def __init__(
         self,
@@ -143,7 +144,8 @@ class Comparison:
         criterion: Criterion,
         seen: Observer,
     ) -> None:
-        """``part``: a few samples of ``whole``. Without ``parameters`` values are compared only."""
+        """``part``: a few samples of ``whole``. Without ``parameters``, only outputs are
+        compared."""
         self.runner = runner
         self.layout = runner.layout
         self.part = part
@@ -157,7 +159,7 @@ class Comparison:
         self.divisors = possible_divisors(part, self.layout, seen)
 
     def find(self) -> Layout:
-        """Return the layout with its joins."""
+        """Return the layout with a rule for each output."""
         candidates, differentiable = self._expected()
         masked = [self.part]
         for variant in variants(self.part, self.whole, self.layout, self.labels, self.seen):
@@ -166,7 +168,7 @@ class Comparison:
             except Doubt:
                 if not variant.shows or self.criterion is SINGLE:
                     raise
-                continue  # a batch that has it will show it, and be looked at then
+                continue  # a batch with this trait is verified when it comes
             if narrower is not None:
                 candidates = narrower
                 masked += [variant.batch] if variant.masked else []
@@ -180,11 +182,11 @@ class Comparison:
         return layout
 
     def confirm(self) -> None:
-        """Raise ``Doubt`` unless the layout's own joins hold here too.
+        """Raise ``Doubt`` unless the layout's own rules hold here too.
 
-        What every part said alike may be another thing here. Where an output is not finite, or no
-        gradient is left, nothing is asked of the samples. Raises ``Undecided`` where the last bits
-        of the weights make as much: attention that takes one of two words, in many layers.
+        Outputs that were the same for all chunks may differ here. If an output is not finite or has
+        no gradient, the samples do not count. Raises ``Undecided`` if the last bits of the weights
+        make as much difference, as attention over two words can in many layers.
         """
         try:
             self._confirm()
@@ -194,7 +196,7 @@ class Comparison:
             raise
 
     def _is_chaotic(self) -> bool:
-        """Return whether the outputs differ as soon as weights in float64 do in their last bits."""
+        """Return whether the outputs change when float64 weights change in their last bits."""
         whole = (0, self.size)
         with torch.no_grad():
             expected = self.runner.run(self.part, whole)
@@ -219,7 +221,7 @@ class Comparison:
     def _expected(self) -> tuple[Candidates, list[bool]]:
         """Return the rules that hold, and which outputs have a gradient; keep no output.
 
-        What they take would be missed where the gradients are compared.
+        The outputs' memory is needed for the comparison of gradients.
         """
         whole, chunks = self._outputs(self.part)
         self._refuse_without_graph(whole)
@@ -229,7 +231,7 @@ class Comparison:
         return candidates, differentiable
 
     def _on(self, candidates: Candidates, part: Batch) -> Candidates | None:
-        """Return which rules hold on a variant; ``None`` where the model takes no such batch."""
+        """Return the rules that hold on a variant; ``None`` if the model cannot run on it."""
         found = self._try(part)
         return None if found is None else self._holding(candidates, part, *found)
 
@@ -241,7 +243,7 @@ class Comparison:
         return whole, chunks
 
     def _try(self, part: Batch) -> tuple[Output, list[Output]] | None:
-        """Return the outputs of a variant; ``None`` where the model takes no such batch."""
+        """Return the outputs of a variant; ``None`` if the model cannot run on it."""
         try:
             with torch.no_grad():
                 found = self._outputs(part)
@@ -263,7 +265,7 @@ class Comparison:
     # --- rules -----------------------------------------------------------------------------
 
     def _possible(self, leaf: Any) -> list[Join]:
-        """Return the rules that an output may join by, the most telling first."""
+        """Return the rules that an output may have, the most specific first."""
         constant = [Join(Rule.SAME)]
         if not isinstance(leaf, torch.Tensor):
             number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
@@ -294,7 +296,7 @@ class Comparison:
         chunks: Sequence[Output],
         cuts: Sequence[Cut] = (),
     ) -> Candidates:
-        """Return the candidates that give this whole from these chunks."""
+        """Return the candidates by which ``chunks`` join to ``whole``."""
         holding = []
         for index, (expected, possible) in enumerate(zip(whole.leaves, candidates, strict=True)):
             column = [chunk.leaves[index] for chunk in chunks]
@@ -311,7 +313,7 @@ class Comparison:
         if join.rows:
             rows, rest = divmod(expected.shape[join.dim], self.layout.size(part))
             if rest or not rows or (rows == 1 and join.rule is Rule.TURNS):
-                return False  # one row a sample is the same in turn
+                return False  # with one row a sample both rules are the same
             for value, (start, stop) in zip(column, cuts, strict=True):
                 if value.ndim != expected.ndim or value.shape[join.dim] != rows * (stop - start):
                     return False
@@ -325,9 +327,10 @@ class Comparison:
             return False
 
     def _same_in_all_sizes(self, candidates: Candidates) -> Candidates:
-        """Return the rules that hold for the whole batch and parts of every size.
+        """Return the rules that hold for the whole batch and for chunks of all sizes.
 
-        By values, without a graph; on half the batch where memory has no room for the whole.
+        Only outputs are compared, without a graph. If the whole batch does not fit in memory, half
+        of it is compared, and so on.
         """
         if not self.parameters:
             return candidates
@@ -355,16 +358,16 @@ class Comparison:
         return replace(holding[0], detached=not differentiable)
 
     def close(self, found: Any, expected: Any) -> bool:
-        """Return whether two outputs are equal but for the order of sums."""
+        """Return whether two outputs are equal up to the order of sums."""
         return close(found, expected, self.criterion.outputs)
 
     # --- gradients -------------------------------------------------------------------------
 
     def _check_power(self, layout: Layout) -> None:
-        """Refuse where samples in another order would have passed as well.
+        """Raise ``Undecided`` if samples in another order would have passed as well.
 
-        A sum that is nearly one for all samples tells them apart where it is put together more
-        closely than that.
+        If a sum is almost the same for all samples, it tells them apart only if the chunks' outputs
+        are much closer to their own samples'.
         """
         with torch.no_grad():
             whole, chunks = self._outputs(self.part)
@@ -393,7 +396,8 @@ class Comparison:
             raise Undecided("no gradient reaches the weights: nothing can be proven on it")
 
     def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
-        """Return the gradients of some samples' outputs; ``None`` where none has any."""
+        """Return the digest of the gradients of some samples; ``None`` if no output has a
+        gradient."""
         output = self.runner.run(part, cut)
         outputs, cotangents = [], []
         for leaf, join in zip(output.leaves, layout.joins, strict=True):
@@ -432,7 +436,7 @@ def is_number(leaf: Any) -> bool:
 
 
 def close(found: Any, expected: Any, tolerance: float) -> bool:
-    """Return whether two outputs are equal but for the order of sums."""
+    """Return whether two outputs are equal up to the order of sums."""
     if isinstance(expected, float) and isinstance(found, float):
         return same(found, expected) or abs(found - expected) <= tolerance * abs(expected)
     if not is_number(expected):
@@ -444,9 +448,10 @@ def close(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """Return the norm of the difference and that of ``expected``, both in double precision.
+    """Return the norm of the difference and the norm of ``expected``, in double precision.
 
-    A piece at a time: logits in double precision may need more memory than the whole model.
+    Both are computed a piece at a time: logits in double precision may need more memory than the
+    model.
     """
     exact = torch.complex128 if expected.is_complex() else torch.float64
     norms = []
@@ -459,13 +464,13 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float
 
 
 def uneven(samples: int) -> list[Cut]:
-    """Cut 4 samples into 2, 1, 1; fewer into ones."""
+    """Cut 4 samples into 2, 1, 1; fewer samples into ones."""
     first = max(1, samples - 2)
     return [(0, first), *((start, start + 1) for start in range(first, samples))]
 
 
 def growing(samples: int) -> list[Cut]:
-    """Cut into 1, 1, 2, 4, 8, ... samples: parts of every size."""
+    """Cut into 1, 1, 2, 4, 8, ... samples, so that chunks of all sizes occur."""
     bounds = [0, 1]
     while bounds[-1] < samples:
         bounds.append(min(2 * bounds[-1], samples))
