@@ -1,4 +1,4 @@
-"""What ``torch.compile`` does in this process, whoever asked for it."""
+"""The state of ``torch.compile`` in this process, whoever has called it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 
 class CompileClock:
-    """Adds up the seconds spent compiling. torch's own count starts anew at each of its resets."""
+    """Measures the seconds spent compiling. torch's own counter restarts at each of its resets."""
 
     def __init__(self) -> None:
         self._before = 0.0
         self._seen = 0.0
 
     def seconds(self) -> float:
-        """Return them; to be called before and after what may reset torch's count."""
+        """Return the seconds; call it before and after anything that may reset torch's counter."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is None:
             return 0.0
@@ -30,7 +30,8 @@ class CompileClock:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what is compiled without its code: other shapes are no reason to compile it again."""
+    """Run compiled modules without their compiled code, so that other shapes do not recompile
+    them."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -41,9 +42,9 @@ def uncompiled() -> Iterator[None]:
 
 
 def hides(root: nn.Module, modules: Iterable[nn.Module]) -> bool:
-    """Return whether some of ``modules`` are inside one that is compiled, in ``root``.
+    """Return whether some of ``modules`` are inside a compiled module of ``root``.
 
-    What is called there is a part of its graph: nothing that is put around the call is seen.
+    Their calls are a part of the compiled graph, so a wrapper around such a call does not run.
     """
     inside = {id(each) for each in modules}
 
@@ -60,7 +61,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module, or one inside it, has been compiled."""
+    """Return whether a module or one of its submodules is compiled."""
     if "torch._dynamo" not in sys.modules:
         return False
     from accelerate.utils import has_compiled_regions

@@ -1,4 +1,4 @@
-"""A copy of a model on which something can be tried while the script's own goes on undisturbed."""
+"""Copies a model, so that a check does not disturb the script's own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def copied(module: nn.Module, *, weights: bool) -> nn.Module:
-    """Return a copy of a model: its buffers and attributes are its own.
+    """Return a copy of a model with its own buffers and attributes.
 
-    ``weights``: its parameters are copies too; else they are the model's own. Raises ``Refused``
-    where the model holds what cannot be copied, or hooks of the script: what those keep is nowhere
-    in the copy. Hooks of torch make weights (``weight_norm``), and stay.
+    With ``weights``, the parameters are copies too; otherwise the copy shares the model's. Raises
+    ``Refused`` if the model contains something that cannot be copied, or a hook of the script,
+    because the hook's own state is not in the copy. Hooks of torch that compute weights
+    (``weight_norm``) stay.
     """
     for name, each in module.named_modules():
         if any(not _is_of_torch(hook) for kind in _HOOKS for hook in getattr(each, kind).values()):

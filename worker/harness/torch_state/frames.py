@@ -1,4 +1,5 @@
-"""Which frames of a traceback are the user's own, a library's or ours. Imports no torch."""
+"""Tells the user's own frames in a traceback from those of libraries and of autofit. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from autofit.worker.records.trials import Place
 OURS = tuple(
     str(folder) + os.sep
     for folder in {
-        Path(__file__).parents[2],  # worker, through the package or through the link
+        Path(__file__).parents[2],  # worker, by the package or by the symbolic link
         Path(__file__).resolve().parents[2],
         Path(__file__).resolve().parents[3] / "strategies",
         Path(__file__).parents[3] / "strategies",
     }
 )
-"""Folders whose frames a user's traceback does not show."""
+"""Folders whose frames are removed from a user's traceback."""
 DISPATCHER, DISPATCHED = "handle_torch_function", "__torch_function__"
-"""Torch's function and our method, through which a function of torch calls itself again."""
+"""torch's function and our method through which a function of torch calls itself again."""
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-"""Folders that hold no code of the user's."""
+"""Folders without code of the user."""
 
 
 def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return ``traceback`` less the frames of the harness and the strategies."""
+    """Return ``traceback`` without the frames of the harness and the strategies."""
     theirs: list[TracebackType] = []
     passed = False
     while traceback is not None:
@@ -38,7 +39,7 @@ def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
             if passed and theirs and theirs[-1].tb_frame.f_code.co_name == DISPATCHER:
                 del theirs[-1]
                 if theirs and theirs[-1].tb_frame.f_code is code:
-                    del theirs[-1]  # it asked whether anybody overrides it, and was called again
+                    del theirs[-1]  # the function asked for an override and was called again
             passed = False
             theirs.append(traceback)
         traceback = traceback.tb_next
@@ -65,7 +66,7 @@ def place(error: BaseException) -> Place | None:
 
 
 def strip_our_frames(error: BaseException) -> BaseException:
-    """Take our frames out of the tracebacks of ``error`` and of all it was raised from."""
+    """Remove our frames from the tracebacks of ``error`` and of the errors it was raised from."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

@@ -1,7 +1,7 @@
-"""Work that is done beside the script's own, which it must never be able to end.
+"""Runs autofit's own work so that it can never end the script.
 
-What a model is given, holds and returns comes from any library: it may refuse to be looked at. What
-the harness cannot look at it leaves as it is.
+A model's arguments, attributes and outputs come from any library, and some raise when they are
+read. The harness leaves such objects as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def beside(work: Callable[[], T], otherwise: T, lost: str) -> T:
-    """Return what ``work`` does; ``otherwise`` where it fails, and warn of what is ``lost``.
+    """Return the result of ``work``; if it fails, warn about ``lost`` and return ``otherwise``.
 
-    For what the script's training does not depend on: facts, notes, traces.
+    For facts, notes and traces, which the script's training does not need.
     """
     try:
         return work()

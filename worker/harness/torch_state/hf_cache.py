@@ -1,4 +1,4 @@
-"""Leaves out the cache that Hugging Face's causal models return beside their answer."""
+"""Disables the cache that Hugging Face's causal models return with their output."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from autofit.worker.harness.torch_state.modules import unwrapped
 
 GIVEN = ("use_cache", "past_key_values", "cache", "cache_params", "state")
-"""Arguments, of any release, by which a script gives a cache, asks for one or wants none."""
+"""The arguments, of any release, by which a script passes, requests or disables a cache."""
 
 
 def without_cache(module: nn.Module | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with ``use_cache=False`` where the model would return a cache unasked.
+    """Return the arguments with ``use_cache=False`` if the model would return a cache by default.
 
-    A cache of parts of a batch cannot be joined, and training has no use for one; checkpointing in
-    Hugging Face's own models leaves it out for the same reason. Its place in the output is empty.
+    The caches of a batch's parts cannot be joined, and training does not use them. Checkpointing in
+    Hugging Face's own models disables the cache for the same reason. The output then has no cache.
     """
     if module is None or any(kwargs.get(name) is not None for name in GIVEN):
         return kwargs
@@ -29,7 +29,7 @@ def without_cache(module: nn.Module | None, kwargs: dict[str, Any]) -> dict[str,
 
 
 def _returns_cache(module: nn.Module) -> bool:
-    """Return whether a model returns a cache unasked, and can be told not to."""
+    """Return whether a model returns a cache by default and has an argument to disable it."""
     if not getattr(getattr(module, "config", None), "use_cache", False):
         return False
     parameters = inspect.signature(module.forward).parameters.values()

@@ -1,11 +1,11 @@
-"""Keeps what autograd saves in host memory, for a chunk that has to fit as it is.
+"""Stores autograd's saved tensors in host memory, for a chunk that cannot be divided.
 
-A chunk that drew random numbers and whose outputs the script has seen cannot be cut any further:
-its pieces would draw anew. So it runs again with the same draws, and its graph holds next to
-nothing of the device's memory; backward brings each tensor back as it comes to it. As
-``torch.autograd.graph.save_on_cpu`` does, with three differences: the parameters stay where they
-are; strides are kept, so that backward runs the same kernels; and the memory is Python's own,
-which neither a cap on torch's CPU allocator counts nor a cache of pinned memory keeps for good.
+Smaller pieces of a chunk that drew random numbers would draw others, which the script's outputs do
+not match. Such a chunk runs again with the same draws, and its graph needs almost no device memory:
+backward copies each tensor back when it needs it. ``torch.autograd.graph.save_on_cpu`` does the
+same, with three differences. Here the parameters stay on the device. The strides are preserved, so
+that backward runs the same kernels. And the memory is Python's own: no limit of torch's CPU
+allocator counts it, and no cache of pinned memory retains it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from autofit.strategies.activation_offload.saved_tensors import laid_out
 HUGE_PAGES = 14
 """Linux's ``MADV_HUGEPAGE``."""
 LARGE = 1 << 20
-"""Bytes from which memory comes as it is from the system, which a process may ask for so often."""
+"""Larger allocations come directly from the system: they are few."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Hosted:
-    """A tensor's content in host memory, and what it takes to make the tensor again."""
+    """A tensor's content in host memory, with what is needed to rebuild the tensor."""
 
     content: torch.Tensor
     shape: torch.Size
@@ -44,13 +44,13 @@ class _Hosted:
         return cls(_copied(source), tensor.shape, stride, tensor.device)
 
     def back(self) -> torch.Tensor:
-        """Return the tensor, on its device again."""
+        """Return the tensor on its device."""
         there = torch.empty(self.content.shape, dtype=self.content.dtype, device=self.device)
         return there.copy_(self.content).as_strided(self.shape, self.stride)
 
 
 def _pages(size: int) -> mmap:
-    """Return memory in large pages, where the system has them: made a page at a time."""
+    """Return memory in large pages if the system has them: page faults dominate otherwise."""
     if sys.platform != "linux":
         return mmap(-1, size)
     memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)  # shared memory has small pages
@@ -60,7 +60,7 @@ def _pages(size: int) -> mmap:
 
 
 def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in host memory of Python's own."""
+    """Return a copy of a tensor in Python's own host memory."""
     if not _is_plain(tensor) or not tensor.numel():
         return tensor.to("cpu", copy=True)
     source, stride = laid_out(tensor)
@@ -74,14 +74,14 @@ def _copied(source: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own, laid out by strides."""
+    """Return whether a tensor owns strided memory."""
     return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def saved_on_host(parameters: Iterable[torch.Tensor]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves everything but ``parameters`` on the host.
+    """Return a context in which autograd saves everything except ``parameters`` on the host.
 
-    Of sharded parameters what is gathered from all ranks goes there too.
+    Gathered copies of sharded parameters go to the host too.
     """
     stay = {each.untyped_storage().data_ptr() for each in parameters if _is_plain(each)}
 

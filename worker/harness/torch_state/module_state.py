@@ -1,7 +1,7 @@
-"""What each call of a model moves on whatever its samples: a count of calls, a power iteration.
+"""State that every call of a model updates, such as a count of calls or a power iteration.
 
-The parts of a split call must all find it as the whole would have, and it must move on once: each
-part but the first starts where the first did, and leaves what it found.
+A split call must update it once, and each chunk must see it as the whole batch would. So each chunk
+starts from the first chunk's state, and later chunks undo their own updates.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from autofit.worker.harness.torch_state.reachable_state import (
 from autofit.worker.harness.torch_state.state_kinds import PLAIN, TENSOR, Large
 
 _PLAIN = frozenset(PLAIN)
-"""To look up in: a model has thousands of attributes."""
+"""A frozenset for fast lookup, because a model has thousands of attributes."""
 
 
 class FirstCallUpdates:
-    """A forward that moves the model on the first time it is called, and never again."""
+    """A forward whose updates of the model's state count only at the first call."""
 
-    def __init__(self, forward: Forward, moved: Sequence[Place]) -> None:
+    def __init__(self, forward: Forward, places: Sequence[Place]) -> None:
         self._forward = forward
-        self._moved = moved
+        self._places = places
         self._start: list[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it on some samples."""
-        found = [place.read() for place in self._moved]
+        """Call the forward on some samples."""
+        found = [place.read() for place in self._places]
         start, self._start = self._start, self._start or found
         self._put(self._start)
         try:
@@ -53,36 +53,36 @@ class FirstCallUpdates:
         return output
 
     def restore(self) -> None:
-        """Put the model back to where it was before the first of the calls."""
+        """Restore the state before the first call."""
         if self._start is not None:
             self._put(self._start)
 
     def _put(self, values: Sequence[Any]) -> None:
-        for place, value in zip(self._moved, values, strict=True):
+        for place, value in zip(self._places, values, strict=True):
             place.write(value)
 
 
-def update_at_first_call(forward: Forward, moved: Sequence[Place]) -> Forward:
-    """Return ``forward`` as the parts of one call are to see it."""
-    return FirstCallUpdates(forward, moved) if moved else forward
+def update_at_first_call(forward: Forward, places: Sequence[Place]) -> Forward:
+    """Return ``forward`` for the chunks of one call, of which only the first updates ``places``."""
+    return FirstCallUpdates(forward, places) if places else forward
 
 
 COMPARED = 1 << 22
-"""Of tensors with no more elements the changes are compared; of larger ones how often they were
-changed in place."""
+"""Changes of tensors with at most this many elements are compared; of larger ones, the versions."""
 
 BUFFER, MEAN = "buffer ", "running_mean"
 FAR = 1.75
-"""Times as far as it would that a buffer may move where all else is chance; twice is 1.9."""
+"""The ratio of two changes that noise may cause; an update that runs twice has a ratio of 1.9."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a buffer has changed by."""
+    """The change of a buffer."""
 
     by: torch.Tensor
     size: torch.Tensor
-    """The norm of what it held, or of the deviations whose means it holds if that is larger."""
+    """The norm of the buffer before, or of the standard deviations whose means it has, if
+    larger."""
     versions: int
 
     @classmethod
@@ -93,17 +93,18 @@ class Change:
         versions: int,
         deviation: torch.Tensor | None = None,
     ) -> Change:
-        """Return it, in double precision; ``deviation``: of what the buffer holds means of."""
+        """Return the change in double precision; ``deviation``: the norm of the standard
+        deviations."""
         old = before.double()
         size = old.norm() if deviation is None else torch.maximum(old.norm(), deviation)
         return cls(tensor.detach().double() - old, size, versions)
 
     def is_like(self, other: Change, noise: float | None = 0.0) -> bool:
-        """Return whether both are one, as far as rounding to bf16 lets that be seen.
+        """Return whether both changes are equal within the rounding of bf16.
 
-        ``noise``: the relative difference that it makes where that is known to be more; ``None``
-        where only how far each moved tells. What settles as it moves, a power iteration, shows in
-        its versions that it moved twice.
+        ``noise``: the relative difference that rounding makes, if it is known to be larger;
+        ``None`` to compare only norms. A state that converges, such as a power iteration, shows by
+        its version that it was updated twice.
         """
         apart = (self.by - other.by).norm()
         if self.versions > other.versions > 0 and bool(apart > other.size / 10**5):
@@ -114,7 +115,7 @@ class Change:
         return not bool(apart > other.by.norm() * max(0.1, noise) + other.size / 100)
 
     def is_near(self, other: Change, tolerance: float) -> bool:
-        """Return whether both are one but for the order of sums."""
+        """Return whether both changes are equal up to the order of sums."""
         if self.versions > other.versions > 0:
             return False
         apart = (self.by - other.by).norm()
@@ -123,15 +124,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NewValue:
-    """What a place other than a buffer has come to hold."""
+    """The new value of a place that is not a buffer."""
 
     value: Any
     versions: int = 0
-    """How often a tensor was changed in place."""
+    """The number of changes in place of a tensor."""
 
 
 def updates_since(start: Snapshot) -> dict[Key, Change | NewValue]:
-    """Return what has changed since ``start`` of what a model's calls can reach."""
+    """Return the changes since ``start`` of the state that a model's calls can reach."""
     now = Snapshot(start.module, copies=False)
     return {key: _change(start, now, key) for key in changes(start, now)}
 
@@ -154,10 +155,10 @@ def _change(start: Snapshot, now: Snapshot, key: Key) -> Change | NewValue:
 
 
 def _deviation(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the norm of the deviations of which a batch's means go into a buffer of means.
+    """Return the norm of the standard deviations that belong to a buffer of running means.
 
-    Features have means near zero: what rounding makes of those is large beside them, and small
-    beside the features.
+    Features may have means near zero. Rounding is large relative to such a mean, but small relative
+    to the feature's deviation.
     """
     path, _, own = name.removeprefix(BUFFER).rpartition(".")
     if not name.startswith(BUFFER) or own != MEAN:
@@ -178,11 +179,12 @@ def different_updates(
     *,
     exact: float | None = None,
 ) -> list[str]:
-    """Return what moved in another way: tensors by more or more often, the rest to another value.
+    """Return the names of state with another update than expected.
 
-    ``noise``: the relative difference that rounding may make to buffers. ``exact``: the one that
-    may be made to the rest, where nothing rounds but the order of sums. Else what moved in one of
-    them alone is none of it, buffers aside: a switch may be the plan's own.
+    Tensors must change by the same amount and as often; other values must be equal. ``noise`` is
+    the relative difference that rounding may make to buffers. ``exact`` is the one allowed for
+    everything else if only the order of sums differs. Without ``exact``, a value other than a
+    buffer that changed on one side only is ignored, because the plan may have set a switch.
     """
     keys = found if exact is None else dict.fromkeys((*found, *expected))
     return list(
@@ -216,9 +218,10 @@ def _alike(
 
 
 def near(one: Any, other: Any, tolerance: float | None) -> bool:
-    """Return whether two values of a place are equal, their fractions within ``tolerance``.
+    """Return whether two values are equal, floating-point entries within ``tolerance``.
 
-    ``None``: whatever the fractions are, which a lower precision makes other ones of.
+    With ``None``, floating-point entries may have any value, because a lower precision changes
+    them.
     """
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape:
@@ -227,7 +230,7 @@ def near(one: Any, other: Any, tolerance: float | None) -> bool:
             return equal(one, other)
         return tolerance is None or _close(one.double(), other.double(), tolerance)
     if isinstance(one, Large) and isinstance(other, Large):
-        return one.shape == other.shape  # its versions have told how often it was changed
+        return one.shape == other.shape  # the versions tell how often it was changed
     if isinstance(one, tuple) and isinstance(other, tuple):
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(near(a, b, tolerance) for a, b in pairs)
@@ -244,7 +247,7 @@ def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 
 class Attributes:
-    """The plain attributes of a module and its children, as they are when this is made."""
+    """The plain attributes of a module and its children, at the time of construction."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = [
@@ -255,12 +258,12 @@ class Attributes:
         ]
 
     def restore(self) -> None:
-        """Set those that have changed back."""
+        """Restore the attributes that have changed."""
         _write(each for each in self._held if each[0].get(each[1]) is not each[2])
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it they are so again."""
+        """Restore the attributes within the context."""
         other = [each for each in self._held if each[0].get(each[1]) is not each[2]]
         now = [(held, name, held.get(name)) for held, name, _ in other]
         _write(other)

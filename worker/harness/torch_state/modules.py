@@ -1,8 +1,8 @@
-"""A model whose weights are spread over the ranks: FSDP, in both of torch's ways.
+"""Recognizes modules that are wrapped or sharded: FSDP, ``DistributedDataParallel``, ``compile``.
 
-Every forward and backward of it is a conversation of all ranks: whatever one of them runs once
-more, all have to. ``fully_shard`` gathers the weights of a part of the model into parameters of
-their own while it runs; those are what its gradients come to.
+All ranks take part in every forward and backward of an FSDP model. If one rank runs an extra one,
+all ranks must. ``fully_shard`` gathers the weights of a module into separate parameters while it
+runs, and gradients arrive at those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP holds the weights of ``module``, or of a part of it."""
+    """Return whether FSDP shards the weights of ``module`` or of a part of it."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,9 +26,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def gathered(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters that ``fully_shard`` has gathered for a forward; it keeps them.
+    """Return the parameters that ``fully_shard`` has gathered for a forward; FSDP reuses them.
 
-    See ``FSDPParam.init_unsharded_param`` of torch; none where nothing has run yet.
+    See ``FSDPParam.init_unsharded_param`` of torch. The list is empty before the first forward.
     """
     if not is_sharded(module):
         return []
@@ -45,9 +45,9 @@ def gathered(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _held(module: Any) -> Iterator[Any]:
-    """Yield what FSDP knows of each parameter of a part."""
+    """Yield FSDP's records of the parameters of a module."""
     state = module._get_fsdp_state()
-    # torch 2.11 has one group a part, later ones may have several.
+    # torch 2.11 has one group a module, later releases may have several
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in groups:
         yield from group.fsdp_params if group is not None else ()

@@ -1,8 +1,8 @@
-"""Flattens what goes into a model and comes out of it, dataclasses and ``UserDict`` included.
+"""Flattens a model's arguments and outputs, including dataclasses and ``UserDict``.
 
-torch's own flattening takes an object it does not know for one value. Registering the script's
-classes with torch would change what the script sees; so they are put into a node of ours, whose
-values are theirs and which is put together as an object of their class again.
+torch's pytree takes an object of an unknown class for one value. Registering the script's classes
+with torch would change what the script sees. So this module wraps such objects into a node class of
+its own, and rebuilds objects of the original class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Context = tuple[type, tuple[str, ...]]
 
 
 class _Unpacked:
-    """An object, opened: its class, the names and values of its attributes."""
+    """An object's class with the names and values of its attributes."""
 
     __slots__ = ("cls", "names", "values")
 
@@ -35,10 +35,10 @@ class _Unpacked:
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of ``value`` and how ``tree_unflatten`` puts them together again."""
+    """Return the leaves of ``value`` and the spec for ``tree_unflatten``."""
     leaves, spec = tree_flatten(value)
     if any(map(_is_unpackable, leaves)):
-        with suppress(Exception):  # whatever they cannot be put into: then they stay closed
+        with suppress(Exception):  # an object that cannot be unpacked stays one value
             return tree_flatten(_unpack_all(value))
     return leaves, spec
 

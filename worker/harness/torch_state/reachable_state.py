@@ -1,9 +1,9 @@
-"""The state that a call of a model can reach and change: one snapshot of it, compared or put back.
+"""A snapshot of the state that a call of a model can reach and change.
 
-From a module it reaches: buffers and attributes of all modules; lists, dictionaries, sets, arrays,
-tensors, generators and plain objects in them; what hooks hold; and the globals, variables of
-closures and class attributes that the user's own code names. Weights aside. The walk is bounded;
-what lies beyond is left as it is.
+A call reaches the buffers and attributes of all modules. In them it reaches lists, dictionaries,
+sets, arrays, tensors, generators and plain objects. It also reaches the state of hooks, and the
+globals, closure variables and class attributes that the user's own code names. The snapshot leaves
+out weights. The walk has limits, and state beyond them is not restored.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from autofit.worker.harness.torch_state.state_kinds import (
 )
 
 MOST = 200_000
-"""Objects that are looked at."""
+"""The most objects in a snapshot."""
 DEPTH = 8
-"""How deep they are looked for, below a module."""
+"""The greatest depth below a module."""
 
 _DICTS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
-"""Attributes of every module that are dictionaries: hooks, parameters, children."""
+"""The dictionaries that every module has, such as hooks, parameters and children."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autofit", "builtins"}
-"""Packages into whose objects nobody looks, but for those that have a kind of their own."""
+"""Packages whose objects are not entered, except those with a ``Kind``."""
 
 
 _PACKAGES = ("site-packages", "dist-packages")
-"""In paths of libraries, wherever they are installed."""
+"""Folder names in the paths of libraries, wherever they are installed."""
 
 
 class Absent(Enum):
-    """Stands for what is not there."""
+    """The type of ``ABSENT``."""
 
     ABSENT = "absent"
 
 
 ABSENT: Final = Absent.ABSENT
 Key = tuple[str, str]
-"""A place by its name, and ``"content"`` where what is in the object there is meant."""
+"""The name of a place, and ``"content"`` for an object's content."""
 
 
 class Names(NamedTuple):
-    """How the names of one kind of namespace are read and set."""
+    """Reads and sets the names of one kind of namespace."""
 
     read: Callable[[Any], Mapping[str, Any]]
     write: Callable[[Any, str, Any], None]
-    """Set a name in a namespace, or delete it: ``ABSENT``."""
+    """Set a name in a namespace; ``ABSENT`` deletes it."""
 
 
 def _in(mapping: Callable[[Any], dict[str, Any]]) -> Names:
@@ -152,28 +152,28 @@ FLAG = Kind(
     lambda parameter, flag: parameter.requires_grad_(flag) is not None,
     lambda _, flag: flag,
 )
-"""All that is looked at of a parameter."""
+"""Only ``requires_grad`` of a parameter is compared and restored."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One object that was reached."""
+    """An object that was reached."""
 
     name: str
     thing: Any
     up: Node | None
     step: Callable[[Any], Any]
-    """Finds it from the object above."""
+    """Returns the object, given the object above."""
     depth: int
     kind: Kind | Names
     content: Any = None
     only: tuple[str, ...] | None = None
-    """The names of a namespace that are watched; ``None``: all."""
+    """The names of a namespace that are compared; ``None`` for all."""
     inside: str = ""
-    """What the names of a namespace begin with."""
+    """The prefix of the names of a namespace."""
 
     def names(self) -> dict[str, Any]:
-        """Return what the watched names of a namespace refer to now."""
+        """Return the present values of the compared names."""
         assert isinstance(self.kind, Names)
         held = self.kind.read(self.thing)
         if self.only is not None:
@@ -183,9 +183,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One name in a namespace, or what an object holds, wherever that object is by then.
+    """A name in a namespace, or an object's content, found again at each use.
 
-    Holds no model: it begins at the nearest object that can be referred to weakly.
+    It does not keep the model alive: it starts at the nearest object that has weak references.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Place:
     _key: str = ""
 
     def read(self) -> Any:
-        """Return what is there now, to be written back."""
+        """Return the present value, for ``write``."""
         if (thing := self._thing()) is ABSENT:
             return ABSENT
         if isinstance(self._kind, Names):
@@ -203,7 +203,7 @@ class Place:
         return thing, self._kind.read(thing)
 
     def write(self, value: Any) -> None:
-        """Put back what ``read`` returned, into the object that it was read of."""
+        """Restore a value that ``read`` returned, in the object it was read from."""
         if value is ABSENT:
             return
         thing, content = value
@@ -213,7 +213,7 @@ class Place:
             self._kind.write(thing, content)
 
     def tensor(self) -> torch.Tensor | None:
-        """Return the tensor that moves here."""
+        """Return the tensor at this place."""
         thing = self._thing() if self._kind is TENSOR else None
         return thing if isinstance(thing, torch.Tensor) else None
 
@@ -229,15 +229,15 @@ class Place:
 
 
 class Snapshot:
-    """The state that calls of ``module`` can reach, as it is when this is made."""
+    """The state that calls of ``module`` can reach, at the time of construction."""
 
     def __init__(self, module: nn.Module, *, copies: bool = True) -> None:
-        """``copies``: of tensors and arrays too, so that they can be put back."""
+        """``copies``: copy tensors and arrays, so that they can be restored."""
         self.module = module
         self.nodes = _Walk(module).nodes
         self.copies = copies
         self.values: dict[Key, Any] = {}
-        """What each place is compared by."""
+        """The value of each place."""
         self.node_of: dict[Key, Node] = {}
         for node in self.nodes:
             self._read(node)
@@ -254,7 +254,7 @@ class Snapshot:
         self.values[key], self.node_of[key] = node.kind.value(node.thing, node.content), node
 
     def restore(self) -> list[str]:
-        """Put all back in place; return the names of what cannot be."""
+        """Restore the state; return the names of the objects that cannot be restored."""
         assert self.copies, "a reading holds no copies"
         left = []
         for node in self.nodes:
@@ -263,13 +263,14 @@ class Snapshot:
                 continue
             try:
                 done = node.kind.write(node.thing, node.content)
-            except (RuntimeError, ValueError, TypeError):  # of a kind that cannot be written to
+            except (RuntimeError, ValueError, TypeError):  # an object that cannot be written to
                 done = False
             left += [] if done else [node.name]
         return left
 
     def places(self, changed: Iterable[Key], after: Snapshot) -> tuple[Place, ...]:
-        """Return where ``changed`` lies, and what leads there from a module's attribute on."""
+        """Return the places of ``changed``, and the places on the way from a module's attribute to
+        them."""
         found: dict[tuple[int, str], Place] = {}
         for key in changed:
             snapshot = self if key in self.node_of else after
@@ -289,12 +290,12 @@ class Snapshot:
 
 
 def key_of(place: Place) -> Key:
-    """Return by which a place is found again in a copy of its model, or in another process."""
+    """Return the key by which a place is found in a copy of its model or in another process."""
     return place.name, "" if isinstance(place._kind, Names) else "content"
 
 
 def places_at(module: nn.Module, keys: Iterable[Key]) -> tuple[Place, ...]:
-    """Return the places of a model at ``keys``; a name that is not there yet is one, too."""
+    """Return the places of a model at ``keys``, including names that do not exist yet."""
     now = Snapshot(module, copies=False)
     keys = [(name, what) for name, what in keys]
     found = {key_of(place): place for place in now.places(filter(now.node_of.get, keys), now)}
@@ -305,7 +306,7 @@ def places_at(module: nn.Module, keys: Iterable[Key]) -> tuple[Place, ...]:
 
 
 def _absent(now: Snapshot, name: str, what: str) -> Place | None:
-    """Return the place of a name in the namespace that it belongs to, by the longest prefix."""
+    """Return the place of a missing name, in the namespace with the longest matching prefix."""
     spaces = [node for node in now.nodes if isinstance(node.kind, Names)]
     fitting = [
         n for n in spaces if name.startswith(n.inside) and name[len(n.inside) :].isidentifier()
@@ -315,12 +316,12 @@ def _absent(now: Snapshot, name: str, what: str) -> Place | None:
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors, weights aside, that calls of ``module`` can reach."""
+    """Yield the tensors, without weights, that calls of ``module`` can reach."""
     return (node.thing for node in _Walk(module).nodes if node.kind is TENSOR)
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[Key]:
-    """Return the places whose values differ."""
+    """Return the places with different values."""
     return [
         key
         for key in dict.fromkeys((*before.values, *after.values))
@@ -329,7 +330,7 @@ def changes(before: Snapshot, after: Snapshot) -> list[Key]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; NaN equals itself."""
+    """Return whether two values are equal; NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = one.shape == other.shape and one.dtype == other.dtype
         return alike and bool(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True))
@@ -351,7 +352,7 @@ def _put_names(node: Node) -> None:
 
 
 def _place(name: str, node: Node, key: str = "") -> Place:
-    """Return the place of a node, or of a name in it, from what stays where it is."""
+    """Return the place of a node, or of a name in it, relative to an object that persists."""
     steps: list[Callable[[Any], Any]] = []
     at = node
     while at.up is not None and not isinstance(at.thing, _LASTING):
@@ -373,7 +374,7 @@ def _own_name(node: Node, child: Node) -> str:
 
 @dataclass
 class _Walk:
-    """Looks for what can be reached, breadth first."""
+    """Finds reachable objects, breadth first."""
 
     module: nn.Module
     nodes: list[Node] = field(default_factory=list)
@@ -383,10 +384,10 @@ class _Walk:
         self._codes: set[types.CodeType] = set()
         self._classes: set[type] = set()
         self._globals: dict[int, set[str]] = {}
-        """The globals that are watched already, by the ``id`` of their namespace."""
+        """The globals that are already compared, by the ``id`` of their namespace."""
         self._labels: dict[str, Any] = {}
         self._todo: deque[tuple[Any, str, Node | None, Callable[[Any], Any], int]] = deque()
-        # FSDP moves tensors about between forward and backward: those are left to it.
+        # FSDP moves tensors between forward and backward, and restores them itself.
         self._narrow = is_sharded(self.module)
         for path, each in self.module.named_modules():
             self._visit_module(each, f"{path}." if path else "", None, _itself, 0)
@@ -424,7 +425,7 @@ class _Walk:
         depth: int,
         only: tuple[str, ...] | None = None,
     ) -> Node:
-        """Watch a namespace, and look into what its names refer to."""
+        """Compare a namespace, and enter the objects that its names refer to."""
         node = Node(name, thing, up, step, depth, kind, only=only, inside=inside)
         node.content = node.names()
         for own, held in node.content.items():
@@ -507,7 +508,7 @@ class _Walk:
     def _visit_dicts(
         self, module: nn.Module, path: str, at: tuple[Node | None, Callable[[Any], Any], int]
     ) -> None:
-        """Watch the dictionaries that every module has, and what hooks in them hold."""
+        """Compare the dictionaries that every module has, and enter the hooks in them."""
         content = _read_dicts(module)
         label = f"hooks, weights and children of {path.rstrip('.') or 'the model'}"
         node = self._add(Node(label, module, *at, MODULE, content))
@@ -519,7 +520,7 @@ class _Walk:
                 self._later(hook, _hook_name(path, hook), node, _entry(name, key), 1)
 
     def _visit_narrowly(self, module: nn.Module, path: str) -> None:
-        """Watch a sharded model's buffers and plain attributes alone."""
+        """Compare only the buffers and plain attributes of a sharded model."""
         plain = tuple(n for n, v in vars(module).items() if isinstance(v, PLAIN))
         inside = f"attribute {path}"
         self._names(VARS, module, f"module {path}", inside, None, _itself, 0, plain)
@@ -571,7 +572,7 @@ class _Walk:
         self._later(thing.keywords, f"{name} arguments", node, lambda p: p.keywords, depth + 1)
 
     def _visit_code(self, function: types.FunctionType, depth: int) -> None:
-        """Watch the globals that a function of the user's names, and what lies behind them."""
+        """Compare the globals that a function of the user names, and enter them."""
         if function.__code__ in self._codes or not _is_users(function.__globals__):
             return
         self._codes.add(function.__code__)
@@ -604,7 +605,7 @@ class _Walk:
             self._names(VARS, module, short, f"global {short}.", up, step, depth + 1, only)
 
     def _visit_class(self, cls: type) -> None:
-        """Watch the class attributes of the user's own classes."""
+        """Compare the class attributes of the user's own classes."""
         for each in cls.__mro__:
             module = sys.modules.get(each.__module__)
             if id(each) in self._seen or module is None or not _is_users(vars(module)):
@@ -618,9 +619,9 @@ ATTRIBUTES = Names(
     lambda module: {name: v for name, v in vars(module).items() if name not in _DICTS},
     VARS.write,
 )
-"""Of a module: all but the dictionaries that every module has."""
+"""The attributes of a module without the dictionaries that every module has."""
 QUIET_DICT = Kind(DICT.read, DICT.write, lambda _, items: len(items))
-"""A dictionary of which the length alone is compared: its items have places of their own."""
+"""A dictionary that is compared by its length: its items are places of their own."""
 
 
 def _read_dicts(module: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -640,7 +641,7 @@ def _write_dicts(module: nn.Module, content: dict[str, tuple[Any, ...]]) -> bool
 MODULE = Kind(
     _read_dicts, _write_dicts, lambda _, content: tuple(len(each) for each in content.values())
 )
-"""The dictionaries that every module has: their items have places of their own."""
+"""The dictionaries that every module has: their items are places of their own."""
 
 
 def _entry(name: str, key: Any) -> Callable[[Any], Any]:
@@ -666,13 +667,13 @@ def _hook_name(path: str, hook: Any) -> str:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    """Return whether a module becomes another one when it is first called."""
+    """Return whether a module changes its class at its first call."""
     held = (*module._parameters.values(), *module._buffers.values())
     return any(is_lazy(each) for each in held if each is not None)
 
 
 def _excluded() -> set[int]:
-    """Return the generators that ``RandomState`` sees to, by ``id``."""
+    """Return the ``id`` of each generator that ``RandomState`` restores."""
     found: list[Any] = [torch.default_generator, getattr(random, "_inst", None)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found += torch.cuda.default_generators
@@ -682,7 +683,7 @@ def _excluded() -> set[int]:
 
 
 def _is_users(namespace: Mapping[str, Any]) -> bool:
-    """Return whether a module's code is the user's own: no library's, nor ours."""
+    """Return whether a module's code is the user's own, not a library's or autofit's."""
     if str(namespace.get("__name__", "")).partition(".")[0] in _CLOSED:
         return False
     file = str(namespace.get("__file__"))
@@ -690,7 +691,7 @@ def _is_users(namespace: Mapping[str, Any]) -> bool:
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the user's functions that a call of a module runs: forward, and what it names."""
+    """Yield the user's functions that a call of a module runs: ``forward``, and those it names."""
     todo, seen = ["forward", "__call__"], set[str]()
     while todo:
         name = todo.pop()
@@ -705,7 +706,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 
 
 def _functions(found: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions behind a class attribute: of a property, a decorated method."""
+    """Yield the functions behind a class attribute, such as a property or a decorated method."""
     for name in ("fget", "fset", "func", "__func__"):
         if not isinstance(found, types.FunctionType):
             found = getattr(found, name, None) or found
@@ -716,6 +717,6 @@ def _functions(found: Any) -> Iterator[types.FunctionType]:
 
 @functools.cache
 def _named_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code uses, that of functions inside it too."""
+    """Return the names in a code object and in the functions inside it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in _named_in(each)))))

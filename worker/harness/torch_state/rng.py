@@ -1,4 +1,4 @@
-"""Random number generators, saved and restored, and the autocast state beside them."""
+"""Saves and restores random number generators and the autocast state."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomState:
-    """The state of the generators that a model draws from without naming one.
+    """The state of the default generators: torch's, Python's and NumPy's.
 
-    Torch's on the CPU and on every CUDA device in use, Python's, and NumPy's if it is there:
-    models drop whole layers and mask spans of their input with the latter two.
+    It has torch's generator of the CPU and of every CUDA device in use, and NumPy's if it is
+    loaded. Some models drop whole layers or mask spans of their input with Python's or NumPy's.
     """
 
     cpu: torch.Tensor
     cuda: tuple[torch.Tensor, ...]
-    """Of each device; empty where CUDA is not in use."""
+    """One state for each device; empty if CUDA is not in use."""
     python: tuple[Any, ...] | None
     numpy: Any
 
     @classmethod
     def now(cls, *, elsewhere: bool = True) -> Self:
-        """Save the state; of torch's generators alone where not ``elsewhere``: 1 us, not 30."""
+        """Save the state; without ``elsewhere`` only torch's generators, in 1 us instead of 30."""
         numpy = sys.modules.get("numpy.random") if elsewhere else None
         return cls(
             torch.get_rng_state(),
@@ -40,18 +40,18 @@ class RandomState:
 
     @property
     def elsewhere(self) -> tuple[object, ...]:
-        """What is not torch's, to compare."""
+        """The states of Python's and NumPy's generators, for comparison."""
         return self.python, pickle.dumps(self.numpy)
 
     def restore(self) -> None:
-        """Set the generators back to this state."""
+        """Restore all generators to this state."""
         torch.set_rng_state(self.cpu)
         for generator, state in zip(_cuda_generators(), self.cuda, strict=False):
             generator.set_state(state)
         self.restore_elsewhere()
 
     def restore_elsewhere(self) -> None:
-        """Set the generators that are not torch's back to this state."""
+        """Restore Python's and NumPy's generators to this state."""
         if self.python is not None:
             random.setstate(self.python)
         if self.numpy is not None:
@@ -77,13 +77,13 @@ def _cuda_generators() -> tuple[torch.Generator, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """The script's own autocast state around a call, entered again when the call is repeated."""
+    """The script's autocast state at a call, for later repetitions of the call."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
     def now(cls) -> Self:
-        """Save the state, for the CPU and for CUDA where there is one."""
+        """Save the state for the CPU, and for CUDA if it is available."""
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return cls(
             tuple(
@@ -94,16 +94,16 @@ class Ambient:
 
     @property
     def half(self) -> bool:
-        """Whether autocast is on, to float16: what needs its loss scaled."""
+        """Whether autocast uses float16, so that the loss needs a scale."""
         return any(enabled and dtype is torch.float16 for _, enabled, dtype in self.autocast)
 
     def off(self) -> Self:
-        """Return the same with autocast switched off: how a backward pass wants it."""
+        """Return the same state with autocast off, as a backward needs it."""
         return type(self)(tuple((device, False, dtype) for device, _, dtype in self.autocast))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Enter the same autocast state."""
+        """Enter the saved autocast state."""
         with ExitStack() as stack:
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
@@ -111,5 +111,5 @@ class Ambient:
 
 
 def autocast_on() -> bool:
-    """Return whether an autocast context is active for any device."""
+    """Return whether autocast is on for any device."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -1,7 +1,7 @@
-"""Objects that hold state: how each kind is read, compared and put back in place.
+"""Reads, compares and restores objects with state, for each kind of object.
 
-A *content* is what puts an object back: references for a container, a copy for numbers. A *value*
-is what two readings of one object are compared by: numbers, lengths, types; never identities.
+A *content* restores an object: references for a container, a copy for numbers. A *value* is what
+two readings of one object are compared by: numbers, lengths and types, but no identities.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Kinds of values that cannot be changed in place."""
+"""Types of immutable values."""
 SMALL = 1 << 20
-"""Bytes of numbers that are copied where they are. Copies of more wait in host memory for CUDA's,
-else in a file: a check must not need the memory of a model's buffers again."""
+"""Numbers of up to this many bytes are copied on their device. Larger copies go to host memory from
+CUDA, otherwise to a file, so that a check does not need the memory of a model's buffers twice."""
 PIECE = 1 << 20
-"""Bytes of larger ones that are looked at a time."""
+"""Larger numbers are processed in pieces of this many bytes."""
 ITEMS = 1024
-"""How many items of a container are looked at, from its end."""
+"""The number of items of a container that are compared, from its end."""
 LONGEST = 1 << 20
-"""Containers of more items are left alone: they hold data."""
+"""Containers with more items are ignored, because they contain data."""
 
 
 class Large(NamedTuple):
-    """What numbers of more than ``SMALL`` bytes are compared by."""
+    """The value of a tensor with more than ``SMALL`` bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class Large(NamedTuple):
 
 
 def value_of(held: Any) -> Any:
-    """Return what a reference is compared by: a plain value, or the type of anything else."""
+    """Return the value of a reference: a plain value, or the type of any other object."""
     return held if isinstance(held, PLAIN) else type(held)
 
 
@@ -46,7 +46,7 @@ def value_of(held: Any) -> Any:
 
 
 class Copied:
-    """A copy of a strided tensor's numbers."""
+    """A copy of a strided tensor's entries."""
 
     __slots__ = ("_file", "_kept")
 
@@ -62,7 +62,7 @@ class Copied:
             self._file.write(piece.numpy().tobytes())
 
     def numbers(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the copy, beside ``like``, whose type and shape it has."""
+        """Return the copy on the device of ``like``, which has the same type and shape."""
         if self._kept is not None:
             return self._kept.to(like.device)
         assert self._file is not None, "it is one or the other"
@@ -71,7 +71,7 @@ class Copied:
         return kept.view(like.dtype).view(like.shape)
 
     def put(self, tensor: torch.Tensor) -> bool:
-        """Write the copy into ``tensor`` where it differs; return whether it did."""
+        """Write the copy into ``tensor`` if it differs; return whether it did."""
         if self._kept is not None:
             kept = self._kept if _bytes(tensor) <= SMALL else self._kept.to(tensor.device)
             if torch.equal(tensor, kept):
@@ -94,7 +94,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _flat(tensor: torch.Tensor) -> bool:
-    """Return whether the bytes of a tensor can be looked at in pieces."""
+    """Return whether a tensor's bytes can be read in pieces."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -103,28 +103,28 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a number that changes with the numbers of a tensor and their order."""
+    """Return a checksum of a tensor's entries and their order."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for index, piece in enumerate(_pieces(tensor)):
         words = piece.view(torch.int64) if len(piece) % 8 == 0 else piece.to(torch.int64)
         odd = torch.arange(2 * index + 1, 2 * (index + len(words)), 2, device=tensor.device)
-        total = total * 31 + (words * odd).sum()  # it wraps around, which is no loss
+        total = total * 31 + (words * odd).sum()  # it wraps around, as a checksum may
     return int(total)
 
 
 class TensorContent(NamedTuple):
-    """What puts a tensor back."""
+    """The content of a tensor."""
 
     alias: torch.Tensor
-    """The same storage, shape and strides."""
+    """A tensor with the same storage, shape and strides."""
     copy: Copied | None
     version: _unsafe_preserve_version_counter | None
     requires_grad: bool
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's numbers are there to be read, copied and written."""
+    """Return whether a tensor's entries can be read, copied and written."""
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.layout is torch.strided
@@ -146,9 +146,10 @@ def read_tensor(tensor: torch.Tensor) -> TensorContent:
 
 
 def write_tensor(tensor: torch.Tensor, content: TensorContent) -> bool:
-    """Put a tensor back as it was; return ``False`` where that cannot be done.
+    """Restore a tensor; return ``False`` if that is not possible.
 
-    Its version too: a graph of the script that has saved the tensor finds it untouched.
+    The tensor's version is restored too, so that a graph of the script that has saved it remains
+    valid.
     """
     if tensor.is_leaf and tensor.requires_grad != content.requires_grad:
         tensor.requires_grad_(content.requires_grad)
@@ -170,7 +171,7 @@ def _is_of(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 def tensor_value(tensor: torch.Tensor, content: TensorContent | None = None) -> Any:
-    """Return what a tensor is compared by."""
+    """Return the value of a tensor."""
     if not is_readable(tensor):
         return tuple(tensor.shape), str(tensor.dtype)
     alias, wants = tensor.detach(), tensor.is_leaf and tensor.requires_grad
@@ -193,7 +194,7 @@ def read_array(array: Any) -> Any:
 
 
 def write_array(array: Any, content: Any) -> bool:
-    """Put a NumPy array back as it was."""
+    """Restore a NumPy array; return ``False`` if that is not possible."""
     if isinstance(content, Copied):
         content.put(_as_tensor(array))
     elif array.shape != content.shape or array.tobytes() != content.tobytes():
@@ -204,7 +205,7 @@ def write_array(array: Any, content: Any) -> bool:
 
 
 def array_value(array: Any) -> Any:
-    """Return what a NumPy array is compared by."""
+    """Return the value of a NumPy array."""
     if array.dtype.hasobject:
         return tuple(array.shape), tuple(map(value_of, array.reshape(-1)[-ITEMS:].tolist()))
     if array.nbytes <= SMALL and array.dtype.kind in "biufc":
@@ -217,7 +218,7 @@ def array_value(array: Any) -> Any:
 
 
 def _put_dict(held: dict[Any, Any], items: tuple[tuple[Any, Any], ...]) -> bool:
-    """Put a dictionary's items back, in their order."""
+    """Restore a dictionary's items in their order."""
     if len(held) == len(items) and all(
         one is key and other is value
         for (one, other), (key, value) in zip(held.items(), items, strict=True)
@@ -272,18 +273,18 @@ def _pairs(content: tuple[tuple[Any, Any], ...]) -> Any:
 
 
 class Kind(NamedTuple):
-    """What is done with one kind of object."""
+    """How one kind of object is read, written and compared."""
 
     read: Callable[[Any], Any]
-    """Return its content."""
+    """Return the object's content."""
     write: Callable[[Any, Any], bool]
-    """Put a content back; return ``False`` where that cannot be done."""
+    """Restore a content; return ``False`` if that is not possible."""
     value: Callable[[Any, Any], Any]
-    """Return what it is compared by, of the object and its content."""
+    """Return the value of the object and its content."""
     inner: Callable[[Any], Iterator[tuple[str, Any, Any]]] = lambda content: iter(())
-    """Yield what a content holds: a label, the key to find it by in the object, the object."""
+    """Yield the objects in a content, each with a label and its key in the container."""
     copies: bool = False
-    """Its content is a copy, which a mere reading can do without."""
+    """The content is a copy, which is not needed if the object is only compared."""
 
 
 def _inside_sequence(content: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]]:
@@ -296,7 +297,7 @@ def _inside_dict(content: tuple[tuple[Any, Any], ...]) -> Iterator[tuple[str, An
 
 
 def _inside_set(content: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]]:
-    return iter(())  # what is hashed is rarely changed
+    return iter(())  # hashable objects rarely change
 
 
 TENSOR = Kind(read_tensor, write_tensor, tensor_value, copies=True)
@@ -341,14 +342,14 @@ def _sorted(items: tuple[Any, ...]) -> Any:
 
 
 def _flat_state(state: Any) -> Any:
-    """Return the state of a NumPy generator as something that ``==`` compares."""
+    """Return the state of a NumPy generator in a form that ``==`` compares."""
     if isinstance(state, dict):
         return tuple((key, _flat_state(value)) for key, value in sorted(state.items()))
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def kind_of(thing: Any) -> Kind | None:
-    """Return the kind of an object that holds something; ``None`` of any other."""
+    """Return the kind of an object with state; ``None`` for any other object."""
     if isinstance(thing, torch.Tensor):
         return TENSOR
     for kinds, kind in _BY_TYPE:
