@@ -1,4 +1,4 @@
-"""Takes back what a plan did, and says where memory ran out in that: the process is spoilt then."""
+"""Undoes a plan, and reports a shortage of memory in it, after which the process is unusable."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from autofit.worker.oom.classifier import Kind, classify
 
 
 class NotTakenBack(BaseException):
-    """Memory ran out while a plan was taken back: whatever is measured now is neither plan's.
+    """Memory ran out while a plan was undone, so later measurements belong to no plan.
 
-    Not an ``Exception``: it is no failure of the call in which it happens, which others handle.
+    It is no ``Exception``, so that the code around the script's call does not handle it.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -28,18 +28,19 @@ class UndoStack:
         self._undos.append(undo)
 
     def undo_all(self) -> None:
-        """Call every undo; raise ``NotTakenBack`` where memory runs out."""
+        """Call every undo; raise ``NotTakenBack`` if memory runs out."""
         take_back(self._undos)
 
     def clear(self) -> None:
-        """Forget every undo without calling it: what it would restore is gone."""
+        """Drop every undo without calling it, because the objects that it would restore are
+        gone."""
         self._undos.clear()
 
 
 def take_back(undos: list[Undo]) -> None:
-    """Call ``undos``, the last first, and empty the list.
+    """Call ``undos``, the last one first, and empty the list.
 
-    Raises ``NotTakenBack`` where memory runs out; what was not taken back stays in the list.
+    Raises ``NotTakenBack`` if memory runs out; the list then has the undos that remain.
     """
     while undos:
         undo = undos.pop()
