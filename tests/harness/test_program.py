@@ -19,7 +19,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.running.run import run
 from autofit.worker.launch.child import Child, python
-from autofit.worker.launch.environment import SAME, TRACKERS_OFF, child_environment
+from autofit.worker.launch.environment import HASH_SEED, TRACKERS_OFF, child_environment
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.records.trials import ChildSpec, LaunchRequest, Script
 
@@ -420,7 +420,7 @@ def test_its_environment_is_the_users(
     write: Callable[..., None], same: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for what keeps a trial out of the user's trackers, and what makes it repeat itself."""
-    trial = [*TRACKERS_OFF, *SAME, "MLFLOW_TRACKING_URI"]
+    trial = [*TRACKERS_OFF, *HASH_SEED, "MLFLOW_TRACKING_URI"]
     monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "123")
     body = f"""

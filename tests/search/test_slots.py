@@ -95,10 +95,10 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
     said: list[str] = []
     slots = local_slots.LocalSlots(options)
     for _ in range(local_slots.TAKEN):
-        assert slots.handle_end(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
+        assert slots.handle_end(0, ended(taken="GPU 0: another process took memory"), said.append)
     assert slots.idle(()) == [0, 1]
-    with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0 was taken"):
-        slots.handle_end(0, ended(taken="GPU 0 was taken meanwhile"), said.append)
+    with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0: another"):
+        slots.handle_end(0, ended(taken="GPU 0: another process took memory"), said.append)
 
 
 @pytest.mark.quick

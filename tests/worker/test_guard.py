@@ -164,7 +164,7 @@ def test_memory_that_others_took_is_not_held_against_the_plan(
     (report,), ended = run(body.format(room=10 * GIB))
     assert report.verdict is Verdict.INTERRUPTED
     assert ended.taken == report.reason
-    assert "GPU 3 was taken meanwhile" in report.reason
+    assert "GPU 3: another process took memory" in report.reason
     assert ended.lost == "", "it is free again"
     assert ended.seconds < 20
 

@@ -112,7 +112,7 @@ def test_a_reused_id_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
         now = table[bystander.pid]
         return [Process(now.pid, now.state, now.parent, now.group, now.session, now.started - 1)]
 
-    assert kill_until_gone(choose, patience=1) == set()
+    assert kill_until_gone(choose, seconds=1) == set()
     assert bystander.poll() is None
 
 

@@ -1,1 +1,1 @@
-"""Starts one process or a group of ranks, keeps it in its bounds, and ends it."""
+"""Starts one process or a group of ranks, limits its time and memory, and ends it."""

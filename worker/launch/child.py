@@ -1,4 +1,4 @@
-"""The parent's handle of one child process: its pipes, its output, its end. Imports no torch."""
+"""Starts one child process, exchanges messages with it and ends it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,45 +21,51 @@ from autofit.worker.launch.reaper import Process, kill_until_gone, processes, wi
 from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event
 
 EVENTS_FD = "AUTOFIT_EVENTS_FD"
-"""Names the child's end of the event pipe: pickled events, child to parent."""
-CONTROL_FD = "AUTOFIT_CONTROL_FD"
-"""Names the child's end of the control pipe: one ``ChildSpec``, then an ``Answer`` whenever the
-child asks, ``Agreed`` when it agrees with others; it breaks when the child is to end."""
+"""Environment variable with the child's descriptor of the event pipe.
 
-LAST_WORDS = 3.0
-"""Seconds a child is given, once it has said its last, to end and flush what it wrote."""
-_PATIENCE = 10.0
-"""Seconds given to killed processes to be gone; only a driver call can hold one longer."""
+The child sends pickled events through it to its parent.
+"""
+CONTROL_FD = "AUTOFIT_CONTROL_FD"
+"""Environment variable with the child's descriptor of the control pipe.
+
+The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking`` and an ``Agreed`` once all
+ranks have sent ``Agreeing``. When the pipe breaks, the child ends.
+"""
+
+EXIT_SECONDS = 3.0
+"""Seconds a child has to flush its output and exit after its last event."""
+_KILL_SECONDS = 10.0
+"""Seconds to wait for killed processes to disappear. Only a driver call can delay one longer."""
 
 
 class Tail:
-    """The last lines of a stream, in bounded memory, as a terminal would show them."""
+    """Keeps the last lines of a stream, as a terminal would show them, in bounded memory."""
 
     def __init__(self, lines: int = 200, width: int = 8192) -> None:
         self._lines: deque[bytes] = deque(maxlen=lines)
-        self._open = b""
+        self._partial = b""
         self._width = width
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of the stream."""
-        *whole, self._open = (self._open + data).split(b"\n")
+        """Add the next bytes of the stream."""
+        *whole, self._partial = (self._partial + data).split(b"\n")
         self._lines += [line[-self._width :] for line in whole[-(self._lines.maxlen or 0) :]]
-        self._open = self._open[-self._width :]
+        self._partial = self._partial[-self._width :]
 
     def __str__(self) -> str:
-        lines = [*self._lines, self._open] if self._open else self._lines
-        # A progress bar writes itself anew after each carriage return: the last one counts.
-        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
-        return "\n".join(line.decode(errors="replace") for line in shown)
+        lines = [*self._lines, self._partial] if self._partial else self._lines
+        # A progress bar rewrites its line after each carriage return: only the last state counts.
+        last = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+        return "\n".join(line.decode(errors="replace") for line in last)
 
 
 class Child:
-    """A process started in a session of its own, with a pipe each way.
+    """A process in a session of its own, with one pipe in each direction.
 
-    Use it as a context manager: when it is left, however it is left, the process and all that it
-    started are gone. ``lone`` says that this process runs nothing but such children, one at a
-    time, and is a subreaper (``adopt_orphans``), so that every orphan it adopts is the child's.
-    Starting one raises ``WorkerError`` where the operating system refuses.
+    Use it as a context manager: on exit, the process and all its descendants are killed. With
+    ``lone``, this process runs only such children, one at a time, and is a subreaper
+    (``adopt_orphans``). Every orphan it adopts then belongs to the child.
+    Raises ``WorkerError`` when the operating system cannot start the process.
     """
 
     def __init__(
@@ -111,16 +117,16 @@ class Child:
         self._spec = spec
 
     label = waiting = ""
-    """What there is to say where it is one of several: ``group.Group``."""
+    """Empty for a single process; ``group.Group`` names ranks here."""
 
     @property
     def speaker(self) -> Child:
-        """Who said what ``events`` has yielded last."""
+        """The process that sent the last event of ``events``: this one."""
         return self
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes started from here."""
+        """The ids of the processes that this object started."""
         return (self.pid,)
 
     def __enter__(self) -> Self:
@@ -135,26 +141,26 @@ class Child:
         self.end()
 
     def limit(self, seconds: float | None) -> None:
-        """Kill the child's group after ``seconds``; ``timed_out`` then says so.
+        """Kill the child's process group after ``seconds`` and set ``timed_out``.
 
-        Counted anew each time it is called; ``None`` for as long as it takes.
+        Each call restarts the timer; ``None`` removes the limit.
         """
         if self._limit is not None:
             self._limit.cancel()
         self._limit = None if seconds is None else self._after(seconds, self._time_out)
 
     def linger(self, seconds: float) -> None:
-        """Give the child ``seconds`` to end by itself, then kill its group."""
+        """Give the child ``seconds`` to exit by itself, then kill its process group."""
         self._after(seconds, self.kill)
 
     def answer(self, answer: Answer | Agreed) -> None:
-        """Answer the child, which waits for it."""
-        with contextlib.suppress(OSError):  # it has ended meanwhile; its exit says more
+        """Send the child the answer that it is waiting for."""
+        with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
             self._control.send(answer)
 
     def events(self) -> Iterator[Event]:
-        """Hand over the spec, then yield what the child sends, until it has ended."""
-        with contextlib.suppress(BrokenPipeError):  # it ended before it asked; its exit says more
+        """Send the spec, then yield the child's events until it has ended."""
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code tells more
             self._control.send(self._spec)
         sources: list[Connection | int] = [self._events, self._output.fileno(), self._pidfd]
         while self._pidfd in sources:
@@ -169,7 +175,7 @@ class Child:
                     sources.remove(self._pidfd)
                 elif not self._read_output():
                     sources.remove(self._output.fileno())
-        self._end_tree()  # so that nobody else holds the pipes' other ends, and they can be emptied
+        self._end_tree()  # descendants may hold the pipes open, and reading would not end
         while self._events in sources and self._events.poll():
             event = self._receive()
             if event is None:
@@ -180,22 +186,22 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or minus the signal that ended it; ``None`` when it was killed from here."""
+        """Exit code, or minus the signal that ended it; ``None`` if this object killed it."""
         code = self._process.wait()
         return None if self._killed and code == -signal.SIGKILL else code
 
     def kill(self) -> bool:
-        """Kill the child's process group at once, without waiting; ``False`` if it had ended."""
+        """Kill the child's process group without waiting; return ``False`` if it had ended."""
         with self._lock:
-            if not _running(self._pidfd):  # then its id may belong to somebody else
+            if not _running(self._pidfd):  # another process may have its id by now
                 return False
             self._killed = True
-            self._seen |= self._mine(processes())  # afterwards the descent cannot be traced
+            self._seen |= self._mine(processes())  # killing the child makes its children orphans
             os.killpg(self.pid, signal.SIGKILL)
             return True
 
     def end(self) -> None:
-        """Kill the child and everything it has started, wait until they are gone, close all."""
+        """Kill the child and its descendants, wait until they are gone, close the pipes."""
         for timer in self._timers:
             timer.cancel()
         self._end_tree()
@@ -208,12 +214,12 @@ class Child:
 
     def _end_tree(self) -> None:
         self.kill()
-        kill_until_gone(lambda table: self._mine(table) | self._seen, _PATIENCE)
+        kill_until_gone(lambda table: self._mine(table) | self._seen, _KILL_SECONDS)
         if self._lone:
             bury_orphans(self.pid)
 
     def _mine(self, table: dict[int, Process]) -> set[Process]:
-        """Pick the child, its descendants, its session and group, and what it left to us."""
+        """Return the child, its session, its process group, adopted orphans and descendants."""
         roots = {
             process.pid
             for process in table.values()
@@ -240,7 +246,7 @@ class Child:
         return event
 
     def _read_output(self) -> bool:
-        """Take what there is of the output; ``False`` at its end."""
+        """Read the output that is there; return ``False`` at its end."""
         data = self._output.read(1 << 16)
         self.tail.feed(data or b"")
         return bool(data)
@@ -251,15 +257,15 @@ class Child:
 
 
 def python(program: Path) -> list[str]:
-    """Return the command that runs ``program`` in a fresh interpreter like this one."""
+    """Return the command that runs ``program`` in a new process of this interpreter."""
     return [sys.executable, str(program)]
 
 
 def adopt_orphans() -> None:
     """Become the parent of every orphan among this process's descendants (Linux only).
 
-    See ``PR_SET_CHILD_SUBREAPER`` in prctl(2). Without it a daemon that a script leaves behind
-    goes to the init process, out of our sight.
+    See ``PR_SET_CHILD_SUBREAPER`` in prctl(2). Without it, the init process adopts a daemon that a
+    script leaves behind, and autofit can no longer find the daemon.
     """
     pr_set_child_subreaper = 36
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -267,7 +273,7 @@ def adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def _no_signal_blocked() -> Iterator[None]:
-    """Let what is started within inherit an empty signal mask: Ray's workers block SIGINT."""
+    """Start processes with an empty signal mask inside this context: Ray's workers block SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         yield
@@ -280,7 +286,7 @@ def _running(pidfd: int) -> bool:
 
 
 def bury_orphans(child: int = 0) -> None:
-    """Collect the exit codes of adopted processes; the child's own is left for its handle."""
+    """Reap adopted processes that have ended, until the next one to reap is ``child``."""
     while True:
         try:
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

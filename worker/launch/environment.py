@@ -1,4 +1,4 @@
-"""What a launched script finds in its environment. Imports no torch."""
+"""Makes the environment variables of a launched script. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,36 +20,44 @@ TRACKERS_OFF = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Keeps a trial out of the user's experiment trackers. MLflow itself has no switch: see below."""
+"""Variables that stop a trial from logging to the user's experiment trackers.
+
+MLflow has no such variable: ``child_environment`` redirects it to a temporary folder.
+"""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of torch's allocator, comma-separated: the second is read where the first is not set."""
+"""Variables with settings of torch's allocator, comma-separated.
+
+torch reads the second only if the first is not set.
+"""
 
 
 def under(plan: Plan, user: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``user``'s environment with what ``plan`` needs in it.
+    """Return the environment ``user`` with the variables of ``plan`` added.
 
-    The user's own settings of torch's allocator stay, and are put where the plan's will be read.
+    The user's own allocator settings take precedence over the plan's. Both are joined in the
+    variable that the plan sets, because torch reads that one first.
     """
-    wanted = plan.environment
+    variables = plan.environment
     own = next((user[name] for name in ALLOCATOR if user.get(name)), "")
-    if own and ALLOCATOR[0] in wanted:
-        taken = {each.partition(":")[0].strip() for each in own.split(",")}
-        ours = wanted[ALLOCATOR[0]].split(",")
-        new = [each for each in ours if each.partition(":")[0] not in taken]
-        wanted[ALLOCATOR[0]] = ",".join([own, *new])
-    return {**user, **wanted}
+    if own and ALLOCATOR[0] in variables:
+        set_by_user = {each.partition(":")[0].strip() for each in own.split(",")}
+        ours = variables[ALLOCATOR[0]].split(",")
+        new = [each for each in ours if each.partition(":")[0] not in set_by_user]
+        variables[ALLOCATOR[0]] = ",".join([own, *new])
+    return {**user, **variables}
 
 
 ACCELERATE = "ACCELERATE_USE_CPU"
-"""Set by ``accelerate launch``, unless it starts several processes on GPUs."""
+"""``accelerate launch`` sets it, unless it starts several processes on GPUs."""
 
 
 def launched(script: Script, device: str, ranks: int) -> dict[str, str]:
-    """Return what the launcher of ``script`` would have set, for so many ranks on a device.
+    """Return the variables that the launcher of ``script`` would set for ``ranks`` on ``device``.
 
-    Several are told of one another when they are started; a single one of ``torchrun`` here, on
-    a port of its own choice. Accelerate's meet on the CPU only where they are told to use it.
+    With several ranks, ``rank_environment`` adds their variables when they are started. A single
+    rank of ``torchrun`` gets them here; with port 0, the system chooses its port.
+    On the CPU, Accelerate connects several ranks only if ``ACCELERATE_USE_CPU`` is set.
     """
     found = dict(script.environment)
     if ranks == 1 and RUN_ID in found:
@@ -59,22 +67,22 @@ def launched(script: Script, device: str, ranks: int) -> dict[str, str]:
     return found
 
 
-SAME = {"PYTHONHASHSEED": "0"}
-"""So that a script that goes through a set of strings does so in the same order in every trial."""
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+"""Makes the iteration order of a set of strings the same in every trial."""
 
 
 def child_environment(
     request: LaunchRequest, user: Mapping[str, str], scratch: Path
 ) -> dict[str, str]:
-    """Return the environment of a launch: the ``user``'s own, and what the request needs.
+    """Return the environment of a launch: ``user`` and the variables that ``request`` needs.
 
-    What a launcher sets for the script stands over the ``user``'s, as it would. Runs that the
-    script logs to MLflow end in ``scratch``, which goes with the launch.
+    Variables of the script's launcher replace the user's, as they do without autofit. MLflow
+    writes its runs to ``scratch``, which is deleted after the launch.
     """
     launcher = launched(request.script, request.device, request.ranks)
-    asked = {**user, **launcher, **dict(request.environment)}
+    variables = {**user, **launcher, **dict(request.environment)}
     for plan in request.plans:
-        asked = under(plan, asked)
-    metered = meter.environment(request.device, request.budget, asked)
+        variables = under(plan, variables)
+    metered = meter.environment(request.device, request.budget, variables)
     mlflow = {"MLFLOW_TRACKING_URI": (scratch / "mlruns").as_uri()}
-    return {**SAME, **asked, **metered, **TRACKERS_OFF, **mlflow}
+    return {**HASH_SEED, **variables, **metered, **TRACKERS_OFF, **mlflow}

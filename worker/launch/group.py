@@ -1,7 +1,8 @@
-"""The processes of one launch as one: the parent's handle of several ranks. Imports no torch.
+"""Runs the several ranks of one launch like one child process. Imports no torch.
 
-Whatever ends one rank ends all of them at once, so that nobody waits for a dead one. The first to
-fail decides what the launch came to; one that only noticed another's end has to wait a moment.
+When one rank fails, the others are killed, because they would wait for it forever. The rank that
+failed first determines the launch's result. A rank may only report that another has gone; for
+``HEARING`` seconds the rank that really failed may still report its own error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from autofit.worker.launch.child import LAST_WORDS, Child, Tail, bury_orphans
+from autofit.worker.launch.child import EXIT_SECONDS, Child, Tail, bury_orphans
 from autofit.worker.launch.reaper import Process, kill_until_gone, with_descendants
 from autofit.worker.records.trials import (
     Agreed,
@@ -33,22 +34,22 @@ from autofit.worker.records.trials import (
 )
 
 HEARING = 2.0
-"""Seconds in which the true culprit may still speak, once a rank has said that another is gone."""
-_PATIENCE = 10.0
-"""Seconds given to killed processes to be gone."""
+"""Seconds that the failed rank has to report its error after another noticed the failure."""
+_KILL_SECONDS = 10.0
+"""Seconds to wait for killed processes to disappear."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A rank has ended; ``error`` is what its listener died of, if it did."""
+    """A rank has ended; ``error`` is the exception of the thread that read its events, if any."""
 
     error: BaseException | None = None
 
 
 class Group:
-    """Ranks 0 to ``len(environments) - 1`` of a launch, used as a ``Child`` is.
+    """Ranks 0 to ``len(environments) - 1`` of a launch, with the interface of ``Child``.
 
-    ``lone`` as for ``Child``. Starting one raises ``WorkerError`` where the system refuses.
+    ``lone`` as for ``Child``. Raises ``WorkerError`` when the system cannot start a process.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class Group:
         self.timed_out = False
         self._lone = lone
         self._over = False
-        """Ended from here: what is said after that says nothing of the script."""
+        """This object ended the ranks; their later events say nothing about the script."""
         self._limit: threading.Timer | None = None
         self._listeners: list[threading.Thread] = []
         self._heard: SimpleQueue[tuple[Child, Event | _Ended]] = SimpleQueue()
         self._agreeing: dict[int, Agreeing] = {}
         self._finished: dict[int, Finished] = {}
-        self._mourning: list[tuple[Child, Raised]] = []
-        """Ranks that said no more than that another is gone, and what they said."""
+        self._followers: list[tuple[Child, Raised]] = []
+        """Ranks that only reported another rank's end, with their reports."""
         self._culprit: Child | None = None
         """The rank that failed first."""
         self._index = 0
@@ -80,7 +81,7 @@ class Group:
                 self._ranks.append(stack.enter_context(child))
             stack.pop_all()
         self.speaker = self._ranks[0]
-        """Who said what ``events`` has yielded last."""
+        """The rank that sent the last event of ``events``."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,30 +94,30 @@ class Group:
     ) -> None:
         self.end()
 
-    # --- what ``Child`` has too ------------------------------------------------------------
+    # --- the interface of ``Child`` --------------------------------------------------------
 
     @property
     def tail(self) -> Tail:
-        """The last lines of the rank that failed first; of the first one where none did."""
+        """The last lines of the rank that failed first; rank 0's if none failed."""
         return (self._culprit or self._ranks[0]).tail
 
     @property
     def returncode(self) -> int | None:
-        """As ``Child`` has it, of the rank that failed first; ``None`` where none did."""
+        """``Child.returncode`` of the rank that failed first; ``None`` if none failed."""
         return None if self._culprit is None else self._culprit.returncode
 
     @property
     def label(self) -> str:
-        """The rank that failed first, to be put before what is said of it; maybe nothing."""
+        """Prefix of a message about the rank that failed first; empty if none failed."""
         return "" if self._culprit is None else f"rank {self._culprit.rank}: "
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes started from here."""
+        """The ids of the processes that this object started."""
         return tuple(child.pid for child in self._ranks)
 
     def limit(self, seconds: float | None) -> None:
-        """Kill all after ``seconds``, counted anew each time; ``None`` for as long as it takes."""
+        """Kill all ranks after ``seconds``; a call restarts the timer, ``None`` removes it."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
@@ -126,22 +127,22 @@ class Group:
             self._limit.start()
 
     def linger(self, seconds: float) -> None:
-        """Give the ranks ``seconds`` to end by themselves, then kill them."""
+        """Give the ranks ``seconds`` to exit by themselves, then kill them."""
         for child in self._ranks:
             child.linger(seconds)
 
     def answer(self, answer: Answer | Agreed) -> None:
-        """Answer every rank; all of them wait for it."""
+        """Send every rank the answer that all of them are waiting for."""
         for child in self._ranks:
             child.answer(answer)
 
     def kill(self) -> bool:
-        """Kill all ranks at once, without waiting; ``False`` if all had ended."""
+        """Kill all ranks without waiting; return ``False`` if all had ended."""
         self._over = True
         return any([child.kill() for child in self._ranks])
 
     def end(self) -> None:
-        """Kill all ranks and everything they have started, wait until they are gone."""
+        """Kill all ranks and their descendants, and wait until they are gone."""
         self.limit(None)
         self.kill()
         for listener in self._listeners:
@@ -149,22 +150,22 @@ class Group:
         for child in self._ranks:
             child.end()
         if self._lone:
-            kill_until_gone(_orphans, _PATIENCE)
+            kill_until_gone(_orphans, _KILL_SECONDS)
             bury_orphans()
 
     @property
     def waiting(self) -> str:
-        """Who waits for whom to agree: what there is to say of ranks that hang; maybe nothing."""
+        """Which ranks wait for which to agree, for a message about a hang; empty if none waits."""
         if not self._agreeing:
             return ""
         others = [child.rank for child in self._ranks if child.rank not in self._agreeing]
-        there = "; ".join(f"rank {rank} is at {said.what}" for rank, said in self._sorted())
-        return f"{there}, and waits for rank {', '.join(map(str, others))}"
+        waiting = "; ".join(f"rank {rank} is at {said.what}" for rank, said in self._sorted())
+        return f"{waiting}, and waits for rank {', '.join(map(str, others))}"
 
-    # --- what is heard ---------------------------------------------------------------------
+    # --- events of the ranks ---------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
-        """Hand the spec to each rank, then yield what they have to say as one, until all ended."""
+        """Send the spec to each rank, then yield the events of the launch until all have ended."""
         for child in self._ranks:
             listener = threading.Thread(target=self._listen, args=(child,), daemon=True)
             listener.start()
@@ -177,7 +178,7 @@ class Group:
                 child, said = self._heard.get(timeout=timeout)
             except Empty:
                 until = None
-                yield from self._mourned()
+                yield from self._blame_follower()
                 continue
             if isinstance(said, _Ended):
                 running -= 1
@@ -186,16 +187,16 @@ class Group:
                 yield from self._has_ended(child)
             else:
                 yield from self._hear(child, said)
-            if self._mourning and until is None and self._culprit is None:
+            if self._followers and until is None and self._culprit is None:
                 until = time.monotonic() + HEARING
-        yield from self._mourned()
+        yield from self._blame_follower()
 
     def _listen(self, child: Child) -> None:
         error = None
         try:
             for event in child.events():
                 self._heard.put((child, event))
-        except BaseException as raised:  # noqa: BLE001 - raised again where it is heard
+        except BaseException as raised:  # noqa: BLE001 - ``events`` raises it again
             error = raised
         self._heard.put((child, _Ended(error)))
 
@@ -206,13 +207,13 @@ class Group:
             case Agreeing():
                 self._agreeing[child.rank] = said
                 self._agree()
-                yield from self._left_waiting()
+                yield from self._end_if_stuck()
             case Raised(follows=True):
-                self._mourning.append((child, said))
+                self._followers.append((child, said))
             case Raised():
                 self._blame(child)
                 yield self._labelled(child, said)
-            case PlanEnded() if child.rank > 0:  # it leaves, whatever the others do
+            case PlanEnded() if child.rank > 0:  # it exits whatever the others do
                 self._blame(child)
                 yield said
             case Finished():
@@ -222,7 +223,7 @@ class Group:
                     self._over = stopped
                     yield self._finished[0]
                 else:
-                    yield from self._left_waiting()
+                    yield from self._end_if_stuck()
             case Shortage():
                 self.speaker = child
                 yield self._labelled(child, said)
@@ -238,8 +239,8 @@ class Group:
             self._agreeing.clear()
             self.answer(Agreed(said=said))
 
-    def _left_waiting(self) -> Iterator[Event]:
-        """End the launch where others wait for a rank that was stopped alone: it never comes."""
+    def _end_if_stuck(self) -> Iterator[Event]:
+        """End the launch if ranks wait to agree with a rank that was already stopped."""
         stopped = next((said for said in self._finished.values() if said.stopped), None)
         if stopped is not None and self._agreeing:
             self._over = True
@@ -249,10 +250,10 @@ class Group:
         return sorted(self._agreeing.items())
 
     def _has_ended(self, child: Child) -> Iterator[Event]:
-        """Blame a rank that went without a word, where the others need it."""
+        """Blame a rank that ended without reporting an error or the end of its script."""
         if self._over or self._culprit is not None or child.rank in self._finished:
             return
-        if child.returncode is None or any(child is mourner for mourner, _ in self._mourning):
+        if child.returncode is None or any(child is each for each, _ in self._followers):
             return
         self._blame(child)
         if child.returncode == 0:
@@ -261,24 +262,24 @@ class Group:
                 index=self._index, kind="error", message=message, traceback=str(child.tail)
             )
 
-    def _mourned(self) -> Iterator[Event]:
-        """Take a rank that lost another at its word: nobody has said more."""
-        if self._mourning and self._culprit is None and not self._over:
-            child, said = self._mourning[0]
+    def _blame_follower(self) -> Iterator[Event]:
+        """Yield the first report of another rank's end if no rank reported an error of its own."""
+        if self._followers and self._culprit is None and not self._over:
+            child, said = self._followers[0]
             self._blame(child)
             before = "".join(f"after rank {rank} had ended: " for rank in self._finished)
             yield self._labelled(child, replace(said, message=before + said.message))
 
     def _blame(self, child: Child) -> None:
-        """End the others at once, who would wait for it; it may end by itself."""
+        """Kill the other ranks, which would wait for ``child``; let ``child`` exit by itself."""
         self._culprit = self.speaker = child
-        child.linger(LAST_WORDS)
+        child.linger(EXIT_SECONDS)
         for other in self._ranks:
             if other is not child:
                 other.kill()
 
     def _labelled(self, child: Child, said: Raised | Shortage) -> Event:
-        """Return what was said with the rank before its message."""
+        """Return ``said`` with the rank put before its message."""
         label = f"rank {child.rank}: "
         if isinstance(said, Raised):
             return replace(said, message=label + said.message)
@@ -290,6 +291,6 @@ class Group:
 
 
 def _orphans(table: dict[int, Process]) -> set[Process]:
-    """Pick what this process has started or adopted, and all that descends from it."""
+    """Return this process's children, started or adopted, and their descendants."""
     roots = {process.pid for process in table.values() if process.parent == os.getpid()}
     return with_descendants(roots, table)

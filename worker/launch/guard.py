@@ -1,7 +1,8 @@
-"""Watches over the cards of a slot, from outside the process measured there. Imports no torch.
+"""Watches the free memory of a slot's cards from the parent of a launch. Imports no torch.
 
-Others may use a card too. Memory that they take while a trial runs is not the plan's doing, and
-memory that does not come back after a launch makes a card useless for the next.
+Processes of other users may allocate on the same card. If memory runs out because of them, the
+trial says nothing about its plan. If memory stays occupied after a launch, the card is of no use
+for the next launch.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import Card
 
 BACK_SECONDS = 15.0
-"""A killed process has given its memory back by then, unless the driver holds it."""
+"""Seconds within which the driver frees the memory of a killed process."""
 BRIEFLY = 2.0
-"""Seconds after which what is still held is somebody else's."""
+"""Seconds to wait for memory that a process of this launch may still be giving back."""
 NAMED = 3
-"""Holders of a card that are named, at most."""
+"""Largest number of processes that a message names."""
 SLACK = 256 << 20
-"""Bytes; less than any process with CUDA holds, more than the driver's own books differ by."""
+"""Tolerance in bytes: less than any process with CUDA holds, more than the driver's own error."""
 _PAUSE = 0.1
 
 
 class Guard:
-    """Knows what each card had free at first, and sees that a launch finds as much.
+    """Remembers the free memory of each card and checks that later launches find as much.
 
-    ``look`` returns the slot's cards as they are; it may raise ``WorkerError`` where nobody knows,
-    and then nothing is guarded.
+    ``look`` returns the present state of the slot's cards. If it raises ``WorkerError``, the
+    driver does not answer and the guard checks nothing.
     """
 
     def __init__(self, look: Callable[[], Sequence[Card]]) -> None:
@@ -38,30 +39,35 @@ class Guard:
 
     @classmethod
     def of(cls, device: str, environment: Mapping[str, str]) -> Guard:
-        """Return the guard of the cards that a process with ``environment`` sees."""
+        """Return a guard of the cards that are visible to a process with ``environment``."""
         return cls((lambda: nvml.cards(environment)) if device == "cuda" else tuple)
 
-    def taken(self, room: int, budget: int, beside: Collection[int] = (), index: int = 0) -> bool:
-        """Return whether a process with ``room`` on card ``index`` had less than it was promised.
+    def taken(
+        self, available: int, budget: int, beside: Collection[int] = (), index: int = 0
+    ) -> bool:
+        """Return whether others left a process on card ``index`` less memory than its budget.
 
-        ``room``: the bytes it held and those nobody did, when an allocation failed. ``beside``: the
-        ids of other processes of the same launch, whose memory is the launch's own.
+        ``available``: bytes that the process held plus free bytes, when an allocation failed.
+        ``beside``: ids of other processes of the same launch; their memory counts as its own.
         """
         for card in self._cards()[index : index + 1]:
             promised = min(budget, self._free.get(card.uuid, card.free))
-            room += sum(holder.size or 0 for holder in card.holders if holder.pid in beside)
-            return room < promised - SLACK
+            available += sum(holder.size or 0 for holder in card.holders if holder.pid in beside)
+            return available < promised - SLACK
         return False
 
     def takers(self, own: Collection[int]) -> str:
-        """Return a line on who holds the slot's cards, but for the launch's ``own`` processes."""
-        return "; ".join(f"{c.label} was taken meanwhile{who(c, but=own)}" for c in self._cards())
+        """Return a line that names the processes on the slot's cards, except ``own``."""
+        return "; ".join(
+            f"{c.label}: another process took memory during the trial{who(c, but=own)}"
+            for c in self._cards()
+        )
 
     def wait(self, budget: int, seconds: float | None = None) -> str:
-        """Wait until every card has ``budget`` bytes free, or as much as at first.
+        """Wait until every card has ``budget`` bytes free, or as many as at the start.
 
-        Returns what is wrong with the first that has not, after ``seconds`` (``BACK_SECONDS`` when
-        not given); else nothing.
+        Returns an empty string, or after ``seconds`` (default ``BACK_SECONDS``) a line about the
+        first card that has less.
         """
         deadline = time.monotonic() + (BACK_SECONDS if seconds is None else seconds)
         while short := [card for card in self._cards() if self._short(card, budget)]:
@@ -81,9 +87,9 @@ class Guard:
 
 
 def who(card: Card, *, but: Collection[int] = ()) -> str:
-    """Return who holds a card's memory, to be put behind what is said of it; maybe nothing.
+    """Return the end of a message that names the processes on a card; empty if there are none.
 
-    ``": process 4711 (python) holds 100.0 GiB"``. ``but``: processes to leave out.
+    For instance ``": process 4711 (python) holds 100.0 GiB"``. ``but``: ids to leave out.
     """
     sizes = {holder: holder.size or 0 for holder in card.holders if holder.size}
     others = [holder for holder in sizes if holder.pid not in but][:NAMED]

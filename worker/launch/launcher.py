@@ -1,10 +1,10 @@
-"""The parent's side of one launch: starts the child, hears it out, ends it. Imports no torch.
+"""Runs one launch from the parent: starts the child, reports its events, ends it. Imports no torch.
 
-The child is a fresh interpreter that runs the harness by its path. It finds the numbers of its
-two pipe ends in ``AUTOFIT_EVENTS_FD`` and ``AUTOFIT_CONTROL_FD``, receives one ``ChildSpec`` with
-``multiprocessing.connection.Connection.recv``, keeps the control pipe under ``lifeline.watch``, and
-sends events with ``Connection.send``. To ``Asking`` it is sent an ``Answer``. A request may ask for
-several such processes (``group.py``).
+The child is a new interpreter that runs the harness by its path. ``AUTOFIT_EVENTS_FD`` and
+``AUTOFIT_CONTROL_FD`` hold the descriptors of its two pipes. The child receives one ``ChildSpec``
+with ``multiprocessing.connection.Connection.recv`` and sends events with ``Connection.send``.
+``lifeline.watch`` ends it when the control pipe breaks. The parent replies to ``Asking`` with an
+``Answer``. A launch may consist of several such processes, the ranks (``group.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.launch import rank_environment
-from autofit.worker.launch.child import LAST_WORDS, Child, python
+from autofit.worker.launch.child import EXIT_SECONDS, Child, python
 from autofit.worker.launch.environment import child_environment
 from autofit.worker.launch.group import Group
 from autofit.worker.launch.guard import BRIEFLY, Guard
@@ -52,12 +52,12 @@ from autofit.worker.records.trials import (
 )
 
 HARNESS = Path(__file__).resolve().parents[1] / "harness" / "__main__.py"
-"""The program that becomes the user's script."""
+"""The program that runs the user's script in its own process."""
 
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that say nothing of the process they end: a user or a batch system sends them."""
+_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a user or a batch system sends; they say nothing about the script."""
 _LAST_LINES = 20
-"""Lines of output in which a dying process may have named the cause."""
+"""Lines at the end of the output that are searched for the cause of a failure."""
 
 
 def launch(
@@ -70,14 +70,15 @@ def launch(
     control: Control | None = None,
     guard: Guard | None = None,
 ) -> Iterator[LaunchEvent]:
-    """Start what ``request`` asks for and yield what becomes of it, ``LaunchEnded`` last.
+    """Start the processes of ``request`` and yield their events and reports, ``LaunchEnded`` last.
 
-    ``environment`` is the user's own (``os.environ`` when not given); ``scratch`` a folder for
-    what must not land in the user's (the system's temporary folder when not given); ``lone`` as
-    for ``Child``; ``control`` reaches it from another thread; ``guard`` knows the slot's cards from
-    earlier launches. Nothing is started on a card that lacks the budget. Nothing of the launch is
-    left when the iterator ends or is closed.
-    Raises ``WorkerError`` when no process can be started.
+    When the iterator ends or is closed, all processes of the launch are gone. If a card has less
+    free memory than the budget, no process is started.
+
+    ``environment``: the user's (default ``os.environ``). ``scratch``: parent folder of temporary
+    files (default: the system's). ``lone``: as for ``Child``. ``control``: lets another thread stop
+    the launch or answer it. ``guard``: remembers the slot's cards from earlier launches.
+    Raises ``WorkerError`` when a process cannot be started.
     """
     user = os.environ if environment is None else environment
     kills = classifier.oom_kills()
@@ -102,12 +103,12 @@ def launch(
             control.attach(child, account)
             for event in child.events():
                 if isinstance(event, Asking):
-                    child.limit(None)  # whoever has to answer may take time
+                    child.limit(None)  # the time until the answer is not the child's
                 yield from account.hear(event, child)
                 if account.taken:
                     child.kill()
                 if account.final is not None:
-                    child.linger(0.0 if account.stopped else LAST_WORDS)
+                    child.linger(0.0 if account.stopped else EXIT_SECONDS)
             control.detach()
             end = _End.of(child, kills, control.stopped)
             yield from account.close(end)
@@ -125,7 +126,7 @@ def launch(
 def _start(
     command: list[str], spec: ChildSpec, environment: Mapping[str, str], lone: bool
 ) -> Child | Group:
-    """Start the process that is asked for, or the ranks."""
+    """Start the launch's single process, or its ranks."""
     count = spec.request.ranks
     if count == 1:
         return Child(command, spec, environment, lone=lone)
@@ -135,7 +136,7 @@ def _start(
 
 
 class Control:
-    """What another thread has to say to a running launch."""
+    """Lets another thread stop a running launch or answer it."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -144,14 +145,14 @@ class Control:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """End the launch now, or as soon as it starts; its plan is reported as interrupted."""
+        """Kill the launch now, or when it starts; its plan is reported as interrupted."""
         with self._lock:
             self.stopped = True
             if self._child is not None:
                 self._child.kill()
 
     def answer(self, answer: Answer) -> None:
-        """Answer the launch, which is asking for another plan; nothing if it has ended since."""
+        """Answer a launch that asks for another plan; do nothing if the launch has ended."""
         with self._lock:
             if self._child is not None and self._account is not None:
                 self._account.given(answer)
@@ -159,37 +160,37 @@ class Control:
                 self._child.answer(answer)
 
     def attach(self, child: Child | Group, account: _Account) -> None:
-        """Say which child this is about."""
+        """Connect this object to ``child``; kill ``child`` if ``stop`` was called before."""
         with self._lock:
             self._child, self._account = child, account
             if self.stopped:
                 child.kill()
 
     def detach(self) -> None:
-        """Say that the child has ended."""
+        """Disconnect this object from a child that has ended."""
         with self._lock:
             self._child = self._account = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How the child ended, as only its parent can see."""
+    """How the child ended, from what its parent can see."""
 
     returncode: int
-    """Exit code, or minus the signal that ended it; 0 for a child that was ended from here."""
+    """Exit code, or minus the signal that ended it; 0 for a child that the launcher killed."""
     timed_out: bool
     interrupted: bool
     oom_kills: int
-    """Processes the kernel killed for want of memory meanwhile: this child or others."""
+    """Processes that the kernel's OOM killer ended during the launch: this child or others."""
     output: str
     label: str = ""
-    """Which rank this is about, where there are several."""
+    """The rank that failed, with several ranks: ``"rank 1: "``."""
     waiting: str = ""
-    """Which ranks waited for which; empty where none did."""
+    """Which ranks waited for which; empty if none did."""
 
     @classmethod
     def of(cls, child: Child | Group, kills_before: int, interrupted: bool) -> _End:
-        """Look at ``child``, which has ended."""
+        """Return how ``child``, which has ended, came to its end."""
         return cls(
             returncode=child.returncode or 0,
             timed_out=child.timed_out,
@@ -202,17 +203,17 @@ class _End:
 
     @property
     def oom_killed(self) -> bool:
-        """Whether the kernel ended it for want of memory."""
+        """Whether the kernel's OOM killer ended it."""
         return self.returncode == -signal.SIGKILL and self.oom_kills > 0
 
     @property
     def killed(self) -> bool:
-        """Whether others seem to have ended it; by the kernel for want of memory is another."""
-        return -self.returncode in _FROM_OUTSIDE
+        """Whether a signal ended it that users and batch systems send."""
+        return -self.returncode in _EXTERNAL_SIGNALS
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether its exit and its last lines say that memory ran out."""
+        """Whether its exit code and last lines of output show that memory ran out."""
         last = "\n".join(self.output.splitlines()[-_LAST_LINES:])
         kind = classifier.classify_exit(self.returncode, last, oom_kills=self.oom_kills).kind
         return kind is classifier.Kind.OOM
@@ -228,17 +229,20 @@ class _End:
 
 
 class _Account:
-    """Keeps track of which plan is running, and turns events into what the controller hears."""
+    """Tracks the running plan and turns the child's events into reports for the controller."""
 
     def __init__(self, request: LaunchRequest, guard: Guard) -> None:
         self.final: Raised | Finished | None = None
         self.taken = ""
-        """Who took the card, once memory ran out because of that: nothing after it counts."""
+        """Which processes took the card's memory, if that made memory run out.
+
+        Later events are ignored.
+        """
         self._plans = [] if request.waits else list(request.plans)
         self._timeout = request.timeout
         self._budget = request.budget
         self._guard = guard
-        self._index = 0  # until the first plan starts, what happens counts for it
+        self._index = 0  # failures before the first plan starts count for the first plan
         self._reported: set[int] = set()
         self._startup = 0.0
         self._measurements: list[Measurement] = []
@@ -246,7 +250,7 @@ class _Account:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps the script took, as far as it could say."""
+        """Optimizer steps of the script, if it reported its end; else 0."""
         return self.final.steps if self.final is not None else 0
 
     @property
@@ -255,13 +259,13 @@ class _Account:
         return isinstance(self.final, Finished) and self.final.stopped
 
     def given(self, answer: Answer) -> None:
-        """Take in what the child is about to be told."""
+        """Record the answer that the child is about to get."""
         self._timeout = answer.timeout
         if answer.plan is not None:
             self._plans.append(answer.plan)
 
     def hear(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
-        """Take in what ``child`` said last; yield what it means to the controller, if anything."""
+        """Record an event of ``child``; yield what the controller needs of it."""
         if self.taken:
             return
         match event:
@@ -270,7 +274,7 @@ class _Account:
             case Raised() if event.starved() and self._was_taken(event.out_of_memory, child):
                 pass
             case PlanEnded() if event.report.index in self._reported:
-                pass  # of another rank that leaves
+                pass  # another rank has reported the same end
             case PlanStarted():
                 self._index, self._startup = event.index, event.startup_seconds
                 self._measurements, self._shortage = [], None
@@ -291,7 +295,7 @@ class _Account:
                 self.final = event
 
     def close(self, end: _End) -> Iterator[TrialReport]:
-        """Yield the report of the plan that was running when the child ended, if one was."""
+        """Yield the report of the plan that was running when the child ended, if there was one."""
         if self._index in self._reported or self._index >= len(self._plans):
             return
         if self.taken:
@@ -301,7 +305,7 @@ class _Account:
             case Raised() as raised:
                 yield self._raised(raised, end)
             case Finished() if end.returncode <= 0:
-                pass  # what dies after the script's own end is teardown noise, not a verdict
+                pass  # a crash during teardown, after the script's end, says nothing about the plan
             case None if end.interrupted:
                 yield self._report(Verdict.INTERRUPTED, "interrupted")
             case None if end.timed_out:
@@ -312,16 +316,17 @@ class _Account:
                 yield replace(self._failed(str(end), end.output), killed=end.killed)
 
     def _timed_out(self, end: _End) -> TrialReport:
-        """Report what time ran out on: sizes that fitted by then count."""
+        """Return the report of a plan that timed out; sizes measured before then count."""
         reason = f"not done within {self._timeout:g} s"
         reason += f": {end.waiting}" if end.waiting else ""
         report = self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
         return self._so_far(reason, self._measurements) or report
 
     def _so_far(self, reason: str, sizes: Sequence[Measurement]) -> TrialReport | None:
-        """Return what the sizes measured by now come to; nothing where they are not the plan's own.
+        """Return a report of the sizes measured so far; ``None`` if they say nothing of the plan.
 
-        What is made for one size is measured after the same plan without it, which is not it.
+        A plan with a part that is made for one batch size is first measured without that part.
+        Those measurements belong to the plan without it.
         """
         plan = self._plans[self._index]
         if not sizes or plan.unsized != plan:
@@ -334,7 +339,10 @@ class _Account:
         return replace(report, measurements=tuple(done), best=best)
 
     def _was_taken(self, short: OutOfMemory, child: Child | Group) -> bool:
-        """Note who took the card of the rank that speaks, where that is why memory ran out."""
+        """Return whether other processes made memory run out on the reporting rank's card.
+
+        If so, ``taken`` names them.
+        """
         if short.room is None:
             return False
         own = {process.pid for process in with_descendants(child.pids, processes())}
@@ -353,7 +361,7 @@ class _Account:
 
     def _starved(self, shortage: OutOfMemory) -> TrialReport:
         if shortage.room is None and self._guard.wait(self._budget, BRIEFLY):
-            self.taken = self._guard.takers([])  # before CUDA had even started
+            self.taken = self._guard.takers([])  # memory ran out before CUDA had started
             return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
         smaller = [m for m in self._measurements if m.micro_batch < (shortage.micro_batch or 0)]

@@ -1,8 +1,8 @@
-"""The child's side of "nothing outlives its parent". Imports only the standard library.
+"""Ends a child process when its parent ends. Imports only the standard library.
 
-The parent holds the other end of a pipe open for as long as it wants the child to live. However
-the parent goes, the kernel closes that end, and the child ends its whole process group. What the
-parent has to say meanwhile comes through the same pipe.
+The parent keeps one end of a pipe open while the child is to run. When the parent ends, in
+whatever way, the kernel closes that end, and the child kills its whole process group. The same
+pipe carries the parent's messages.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _HIGHEST = 1 << 16
-"""No descriptor gets a higher number: the kernel's table of them has 8 bytes for each."""
-_ROOM = 16
-"""Descriptors that fit above the lowest number that ours get."""
+"""Limit of descriptor numbers: the kernel's table of descriptors takes 8 bytes for each."""
+_SPARE = 16
+"""Free descriptor numbers between the lowest that is tried and the limit."""
 
 
 def out_of_the_way(fd: int) -> int:
     """Return a duplicate of ``fd`` whose number is close to the limit (``RLIMIT_NOFILE``).
 
-    Scripts that become daemons close a range from 3 on. Not inherited over an exec. Where the
-    limit leaves no room, any free number is taken.
+    Scripts that become daemons close the descriptors from 3 on; a high number is often spared.
+    The duplicate is closed on exec. If no number near the limit is free, any free number is used.
     """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    lowest = min(soft if soft > 0 else _HIGHEST, _HIGHEST) - _ROOM
+    lowest = min(soft if soft > 0 else _HIGHEST, _HIGHEST) - _SPARE
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(lowest, 3))
     except OSError:
@@ -39,7 +39,7 @@ def out_of_the_way(fd: int) -> int:
 
 
 def file_of(fd: int) -> tuple[int, int] | None:
-    """Return what tells the file behind ``fd`` from every other; ``None`` where it is closed."""
+    """Return device and inode of the file behind ``fd``; ``None`` if ``fd`` is closed."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -48,16 +48,18 @@ def file_of(fd: int) -> tuple[int, int] | None:
 
 
 def watch(fd: int, hear: Callable[[Any], object] = lambda message: None) -> threading.Thread:
-    """Kill this process group as soon as the pipe behind ``fd`` breaks; return the watching thread.
+    """Kill this process group when the pipe behind ``fd`` breaks; return the watching thread.
 
-    ``fd`` is the reading end; ``hear`` is given each message that a ``Connection`` at the other end
-    sends. It is duplicated, so that the caller (or a ``Connection`` around it) may close it. The
-    process must lead a group of its own, or it takes its neighbours along. Forked children do not
-    watch: they are in the group. A script that closes the descriptor is watched no more.
+    ``fd`` is the reading end. It is duplicated, so the caller may close it. ``hear`` is called with
+    each message that a ``Connection`` at the other end sends.
+
+    The process must lead its own process group; otherwise the parent's group is killed too. Forked
+    children need no watch of their own, because they are in the group. If the script closes the
+    duplicate, the watch ends.
     """
     own = Connection(out_of_the_way(fd), writable=False)
-    asked = own, file_of(own.fileno()), hear
-    thread = threading.Thread(target=_wait_and_kill, args=asked, name="lifeline", daemon=True)
+    watched = own, file_of(own.fileno()), hear
+    thread = threading.Thread(target=_wait_and_kill, args=watched, name="lifeline", daemon=True)
     thread.start()
     return thread
 
@@ -73,10 +75,10 @@ def _wait_and_kill(
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends; the process group is left alone.
+    """Let the kernel kill this process, but not its process group, when its parent ends.
 
-    For a run in the foreground, which shares the terminal's process group with its parent
-    (``prctl(2)``, PR_SET_PDEATHSIG). Does nothing where the system has no such call.
+    A run in the foreground needs this, because it shares the terminal's process group with its
+    parent. See PR_SET_PDEATHSIG in prctl(2). On systems without prctl this does nothing.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

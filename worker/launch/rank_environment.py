@@ -1,7 +1,7 @@
-"""What each rank of a launch finds in its environment, as ``torchrun`` sets it. Imports no torch.
+"""Makes the environment variables of each rank, as ``torchrun`` sets them. Imports no torch.
 
-All ranks of a launch sit on one machine: one group, so a local rank is a rank. The names and their
-meaning: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
+All ranks of a launch run on one machine, so the local rank equals the rank. The variables:
+https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from autofit.exceptions import WorkerError
 
 LOOPBACK = "127.0.0.1"
-"""Where the ranks meet."""
+"""Address at which rank 0 listens."""
 PORTS = range(20_000, 32_768)
 THREADS = "OMP_NUM_THREADS"
 RUN_ID, RUN = "TORCHELASTIC_RUN_ID", "autofit"
-"""By this variable a script sees that ``torchrun`` has started it."""
+"""Variable by which torch recognises a process of ``torchrun``, and its value."""
 _TRIES = 64
 
 
 def environment(rank: int, ranks: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Return ``base`` with what tells a process that it is ``rank`` of ``ranks``.
+    """Return ``base`` with the variables of ``rank`` among ``ranks``.
 
-    ``port``: a free one of this machine, on which rank 0 will listen. The threads of each process
-    are one where ``base`` says nothing of them and there are several, as ``torchrun`` has it.
+    ``port``: a free port of this machine, on which rank 0 will listen. With several ranks,
+    ``OMP_NUM_THREADS`` is 1 unless ``base`` sets it, as with ``torchrun``.
     """
     each, all_of_them = str(rank), str(ranks)
     threads = {THREADS: "1"} if ranks > 1 else {}
@@ -53,14 +53,14 @@ def environment(rank: int, ranks: int, port: int, base: Mapping[str, str]) -> di
 
 
 def free_port() -> int:
-    """Return a port of the loopback address on which nobody listens now.
+    """Return a port of the loopback address that is free now.
 
-    Below those that Linux gives to outgoing connections (from 32768, see ip(7)) and above Ray's
-    own: rank 0 listens on it seconds later, and nobody should have come by it meanwhile.
-    Raises ``WorkerError`` when none is found.
+    Rank 0 listens on it seconds later, so no other program should get it in between. The port is
+    below those that Linux gives to outgoing connections (from 32768, see ip(7)) and above Ray's.
+    Raises ``WorkerError`` when no port is free.
     """
     for port in random.sample(PORTS, _TRIES):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise WorkerError(f"no free port for the ranks to meet on, from {PORTS[0]} to {PORTS[-1]}")
+    raise WorkerError(f"the ranks found no free port from {PORTS[0]} to {PORTS[-1]}")

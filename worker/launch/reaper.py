@@ -1,11 +1,11 @@
-"""Ends what a driver leaves behind, however the driver went. Imports only the standard library.
+"""Kills a session's processes after its driver has ended. Imports only the standard library.
 
-Every process of a session carries ``AUTOFIT_SESSION=<id>`` in the environment it was started with.
-A reaper, started by path with ``python -I -S``, waits on a pipe that the driver holds. When that
-breaks it kills every process of the session, and what those have started, until none is left,
-removes the session's folder and exits. After an orderly end it finds nothing to do.
+Every process of a session has ``AUTOFIT_SESSION=<id>`` in its environment. The driver starts a
+reaper by path with ``python -I -S`` and holds the other end of the reaper's pipe. When the pipe
+breaks, the reaper kills all processes of the session and their descendants, removes the session's
+folder and exits. After an orderly end there is nothing to kill.
 
-The reading of ``/proc`` serves the launcher as well. Formats: proc(5).
+The launcher reads ``/proc`` with this module too. Formats: proc(5).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SESSION = "AUTOFIT_SESSION"
 """Name of the variable that marks the processes of a session."""
 
 _ASIDE = "aside"
-"""Tells the reaper to leave its parent."""
-_PATIENCE = 60.0
-"""Seconds after which the reaper gives up on a process that cannot die (stuck in a driver)."""
+"""Argument that makes the reaper fork, so that it is no child of the driver."""
+_KILL_SECONDS = 60.0
+"""Seconds after which the reaper gives up on a process that is stuck in a device driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One living process, as the kernel shows it."""
+    """A process, as ``/proc`` shows it."""
 
     pid: int
     state: str
@@ -40,16 +40,17 @@ class Process:
     group: int
     session: int
     started: int
-    """Clock ticks from boot to its start: tells it from a later one of the same id."""
+    """Clock ticks from boot to its start; distinguishes it from a later process with the same id.
+    """
 
     @property
     def alive(self) -> bool:
-        """Whether it still holds anything: a zombie does not."""
+        """Whether it still holds resources; a zombie does not."""
         return self.state not in "ZX"
 
 
 def processes() -> dict[int, Process]:
-    """Return every process there is, by its id."""
+    """Return all processes of the machine by id."""
     found = (_read(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
@@ -57,16 +58,16 @@ def processes() -> dict[int, Process]:
 def _read(pid: int) -> Process | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it ended meanwhile
+    except OSError:  # the process has ended
         return None
-    # The second field is the command in brackets, and may itself hold spaces and brackets.
+    # The second field is the command in brackets. It may contain spaces and brackets itself.
     fields = stat[stat.rindex(b")") + 2 :].split()
     parent, group, session, started = (int(fields[i]) for i in (1, 2, 3, 19))
     return Process(pid, fields[0].decode(), parent, group, session, started)
 
 
 def with_descendants(roots: Collection[int], table: dict[int, Process]) -> set[Process]:
-    """Return the processes of ``table`` with these ids, and all that descend from them."""
+    """Return the processes of ``table`` with these ids, and all their descendants."""
     children: dict[int, list[int]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process.pid)
@@ -81,7 +82,7 @@ def with_descendants(roots: Collection[int], table: dict[int, Process]) -> set[P
 
 
 def marked(session: str, table: dict[int, Process]) -> set[int]:
-    """Return the processes that were started with ``session`` in their environment."""
+    """Return the ids of the processes that were started with ``session`` in their environment."""
     mark = f"{SESSION}={session}".encode()
     return {pid for pid in table if mark in _environment(pid)}
 
@@ -89,19 +90,20 @@ def marked(session: str, table: dict[int, Process]) -> set[int]:
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it ended meanwhile, or belongs to somebody else
+    except OSError:  # the process has ended, or belongs to another user
         return []
 
 
 def kill_until_gone(
-    choose: Callable[[dict[int, Process]], Collection[Process]], patience: float
+    choose: Callable[[dict[int, Process]], Collection[Process]], seconds: float
 ) -> set[int]:
-    """Kill what ``choose`` picks, and whatever was picked before, until nothing of it lives.
+    """Kill the processes that ``choose`` returns, again and again, until none of them is alive.
 
-    Returns the ids still alive after ``patience`` seconds: none, but for processes stuck in the
-    kernel. This process is never killed.
+    ``choose`` is called with the process table in each round. Processes that it returned in an
+    earlier round are killed too. The calling process is never killed.
+    Returns the ids still alive after ``seconds``; such processes are stuck in the kernel.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + seconds
     pause = 0.005
     picked: dict[int, int] = {}
     while True:
@@ -123,18 +125,18 @@ def kill_until_gone(
 
 
 def _kill(pid: int) -> None:
-    # It may have ended meanwhile, and its id gone to somebody else.
+    # The process may have ended, and another user's process may have its id.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
 class Reaper:
-    """The driver's handle of a reaper it has started for ``session``.
+    """Starts a reaper for ``session`` and keeps its pipe open.
 
-    When its pipe breaks, which the kernel sees to should this process be killed, the reaper ends
-    the session and removes ``folder``. ``aside``: it makes the folder too, which is there from here
-    on, and is no child of this process, for others may kill those; it cannot be waited for then.
-    Raises ``OSError`` where the folder cannot be made.
+    When the pipe breaks, also because this process was killed, the reaper kills the session's
+    processes and removes ``folder``. With ``aside``, the reaper first makes ``folder``. It is then
+    no child of this process, because others may kill those; ``finish`` cannot wait for it.
+    Raises ``OSError`` when the folder cannot be made.
     """
 
     def __init__(self, session: str, folder: Path, *, aside: bool = False) -> None:
@@ -153,19 +155,19 @@ class Reaper:
             raise OSError(f"the folder {folder} cannot be made")
 
     def finish(self) -> None:
-        """Let the reaper end what is left of the session, and wait until it has."""
+        """Close the pipe, so that the reaper ends the session, and wait for the reaper."""
         self._process.communicate()
 
 
 def main(session: str, folder: str, aside: str = "") -> None:
-    """Wait until standard input breaks, then end the session."""
+    """Wait until standard input is closed, then end the session."""
     if aside:
         Path(folder).mkdir(mode=0o700)
         if os.fork():
             return
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    kill_until_gone(lambda table: with_descendants(marked(session, table), table), _PATIENCE)
+    kill_until_gone(lambda table: with_descendants(marked(session, table), table), _KILL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
 
 
