@@ -1,4 +1,4 @@
-"""Which plan to measure next, and when to stop: what the cost model promises, weighed."""
+"""Acquisition: which plan to measure next, and when to stop, given the cost model."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from autofit.strategies import Facts
 from autofit.worker.records.trials import HORIZON
 
 GAIN = 0.02
-"""Expected gain in speed, as a share, below which a plan is not worth measuring."""
-LEAVE = 2.5
-"""A plan of another launch must promise this much more than one that can run in the present one."""
+"""Minimum expected gain in speed, as a share, for which a plan is measured."""
+NEW_LAUNCH_FACTOR = 2.5
+"""A running launch ends if a plan that needs a new launch has this many times its expected gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What measuring a plan promises."""
+    """The expected gain from measuring a plan."""
 
     plan: Plan
     gain: float
-    """Expected gain in speed over the best, as a share, nothing where it is slower or does not fit.
+    """Expected improvement in speed over the incumbent, as a share.
 
-    Before anything fits, its expected speed."""
+    A draw in which the plan is slower or does not fit counts as zero. Before any plan fits, the
+    expected speed in steps per second."""
     fits: float
-    """Probability that it fits."""
+    """Probability that the plan fits the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """All that a choice depends on."""
+    """The state of a search, as far as the next choice depends on it."""
 
     candidates: tuple[Plan, ...]
     """Plans that may be measured now."""
     waiting: tuple[Plan, ...] = ()
-    """Plans that may be measured once the same plan ``unsized`` was: they count for that one."""
+    """Plans that may be measured only after their ``unsized`` plan.
+
+    Their expected speed counts for the ``unsized`` plan."""
     finished: tuple[TrialRecord, ...]
     running: tuple[Plan, ...] = ()
     """Plans that are being measured."""
@@ -49,13 +52,15 @@ class Situation:
     horizon: int = HORIZON
     """Optimizer steps over which the time to compile is charged."""
     fixed: Plan | None = None
-    """What plans of the launch that asks must follow (``Plan.follows``); ``None``: a new one."""
+    """Fixed levels of the launch that asks for a plan (``Plan.follows``).
+
+    ``None`` for a new launch."""
 
     @property
     def best(self) -> float | None:
-        """Seconds that the fastest plan that fits takes for the samples of a step of the script.
+        """Step seconds of the incumbent, for the samples in one step of the script.
 
-        Compiling charged; ``None`` before one fits.
+        Includes its share of the time to compile. ``None`` before any plan fits.
         """
         fitting = [trial.measurement for trial in self.finished if fits(trial, self.budget)]
         whole = self.facts.effective_batch if self.facts else None
@@ -64,10 +69,10 @@ class Situation:
 
 
 def prospects(situation: Situation) -> list[Prospect]:
-    """Return what each candidate promises, the most promising first.
+    """Return the prospect of each candidate, the largest expected gain first.
 
-    Before anything fits, every plan that may fit is a gain. A plan in launch counts with what it
-    may come to, draw by draw.
+    A candidate is compared with the incumbent and with the plans that are running. In each draw of
+    the posterior, the fastest of these sets the time to beat.
     """
     candidates, best = situation.candidates, situation.best
     if not candidates:
@@ -82,12 +87,12 @@ def prospects(situation: Situation) -> list[Prospect]:
     plans = [*candidates, *situation.running, *situation.waiting]
     drawn = model.outcomes(plans).seconds
     speed = (1.0 / drawn).mean(axis=0)
-    opens = [[i for i, p in enumerate(plans) if plan in (p, p.unsized)] for plan in candidates]
-    seconds = drawn[:, [max(columns, key=lambda i: float(speed[i])) for columns in opens]]
+    enabled = [[i for i, p in enumerate(plans) if plan in (p, p.unsized)] for plan in candidates]
+    seconds = drawn[:, [max(columns, key=lambda i: float(speed[i])) for columns in enabled]]
     running = drawn[:, len(candidates) : len(candidates) + len(situation.running)]
     rival = running.min(axis=1, initial=np.inf if best is None else best)[:, None]
     fitting, known = np.isfinite(seconds), np.isfinite(rival)
-    speedup = np.where(known, rival, 1.0) / seconds  # without a rival any speed is a gain
+    speedup = np.where(known, rival, 1.0) / seconds  # without a rival, the speed itself
     gains = np.where(known, np.maximum(speedup - 1.0, 0.0), speedup).mean(axis=0)
     found = [
         Prospect(
@@ -101,17 +106,18 @@ def prospects(situation: Situation) -> list[Prospect]:
 
 
 def choose(situation: Situation) -> Prospect | None:
-    """Return the prospect to measure next; ``None`` when none is worthwhile.
+    """Return the prospect to measure next; ``None`` if none is worth a trial.
 
-    A launch that asks goes on with its own plans, unless one of another promises ``LEAVE`` times
-    as much, and first with those that fix no more than the plans before.
+    A running launch continues with a plan that it can measure, because a new launch costs a start.
+    It ends if another plan has ``NEW_LAUNCH_FACTOR`` times the expected gain. Plans that add no
+    fixed level come first, because they leave the launch open for more plans.
     """
     found = prospects(situation)
     worthwhile = [each for each in found if situation.best is None or each.gain >= GAIN]
     fixed = situation.fixed
     if fixed is None or not worthwhile:
         return next(iter(worthwhile), None)
-    enough = worthwhile[0].gain / LEAVE
-    stays = [each for each in worthwhile if each.gain >= enough and each.plan.follows(fixed)]
-    alike = [each for each in stays if each.plan.fixed == fixed]  # so that neither shuts one out
-    return next(iter(alike or stays), None)
+    enough = worthwhile[0].gain / NEW_LAUNCH_FACTOR
+    possible = [each for each in worthwhile if each.gain >= enough and each.plan.follows(fixed)]
+    same_fixed = [each for each in possible if each.plan.fixed == fixed]
+    return next(iter(same_fixed or possible), None)

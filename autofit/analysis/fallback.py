@@ -1,4 +1,4 @@
-"""Where a real run goes when it has died for want of memory: one rung leaner, the same training."""
+"""The plan with which a run continues after it ran out of memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from autofit.space.static_memory import KINDS, Static, remaining_share
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Memory
 
-LESS = 0.95
-"""A measured plan is a rung only where its peak was below this share of the present plan's."""
+MAX_PEAK_SHARE = 0.95
+"""A measured plan is a fallback only if its peak was below this share of the current plan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackContext:
-    """What the next rung is chosen from."""
+    """What the choice of the next fallback depends on."""
 
     hardware: Hardware
     allow: Fidelity
     facts: Facts = field(default_factory=Facts)
-    """Of the script, as far as known."""
+    """What is known of the script."""
     trials: Sequence[TrialRecord] = ()
-    """Of the study the plan comes from; none where the plan was given."""
+    """The trials of the study that found the plan. Empty if the user gave the plan."""
     budget: int = 0
-    """Bytes the study searched within."""
+    """Memory budget of the study, in bytes of a device."""
     refused: frozenset[str] = frozenset()
-    """Strategies that have turned out not to keep their promise here."""
+    """Names of strategies that failed verification on this script."""
     left_out: frozenset[tuple[str, str]] = frozenset()
-    """Strategies and levels that the study has left out."""
+    """``(strategy, level)`` pairs that the study ruled out."""
 
     def allows(self, name: str, level: str) -> bool:
-        """Return whether a level may stand in a rung: here, on this script, as far as allowed."""
+        """Return whether a fallback may use a level.
+
+        The level must be available on this hardware, apply to the script, stay within the allowed
+        fidelity, and not be ruled out.
+        """
         strategy = strategies.get(name)
         return (
             not self._ruled_out(name, level)
@@ -46,11 +50,11 @@ class FallbackContext:
         )
 
     def rules_out(self, plan: Plan) -> bool:
-        """Return whether a plan holds what did not keep its promise here, by itself or together."""
+        """Return whether a plan contains a level, or a set of levels, that was ruled out."""
         return any(self._ruled_out(*each) for each in plan.changes) or self.was_refused(plan)
 
     def was_refused(self, plan: Plan) -> bool:
-        """Return whether a plan holds all that was refused in a trial."""
+        """Return whether a plan contains the levels for which a trial was refused."""
         return tainted(plan, refused(self.trials), self.trials)
 
     def _ruled_out(self, name: str, level: str) -> bool:
@@ -66,13 +70,20 @@ def next_fallback(
     activations: bool = True,
     missing: int = 0,
 ) -> Plan | None:
-    """Return the plan to go on with after ``plan`` ran out of memory; ``None`` at the last.
+    """Return the plan to continue with after ``plan`` ran out of memory; ``None`` if none is left.
 
-    What the search has measured comes first, the fastest that needed less; then what it has not:
-    half the samples at a time, or a level that trades speed for memory, the one expected to lose
-    least speed of those that free the bytes ``missing``; lower fidelity than the plan's comes last.
-    Fewer ``activations`` only where it is those that do not fit, not the weights or the optimizer's
-    state.
+    Measured plans with a lower peak come first, the fastest of them before the others. Then come
+    plans that differ from ``plan`` by one step: half the micro-batch, or one level that trades
+    speed for memory. These are sorted in this order: plans that keep the fidelity of ``plan``,
+    plans expected to free ``missing`` bytes, and the smallest expected loss of speed.
+
+    Args:
+        plan: The plan that ran out of memory.
+        context: What the choice depends on.
+        tried: Plans that must not be returned.
+        activations: Whether lower activation memory can help. ``False`` if the weights or the
+            optimizer state do not fit.
+        missing: Bytes that the fallback should free.
     """
     seen = {plan, *tried}
     faithful = max(plan.fidelity(context.facts), Fidelity.REDRAW)
@@ -83,7 +94,7 @@ def next_fallback(
         return lower, freed < missing, -freed if freed < missing else expected(fallback)
 
     derived = sorted(_derived(plan, context, activations=activations), key=order)
-    if not activations:  # it is arithmetic then: what frees too little does not help
+    if not activations:  # these sizes are computed: drop what frees too little
         derived = [
             fallback for fallback in derived if _freed(plan, fallback, context) >= max(missing, 1)
         ]
@@ -101,7 +112,7 @@ def fallbacks_below(
     activations: bool = True,
     missing: int = 0,
 ) -> list[Plan]:
-    """Return every rung below ``plan``, the next one first, as ``next_fallback`` gives them."""
+    """Return the sequence of fallbacks that repeated calls of ``next_fallback`` give."""
     seen, found = {plan, *tried}, list[Plan]()
     while (
         fallback := next_fallback(plan, context, seen, activations=activations, missing=missing)
@@ -113,6 +124,7 @@ def fallbacks_below(
 
 
 def _measured(plan: Plan, context: FallbackContext) -> Iterator[Plan]:
+    """Yield the measured plans with a clearly lower peak, the fastest first."""
     plans = {
         trial.report.best or trial.plan: trial.measurement.peak_device
         for trial in ranked_sound(context.trials, context.budget)
@@ -121,12 +133,12 @@ def _measured(plan: Plan, context: FallbackContext) -> Iterator[Plan]:
     if plan not in plans:
         return
     for each, peak in plans.items():
-        if not context.rules_out(each) and peak < LESS * plans[plan]:
+        if not context.rules_out(each) and peak < MAX_PEAK_SHARE * plans[plan]:
             yield each
 
 
 def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iterator[Plan]:
-    """Yield the plans that are one level away and trade speed for memory."""
+    """Yield the plans that differ by one level and trade speed for memory."""
     size = _samples(plan, context)
     if activations and size is not None and size > 1:
         half = str(-(-size // 2))
@@ -148,12 +160,16 @@ def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iter
 
 
 def _samples(plan: Plan, context: FallbackContext) -> int | None:
-    """Return the samples in a chunk; ``None`` while nobody knows."""
+    """Return the samples in a chunk; ``None`` if the batch size is not known."""
     return context.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
 
 
 def _freed(plan: Plan, fallback: Plan, context: FallbackContext) -> float:
-    """Return the bytes that a rung is expected to free, by arithmetic and what levels promise."""
+    """Return the bytes that ``fallback`` is expected to free.
+
+    Bytes of weights, gradients and optimizer state are computed. The activations are taken to fill
+    the rest of the budget. Each level multiplies a kind of memory by its expected share.
+    """
     static = Static.of(context.facts)
     held = dict(zip(KINDS, (static.weights, static.gradients, static.state), strict=True))
     held[Memory.ACTIVATIONS] = max(0.0, context.budget - sum(held.values()))

@@ -1,4 +1,4 @@
-"""The best of a study: what ``autofit best`` exports and ``autofit run`` uses. Imports no torch."""
+"""The record of a study's best plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Result:
     measurement: Measurement
     """The figures of the plan."""
     fidelity: str
-    """The most that the plan changes."""
+    """How much the plan may change the training, as ``str(Fidelity)``."""
     baseline: Measurement | None
     """The figures of the script without a plan, if it was measured."""
     baseline_verdict: Verdict
