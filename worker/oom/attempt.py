@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Generic, TypeVar, cast
 
+from autofit.exceptions import Refused
 from autofit.worker.oom.classifier import Kind, classify
 
 T = TypeVar("T")
@@ -18,11 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What ``attempt`` came to: a value, or the shortage of memory that prevented it."""
+    """What ``attempt`` came to: a value, or the error that prevented it."""
 
     value: T | None = None
     shortage: Exception | None = None
     """The error that reported the shortage. Its frames are cleared: they hold no tensor."""
+    failure: Exception | None = None
+    """An error that is surely no shortage; only from ``attempt_model``. Its frames are cleared."""
 
     @property
     def fits(self) -> bool:
@@ -30,9 +33,9 @@ class Outcome(Generic[T]):
         return self.shortage is None
 
     def result(self) -> T:
-        """Return the value; raise the shortage if there was one."""
-        if self.shortage is not None:
-            raise self.shortage
+        """Return the value; raise the error if there was one."""
+        if (error := self.shortage or self.failure) is not None:
+            raise error
         return cast(T, self.value)
 
 
@@ -53,6 +56,24 @@ def attempt(run: Callable[[], T], *, corroborated: Callable[[], bool] | None = N
             raise
         clear_frames(error.__traceback__)
         return Outcome(shortage=error)
+
+
+def attempt_model(run: Callable[[], T]) -> Outcome[T]:
+    """Return the outcome of ``run``, which calls a model in a way that the model may not support.
+
+    Unlike ``attempt``, this also returns errors of the model itself, as ``failure``. It raises
+    ``Refused``, and errors that may or may not be a shortage of memory.
+    """
+    try:
+        return Outcome(run())
+    except Refused:
+        raise
+    except Exception as error:
+        kind = classify(error).kind
+        if kind not in (Kind.OOM, Kind.NOT_OOM):
+            raise
+        clear_frames(error.__traceback__)
+        return Outcome(shortage=error) if kind is Kind.OOM else Outcome(failure=error)
 
 
 def is_shortage(error: BaseException, corroborated: Callable[[], bool] | None = None) -> bool:

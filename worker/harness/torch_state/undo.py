@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autofit.strategies.base import Undo
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import attempt
 
 
 class NotTakenBack(BaseException):
@@ -44,10 +44,6 @@ def take_back(undos: list[Undo]) -> None:
     """
     while undos:
         undo = undos.pop()
-        try:
-            undo()
-        except Exception as error:
-            if classify(error).kind is not Kind.OOM:
-                raise
+        if (shortage := attempt(undo).shortage) is not None:
             undos.append(undo)
-            raise NotTakenBack(error) from error
+            raise NotTakenBack(shortage) from shortage

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
 from autofit.worker.harness.verification.call_signature import Key, Signatures
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.split_rules import Undecided
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import attempt
 
 LAYOUT = "how a call is split"
 SHAPES = "the shapes of the graphs of a kind of call"
@@ -232,13 +231,10 @@ class Layouts:
 
     def _find_again(self, batch: Batch, gradients: bool) -> Layout:
         """Verify the layout on ``batch``; raise ``Undecided`` if that does not fit in memory."""
-        try:
-            return self._find(batch, gradients)
-        except Exception as error:
-            if classify(error).kind is not Kind.OOM:
-                raise
-            clear_frames(error.__traceback__)  # its frames refer to the tensors that did not fit
-        raise Undecided("memory ran out while the split was verified on another kind of batch")
+        outcome = attempt(lambda: self._find(batch, gradients))
+        if not outcome.fits:
+            raise Undecided("memory ran out while the split was verified on another kind of batch")
+        return outcome.result()
 
 
 # --- as JSON ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from autofit.worker.harness.torch_state.reachable_state import (
     tensors_of,
 )
 from autofit.worker.harness.torch_state.state_kinds import PLAIN, Large
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import attempt_model
 
 
 def refuse_listeners(module: nn.Module) -> None:
@@ -91,17 +91,18 @@ def state_updates(
     again = _after(start.module, whole, forward)
     first, every = changes(start, after), changes(after, again)
     start.restore()
-    try:
+
+    def compare() -> list[Key]:
         other = _after(start.module, chunk, forward)
         differing = [key for key in changes(after, other) if not _is_table(key, after, other)]
         start.restore()
         _after(start.module, whole, forward)
-        differing += changes(again, _after(start.module, chunk, forward))
-    except Exception as error:
-        if first and classify(error).kind is Kind.NOT_OOM:  # such as statistics of a single sample
-            raise Refused(_remembers(first[0][0])) from error
-        raise
-    if differing:
+        return differing + changes(again, _after(start.module, chunk, forward))
+
+    outcome = attempt_model(compare)
+    if first and outcome.failure is not None:  # such as statistics of a single sample
+        raise Refused(_remembers(first[0][0])) from outcome.failure
+    if differing := outcome.result():
         raise Refused(_remembers(differing[0][0]))
     switches = [key for key in first if _is_plain(start, key) and _is_plain(after, key)]
     return start.places(dict.fromkeys((*every, *switches)), again)

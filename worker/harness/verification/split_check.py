@@ -29,7 +29,7 @@ from autofit.worker.harness.torch_state.module_state import update_at_first_call
 from autofit.worker.harness.torch_state.reachable_state import Key, Place, Snapshot, changes, key_of
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
-from autofit.worker.harness.verification.float64 import CannotRun, Twins, in_float64, widened_batch
+from autofit.worker.harness.verification.float64 import Twins, in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import digest
 from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, rolled
 from autofit.worker.harness.verification.perturbation import at_other_weights, zeros_perturbed
@@ -54,6 +54,7 @@ from autofit.worker.harness.verification.split_rules import (
     is_number,
 )
 from autofit.worker.harness.verification.tolerances import TOLERANCES
+from autofit.worker.oom.attempt import attempt_model
 from autofit.worker.oom.classifier import Kind, classify
 
 SAMPLES = 4
@@ -145,7 +146,6 @@ def _find_frugally(
     for around, check.on_host, check.sharp in ways:
         if error is None or isinstance(error, Undecided):
             break
-        clear_frames(error.__traceback__)  # its frames refer to the tensors that did not fit
         with around(), check.on_host or nullcontext():
             found, error = _try(check, layout, chosen[:2])
     if error is not None:
@@ -159,18 +159,12 @@ def _try(
 ) -> tuple[Layout | None, Exception | None]:
     """Return the layout, or the error if memory ran out or the samples did not decide."""
     try:
-        return check.find(layout, sorted(samples)), None
+        outcome = attempt_model(lambda: check.find(layout, sorted(samples)))
     except Undecided as undecided:
         return None, undecided
-    except Refused:
-        raise
-    except Exception as error:
-        kind = classify(error).kind
-        if kind is Kind.OOM:
-            return None, error
-        if kind is not Kind.NOT_OOM:
-            raise
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+    if (error := outcome.failure) is None:
+        return outcome.value, outcome.shortage
+    line = (str(error).splitlines() or [type(error).__name__])[0]
     check.run_whole()
     if "use_reentrant" in line:
         raise Refused(REENTRANT)
@@ -211,16 +205,9 @@ class _SplitCheck:
         """
         if not self.sharp or not autocast_on():
             return self._find(layout, samples)
-        try:
-            with Ambient.now().off().again():
-                return self._find(layout, samples)
-        except Refused:
-            raise
-        except Exception as error:
-            if classify(error).kind is not Kind.NOT_OOM:
-                raise
-            clear_frames(error.__traceback__)
-        return self._find(layout, samples)
+        with Ambient.now().off().again():
+            outcome = attempt_model(lambda: self._find(layout, samples))
+        return outcome.result() if outcome.failure is None else self._find(layout, samples)
 
     def _find(self, layout: Layout, samples: Sequence[int]) -> Layout:
         part = few(self.batch, layout, samples)
@@ -283,18 +270,15 @@ class _SplitCheck:
         at the present weights and samples, and ``Undecided`` if rounding decides.
         """
         with at_other_weights(self.module, larger=larger):
-            try:
-                further = self._updates(layout, part, start)
-                updates = {key_of(place): place for place in (*further, *layout.updates)}
-                layout = replace(layout, updates=tuple(updates.values()))
-                return self._decide(layout, part, start, seen, dtypes, _confirmed)
-            except Refused:
-                raise
-            except Exception as error:  # such as a singular matrix
-                if classify(error).kind is not Kind.NOT_OOM:
-                    raise
-                clear_frames(error.__traceback__)
-        return layout
+            outcome = attempt_model(lambda: self._updates(layout, part, start))
+            if outcome.failure is not None:  # such as a singular matrix
+                return layout
+            updates = {key_of(place): place for place in (*outcome.result(), *layout.updates)}
+            layout = replace(layout, updates=tuple(updates.values()))
+            confirmed = attempt_model(
+                lambda: self._decide(layout, part, start, seen, dtypes, _confirmed)
+            )
+        return layout if confirmed.failure is not None else confirmed.result()
 
     def _updates(self, layout: Layout, part: Batch, start: Snapshot) -> tuple[Place, ...]:
         """Return the state that each call updates at the present weights."""
@@ -315,7 +299,8 @@ class _SplitCheck:
         wanted = [each for each in leaves if is_number(each) and each.requires_grad]
         draws = RandomState.now()
         args, kwargs = part.call(part.leaves)
-        try:
+
+        def step() -> None:
             made = tree_leaves(self.forward(*args, **kwargs))
             outputs = [each for each in made if is_number(each) and each.requires_grad]
             if outputs:
@@ -323,10 +308,12 @@ class _SplitCheck:
             del made, outputs
             now = Snapshot(self.module, copies=False)
             self.with_graph = {key: now.values.get(key) for key in changes(start, now)}
-        except Exception as error:
-            if classify(error).kind is not Kind.NOT_OOM:
-                raise
-            clear_frames(error.__traceback__)
+
+        try:
+            with suppress(Refused):
+                shortage = attempt_model(step).shortage
+                if shortage is not None:
+                    raise shortage
         finally:
             draws.restore()
 
@@ -373,22 +360,17 @@ class _SplitCheck:
 
         Autograd's saved tensors go to host memory if they do not fit otherwise.
         """
+
+        def compare() -> Layout:
+            with in_float64(self.module) as twins:
+                batches = widened_batch(part), widened_batch(self.batch)
+                return self._compare(layout, *batches, seen, DOUBLE, ask, twins)
+
         for hooks in (nullcontext(), saved_on_host([])):
-            try:
-                with hooks, in_float64(self.module) as twins:
-                    batches = widened_batch(part), widened_batch(self.batch)
-                    return self._compare(layout, *batches, seen, DOUBLE, ask, twins)
-            except CannotRun:
-                return None
-            except Refused:
-                raise
-            except Exception as error:
-                kind = classify(error).kind
-                if kind not in (Kind.OOM, Kind.NOT_OOM):
-                    raise
-                clear_frames(error.__traceback__)
-                if kind is Kind.NOT_OOM:  # such as a kernel without float64
-                    return None
+            with hooks:
+                outcome = attempt_model(compare)
+            if outcome.fits:
+                return outcome.value  # no value if a kernel has no float64, say
         return None
 
     def _compare(
@@ -420,17 +402,12 @@ class _SplitCheck:
         afterwards."""
         before = RandomState.now()
         args, kwargs = part.call(part.leaves)
-        try:
-            with torch.no_grad():
-                self.forward(*args, **kwargs)
-        except Refused:
-            raise
-        except Exception as error:
-            if classify(error).kind is not Kind.NOT_OOM or not self.gradients:
-                raise
-            clear_frames(error.__traceback__)
+        with torch.no_grad():
+            outcome = attempt_model(lambda: self.forward(*args, **kwargs))
+        if self.gradients and outcome.failure is not None:
             self.forward(*args, **kwargs)
-            raise Refused("the model cannot run without gradients, as a part of it must") from None
+            raise Refused("the model cannot run without gradients, as a part of it must")
+        outcome.result()
         return before != RandomState.now(), Batch.of(args, kwargs)
 
 

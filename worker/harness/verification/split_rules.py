@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from autofit.worker.harness.verification.gradient_digest import (
 from autofit.worker.harness.verification.loss_weights import Observer, possible_divisors, variants
 from autofit.worker.harness.verification.perturbation import last_bits_perturbed
 from autofit.worker.harness.verification.tolerances import TOLERANCES
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import attempt, attempt_model
 
 PIECE = 1 << 24
 """The number of entries that are compared at a time."""
@@ -244,15 +244,11 @@ class Comparison:
 
     def _try(self, part: Batch) -> tuple[Output, list[Output]] | None:
         """Return the outputs of a variant; ``None`` if the model cannot run on it."""
-        try:
-            with torch.no_grad():
-                found = self._outputs(part)
-        except Refused:
-            raise
-        except Exception as error:
-            if classify(error).kind is not Kind.NOT_OOM:
-                raise
+        with torch.no_grad():
+            outcome = attempt_model(lambda: self._outputs(part))
+        if outcome.failure is not None:
             return None
+        found = outcome.result()
         return found if _finite(found[0]) else None
 
     def _refuse_without_graph(self, whole: Output) -> None:
@@ -337,19 +333,21 @@ class Comparison:
         size = self.layout.size(self.whole)
         while size > self.size:
             part = Batch(self.layout.select(self.whole, (0, size)), self.whole.spec)
-            cuts = growing(size)
+            run = partial(self._holding_on, candidates, part, growing(size))
             try:
-                with torch.no_grad():
-                    outputs = self._outputs(part, cuts)
-                return self._holding(candidates, part, *outputs, cuts)
+                outcome = attempt(run)
             except Refused as refusal:
                 raise Doubt("the model answers parts of another size otherwise") from refusal
-            except Exception as error:
-                if classify(error).kind is not Kind.OOM:
-                    raise
-                clear_frames(error.__traceback__)
+            if outcome.fits:
+                return outcome.result()
             size //= 2
         return candidates
+
+    def _holding_on(self, candidates: Candidates, part: Batch, cuts: Sequence[Cut]) -> Candidates:
+        """Return the candidates that hold for ``part`` in the chunks ``cuts``, by outputs only."""
+        with torch.no_grad():
+            outputs = self._outputs(part, cuts)
+            return self._holding(candidates, part, *outputs, cuts)
 
     def _choose(self, holding: list[Join], differentiable: bool) -> Join:
         rules = {join.rule for join in holding}
