@@ -18,7 +18,12 @@ from autofit.analysis.pruning import UNALLOCATED
 from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.measurement.window import Refusals, Stage, Step, tighter
+from autofit.worker.harness.measurement.window import (
+    RefusedAllocations,
+    Step,
+    Window,
+    smaller_shortage,
+)
 from autofit.worker.harness.session.real_run import RealRun
 from autofit.worker.launch.launcher import launch
 from autofit.worker.meter import Peak
@@ -186,9 +191,9 @@ def test_a_size_at_which_a_run_would_not_stay_is_not_kept(tmp_path: Path) -> Non
     ],
 )
 def test_when_a_size_holds(size: str, retried: list[bool], holds: bool) -> None:
-    stage = Stage(Plan.of({"micro_batch": size}), steps=len(retried))
+    stage = Window(Plan.of({"micro_batch": size}), steps=len(retried))
     for each in retried:
-        stage.window.append(Step(1.0, 0.0, 0.5, each))
+        stage.counted.append(Step(1.0, 0.0, 0.5, each))
     figures = stage.figures(Peak(0, 0, 0), compiled=0.0, refused=0)
     measurement = stage.measurement([figures], Facts())
     gone = replace(measurement, peak_allocated=1 << 30, peak_reserved=3 << 30)
@@ -247,8 +252,8 @@ def test_what_a_proof_is_refused_is_its_own_affair() -> None:
     gauge = meter.for_device("cpu")
     refused = 3
     gauge.refused = lambda: refused  # type: ignore[method-assign]
-    refusals = Refusals(gauge)
-    with refusals.left_out():
+    refusals = RefusedAllocations(gauge)
+    with refusals.excluded():
         refused += 4
     refused += 1
     assert refusals.count() == 4
@@ -258,9 +263,9 @@ def test_of_two_shortages_the_smaller_size_says_more() -> None:
     small, large, whole = (
         OutOfMemory(phase="forward", message="no memory", micro_batch=size) for size in (2, 8, None)
     )
-    assert tighter(None, large) is large
-    assert tighter(large, small) is small
-    assert tighter(small, large) is small
-    assert tighter(small, whole) is whole
+    assert smaller_shortage(None, large) is large
+    assert smaller_shortage(large, small) is small
+    assert smaller_shortage(small, large) is small
+    assert smaller_shortage(small, whole) is whole
     again = OutOfMemory(phase="backward", message="no memory", micro_batch=2)
-    assert tighter(small, again) is again
+    assert smaller_shortage(small, again) is again

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.quick
 PREAMBLE = """\
 import io, os, sys
 import torch
-from autofit.worker.harness.process.saved_files import Saves
+from autofit.worker.harness.process.saved_files import SavedFiles
 
 class Reporter:
     def send(self, event):
         if type(event).__name__ == "Saved":
             print(os.path.relpath(event.path), flush=True)
 
-Saves(Reporter()).attach(checkpoints=True)
+SavedFiles(Reporter()).attach(checkpoints=True)
 weight = torch.nn.Parameter(torch.zeros(1))
 weight.grad = torch.zeros(1)
 step = torch.optim.SGD([weight]).step

@@ -143,7 +143,7 @@ def test_dropout_is_silent_for_the_first_steps_and_back_after_them(model: Model)
 def test_a_proof_in_between_sees_the_model_drop(model: Model) -> None:
     tracer, root = Tracer(), root_of(model)
     step(tracer, root, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-    with tracer.aloud():
+    with tracer.with_dropout():
         assert rates(model) == (0.5, 0.5)
     assert rates(model) == (0.0, 0.0)
     tracer.stop()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autofit.plan import Plan
-from autofit.worker.harness.measurement.window import Stage
+from autofit.worker.harness.measurement.window import Window
 from autofit.worker.harness.torch_state.undo import NotTakenBack, take_back
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import (
@@ -181,5 +181,5 @@ def test_smaller_sizes_of_the_plan_itself_count(ran_out: str, kept: list[int]) -
         return of.replace(micro_batch=str(size)), measured
 
     measured = [one(plain, 1, 1.0), one(plan, 4, 2.0), one(plan, 2, 3.0)]
-    stage = Stage(plan.replace(micro_batch=ran_out), steps=2)
+    stage = Window(plan.replace(micro_batch=ran_out), steps=2)
     assert [each.micro_batch for _, each in stage.smaller(plan, measured)] == kept

@@ -224,7 +224,7 @@ def _script() -> Script:
 def _harnessed(job: Job) -> Ended:
     """Lead the script through a trial or a real run, as ``worker.harness.__main__`` does."""
     from autofit.worker.harness.process import program
-    from autofit.worker.harness.process.lifecycle import Conduct
+    from autofit.worker.harness.process.lifecycle import ScriptLifecycle
 
     script = _script()
     request = LaunchRequest(
@@ -240,7 +240,7 @@ def _harnessed(job: Job) -> Ended:
     spec = ChildSpec(mode=job.mode, request=request)
     gauge = meter.for_device("cpu")
     meter.forget()
-    conduct = Conduct(spec, listener, gauge, time.monotonic())  # type: ignore[arg-type]
+    conduct = ScriptLifecycle(spec, listener, gauge, time.monotonic())  # type: ignore[arg-type]
     ended = Ended()
     loaded = program.load(script)
     program.become(loaded, script)

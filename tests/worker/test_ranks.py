@@ -15,7 +15,7 @@ from autofit.exceptions import WorkerError
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker import meter
-from autofit.worker.harness.measurement.window import Stage, Step
+from autofit.worker.harness.measurement.window import Step, Window
 from autofit.worker.harness.parent.agreement import Figures
 from autofit.worker.launch import rank_environment
 from autofit.worker.launch.environment import launched
@@ -283,7 +283,7 @@ def test_nobody_waits_for_a_rank_that_was_stopped_alone(run: Run) -> None:
 def test_what_a_rank_counted_before_a_stage_is_not_in_its_figures() -> None:
     """Ranks are told to one another as they were in the stage: the worst of each counts."""
     window = [Step(1.0, 0.0, 0.5, retried=True)]
-    stage = Stage(Plan(), 1, compiled=3.0, refused=5, window=window)
+    stage = Window(Plan(), 1, compiled=3.0, refused=5, counted=window)
     one = stage.figures(Peak(1, 2, 3), compiled=4.5, refused=7)
     assert one == Figures(Peak(1, 2, 3), retries=1, refused=2, compiled=1.5, pressed=False)
     other = Figures(Peak(2, 2, 4), retries=2, refused=0, compiled=0.0, pressed=True)

@@ -1,6 +1,7 @@
-"""The child process: receives what to do, then becomes the script.
+"""The child process: receives its task, then runs the user's script.
 
-Started by its path, so that ``sys.path[0]`` is this folder until the script's own takes its place.
+It is started by its path. ``sys.path[0]`` is therefore this folder, until the script's own folder
+replaces it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ STARTED = time.monotonic()
 
 
 def main() -> None:
-    """Run the script as Python would, with the session attached."""
+    """Run the script as Python would, with a session attached to torch."""
     from autofit.exceptions import Refused
     from autofit.worker import meter
     from autofit.worker.harness.parent.pipe import connect
     from autofit.worker.harness.process import program, sandbox
-    from autofit.worker.harness.process.lifecycle import Conduct
+    from autofit.worker.harness.process.lifecycle import ScriptLifecycle
     from autofit.worker.harness.verification.short_of_memory import NOTE, in_check
     from autofit.worker.launch import lifeline
     from autofit.worker.records.trials import Uncontained
@@ -37,7 +38,7 @@ def main() -> None:
         lifeline.watch(lifeline_fd, reporter.answered)
     gauge = meter.for_device(spec.request.device)
     meter.forget()
-    conduct = Conduct(spec, reporter, gauge, STARTED)
+    conduct = ScriptLifecycle(spec, reporter, gauge, STARTED)
     try:
         loaded = program.load(spec.request.script)
         program.become(loaded, spec.request.script)
@@ -53,7 +54,7 @@ def main() -> None:
         conduct.raised(error)
         if isinstance(error, Refused):
             sys.exit(f"autofit: refused: {error}")
-        if in_check(error):  # no line of the script's has done it
+        if in_check(error):  # no line of the script caused it
             sys.exit(f"{NOTE}: {error}")
         from autofit.worker.harness.torch_state import frames
 
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def _die_of(error: BaseException) -> NoReturn:
-    """Raise ``error`` to the end, our frames left out of what the script's own hook is given."""
+    """Let ``error`` end the process; the script's own hook sees a traceback without our frames."""
     from autofit.worker.harness.torch_state import frames
 
     hook = sys.excepthook

@@ -1,10 +1,11 @@
-"""Small, linear summaries of tensors, the same in every process and on every device.
+"""Small linear sketches of tensors, the same in every process and on every device.
 
-A tensor is folded into ``BUCKETS`` sums of its elements with pseudo-random signs (Charikar et al.,
-2002, "Finding frequent items in data streams"): plain sums would not do, since the gradients of a
-softmax add up to zero over its classes. Folding is linear, so the sketch of a change is the
-difference of two sketches and needs no copy of the tensor; norms and angles of sketches are those
-of the tensors, within some per cent for one row and far less for all rows together.
+A tensor is reduced to ``BUCKETS`` sums of its elements with pseudo-random signs (Charikar et al.,
+2002, "Finding frequent items in data streams"). Sums without signs would lose information: the
+gradients of a softmax add up to zero over its classes. A sketch is linear, so the sketch of a
+change is the difference of two sketches and needs no copy of the tensor. Norms and angles of
+sketches approximate those of the tensors: within some per cent for one row, and much more closely
+for all rows together.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ import torch
 
 BUCKETS = 64
 PIECE = 1 << 20
-"""Elements folded at a time: what a sketch needs in memory is a copy of so many."""
+"""Elements reduced at a time. A sketch needs the memory of one copy of so many elements."""
 AT_ONCE = 1 << 16
-"""The same on the CPU, where a sum in float64 makes a copy in float64 first: 0.8 MiB."""
+"""The same on the CPU, where a sum in float64 first copies its input to float64: 0.8 MiB."""
 SHIFTS = 1 << 16
-"""Places in the signs at which a piece may begin, so that like pieces get unlike signs."""
+"""Offsets at which a piece may start in the signs, so that equal pieces get other signs."""
 MOST_SUMS = 1 << 13
-"""Sums that all rows of a packed sketch have together: 32 KiB."""
+"""Sums in all rows of a packed table together: 32 KiB."""
 MOST_ROWS = MOST_SUMS // 4
 
 
 class Sketcher:
-    """Folds tensors; holds the signs, a byte each, until it is dropped."""
+    """Computes sketches; holds the signs, one byte each."""
 
     def __init__(self) -> None:
         self._signs: dict[torch.device, torch.Tensor] = {}
 
     def fold(self, tensor: torch.Tensor, salt: int) -> torch.Tensor:
-        """Return the ``BUCKETS`` float64 sums of ``tensor``, on its device.
+        """Return the sketch of ``tensor``: ``BUCKETS`` sums in float64, on its device.
 
-        ``salt`` picks the signs; tensors of up to ``BUCKETS`` elements keep each element apart.
+        ``salt`` selects the signs. A tensor of up to ``BUCKETS`` elements keeps one element per
+        sum.
         """
         flat = _flat(tensor)
         sums = torch.zeros(BUCKETS, dtype=torch.float64, device=flat.device)
@@ -65,7 +67,7 @@ class Sketcher:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a row: of a sparse tensor its values, of a sharded one its shard."""
+    """Return the elements as one row: the values of a sparse tensor, the shard of a DTensor."""
     tensor = getattr(tensor, "_local_tensor", tensor).detach()
     if tensor.layout is not torch.strided:
         tensor = (
@@ -79,12 +81,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def together(rows: int) -> int:
-    """Return how many neighbouring sketches share a row."""
+    """Return how many neighbouring sketches share one row of a packed table."""
     return max(1, -(-rows // MOST_ROWS))
 
 
 def shape_of(rows: int) -> tuple[int, int]:
-    """Return into how many rows, of how many sums each, that many sketches are packed."""
+    """Return the shape of the table in which ``rows`` sketches are packed: rows, sums a row."""
     packed = -(-rows // together(rows))
     buckets = BUCKETS
     while buckets * packed > MOST_SUMS:
@@ -93,7 +95,7 @@ def shape_of(rows: int) -> tuple[int, int]:
 
 
 def pack(sketches: Sequence[torch.Tensor]) -> str:
-    """Return sketches as text: base64 of float32, in the shape that ``shape_of`` says."""
+    """Return sketches as text: base64 of float32, in the shape that ``shape_of`` returns."""
     packed, buckets = shape_of(len(sketches))
     table = torch.zeros(packed * together(len(sketches)), BUCKETS, dtype=torch.float64)
     table[: len(sketches)] = torch.stack([sketch.cpu() for sketch in sketches])

@@ -1,11 +1,10 @@
-"""The same batches for every plan, the largest of the epoch among them.
+"""Gives every plan of a trial the same batches, the largest of the epoch among them.
 
-Padded batches differ in size. A trial lasts some steps; it must meet the worst batch, which may
-come at three in the morning in the real run, and plans that are compared must meet the same ones.
-So in a trial, and only there, a loader whose batches differ is read some batches ahead, and the
-same short selection is given again for every plan: as they come, with the largest in second place,
-where the first step after a change is over. The loader is read on meanwhile, so that epochs are as
-long as ever.
+Padded batches differ in size. A trial lasts a few steps, but the real run will meet the largest
+batch, and plans can only be compared on the same batches. A trial therefore reads some batches
+ahead if the batches of a loader differ in size. Every plan gets the same short selection, in the
+loader's order. The largest batch comes second, when the first step after a change is over. The
+loader's own position advances as usual, so epochs keep their length.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from torch.utils._pytree import tree_leaves
 from autofit.strategies.inspection.tokens import longest
 
 GLANCE = 4
-"""Batches read before the first is given; if they are all of one size, no more are."""
+"""Batches read before the first one is given. If all have one size, reading ahead ends."""
 AHEAD = 32
-"""Batches read where sizes differ."""
+"""Batches read ahead if sizes differ."""
 MOST_BYTES = 1 << 30
-"""No more than so much is read ahead."""
+"""Limit of the memory for batches that are read ahead."""
 KEPT = 8
-"""Batches in the selection; of the others only how many they are is kept."""
+"""Batches in the selection; the others are only counted."""
 
 Next = Callable[[Any], Any]
 
 
 @dataclass
 class _Ahead:
-    """What one iterator has been read ahead."""
+    """The batches that were read ahead from one iterator."""
 
     batches: deque[Any] = field(default_factory=deque)
-    """``None`` where those of a selection are given in their place."""
+    """``None`` for each batch that one of the selection replaces."""
     ended: bool = False
 
     def next(self, plain: Next, iterator: Any) -> Any:
@@ -52,22 +51,23 @@ class _Ahead:
 
 
 class SameBatches:
-    """Gives the batches of loaders whose batches differ in size from a selection."""
+    """Replaces the batches of loaders whose batches differ in size by a fixed selection."""
 
     def __init__(self) -> None:
         self._ahead: weakref.WeakKeyDictionary[Any, _Ahead] = weakref.WeakKeyDictionary()
-        """By iterator."""
+        """Keyed by iterator."""
         self._selected: dict[int, list[Any] | None] = {}
-        """By the data set's ``id``; ``None`` where all batches are of one size."""
+        """Keyed by the data set's ``id``; ``None`` if all batches have one size."""
         self._seen: list[Any] = []
-        """The data sets, kept so that no other takes the ``id`` of one."""
+        """The data sets. They stay alive, so that no other object gets the ``id`` of one."""
         self._given: dict[int, Iterator[Any]] = {}
         self._second = 1
 
     def again(self, calls_per_step: int = 1) -> None:
-        """Begin the selections from their start: another plan is measured.
+        """Start every selection from its beginning, because another plan is measured.
 
-        ``calls_per_step``: batches in an optimizer step; the largest comes after the first step.
+        ``calls_per_step``: batches in an optimizer step; the largest batch comes after the first
+        step.
         """
         self._second = calls_per_step
         self._given.clear()
@@ -93,9 +93,9 @@ _NOTHING = _Ahead()
 
 
 def _read(ahead: _Ahead, plain: Next, iterator: Any) -> list[Any] | None:
-    """Read ahead as far as it is worth it; return the largest batch and some others.
+    """Read ahead; return the selection, largest batch first.
 
-    ``None`` where all are of one size: they come as they are.
+    Returns ``None`` if all batches have one size: they are then given as they come.
     """
     sizes: list[int] = []
     first: list[Any] = []
@@ -120,10 +120,10 @@ def _read(ahead: _Ahead, plain: Next, iterator: Any) -> list[Any] | None:
 
 
 def size(batch: Any) -> int:
-    """Return the bytes in the tensors of a batch, whatever holds them.
+    """Return the bytes of a batch's tensors.
 
-    Without what all samples of it mask at their end: of batches padded to one length, too, the
-    largest is to be met.
+    Positions that every sample masks at its end are left out. The largest batch can thus be found
+    among batches that are padded to one length.
     """
     named = dict(batch) if hasattr(batch, "keys") else {}
     leaves = tree_leaves(named or batch)

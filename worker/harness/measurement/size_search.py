@@ -1,13 +1,13 @@
 """Finds the fastest micro-batch size that fits, inside one running process. Imports no torch.
 
-A generator that asks for windows of steps and is sent what was measured, so that the logic needs
-neither a model nor a device to be tested.
+``ramp`` is a generator: it yields the windows that it needs, and receives their measurements. Its
+tests therefore need neither a model nor a device.
 
 Activations grow linearly with the chunk (Huang et al., 2019; ``docs/explanation/micro-batch.md``).
-Two small sizes give the line, the line gives the largest size that fits, and that one is confirmed.
-It need not be even: one large chunk's graph is kept, the rest runs again in chunks no larger.
-Where nothing runs again, chunks are even. One chunk is a case of its own: it holds no gradients
-during later forwards.
+Two small sizes give a line, and the line gives the largest size that fits. A further window
+confirms that size. Chunks need not be even: the graph of one large chunk is kept, and the other
+chunks are recomputed at no larger a size. If nothing is recomputed, chunks are even. A batch in one
+chunk is special: no gradients of earlier chunks exist during its forward.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass
 from autofit.worker.records.trials import STEPS, Measurement
 
 SHORT = 2
-"""Steps of a window that only gives a point of the line."""
+"""Steps of a window that gives one point of the line."""
 TIE = 0.02
-"""Times closer than this are the same; the size that needs less memory is kept."""
+"""Relative difference below which two times are a tie; the leaner size then wins."""
 LONG = 8.0
-"""Seconds after which a window ends early: long steps differ little from one another."""
+"""Seconds after which a window ends early, because long steps differ little."""
 HOPE = 1.1
-"""One chunk is tried when the line says it needs up to this much of the budget."""
+"""One chunk is tried if its expected peak is at most this multiple of the budget."""
 FEW = 8
-"""Samples of a batch that is tried in one chunk where no line says what it needs."""
+"""Up to so many samples, one chunk is tried even without a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Measure ``steps`` steps with chunks of at most ``micro_batch`` samples."""
+    """A request to measure ``steps`` steps in chunks of at most ``micro_batch`` samples."""
 
     micro_batch: int
     steps: int
 
 
 Ramp = Generator[Ask, Measurement | None, Measurement | None]
-"""Sent ``None`` where memory ran out; returns the winner, ``None`` where no size fits."""
+"""Receives ``None`` if memory ran out; returns the winner, or ``None`` if no size fits."""
 
 
 def ramp(
@@ -50,11 +50,11 @@ def ramp(
     even: Callable[[], bool] = lambda: False,
     gradients: int = 0,
 ) -> Ramp:
-    """Look for the fastest size for calls of ``batch`` samples within ``budget`` bytes.
+    """Search the fastest size for calls of ``batch`` samples within ``budget`` bytes.
 
-    ``steps``: of the window that decides. ``whole_fits``: the script as it is fits, so that one
-    chunk is worth trying first. ``even``: whether the steps measured so far ran in even chunks.
-    ``gradients``: bytes of all gradients, which one chunk alone does not hold during its forward.
+    ``steps``: the length of the deciding window. ``whole_fits``: the script fits without a plan, so
+    one chunk is tried first. ``even``: tells whether the measured steps ran in even chunks.
+    ``gradients``: bytes of all gradients, which do not exist during the forward of a single chunk.
     """
     found: dict[int, Measurement] = {}
     if whole_fits:
@@ -93,24 +93,25 @@ def ramp(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Peak bytes over the chunk's samples."""
+    """Peak bytes as a linear function of the samples in a chunk."""
 
     base: float
     slope: float
 
     def at(self, size: int) -> float:
-        """Return the bytes expected with chunks of ``size`` samples."""
+        """Return the expected peak with chunks of ``size`` samples."""
         return self.base + self.slope * size
 
     def largest(self, most: int, budget: int) -> int:
-        """Return the largest size up to ``most`` that fits."""
+        """Return the largest size up to ``most`` whose expected peak is within ``budget``."""
         return most if self.at(most) <= budget else int((budget - self.base) // self.slope)
 
 
 def enough(seconds: Sequence[float], steps: int) -> bool:
     """Return whether steps that took ``seconds`` each fill a window of ``steps`` steps.
 
-    One longer than usual waits for what may happen late: it has them all.
+    A window of the usual length ends early if its steps are long. A longer window never does: its
+    user waits for an effect that comes late.
     """
     long = steps <= STEPS and len(seconds) >= SHORT and sum(seconds) >= LONG
     return long or len(seconds) >= steps
@@ -119,7 +120,7 @@ def enough(seconds: Sequence[float], steps: int) -> bool:
 def _line(
     batch: int, found: dict[int, Measurement]
 ) -> Generator[Ask, Measurement | None, Line | None]:
-    """Measure two small sizes; return the line through their peaks, ``None`` without a pair."""
+    """Measure two small sizes; return the line through their peaks, ``None`` if one is missing."""
     first, failed = -(-batch // 8), 0
     while (measured := (yield Ask(first, SHORT))) is None:
         if first == 1:
@@ -138,10 +139,10 @@ def _line(
 
 
 def _candidates(batch: int, line: Line, budget: int, even: bool) -> list[int]:
-    """Return sizes below the whole, largest first, that the line lets fit.
+    """Return the sizes below the whole batch that should fit, largest first.
 
-    The even ones, so that a prediction that fails is followed by a size well below; before them,
-    unless chunks are ``even``, the largest.
+    Only even sizes are listed, so that after a wrong prediction the next size is much smaller.
+    Unless chunks are ``even``, the largest size of all comes first.
     """
     sizes = {-(-batch // chunks) for chunks in range(2, batch + 1)}
     fitting = {size for size in sizes if line.at(size) <= budget}
@@ -153,7 +154,7 @@ def _candidates(batch: int, line: Line, budget: int, even: bool) -> list[int]:
 def _downwards(
     batch: int, whole: Measurement, found: dict[int, Measurement]
 ) -> Generator[Ask, Measurement | None, None]:
-    """Halve the chunks as long as that makes the step faster (caches, smaller kernels)."""
+    """Halve the chunks while that makes the step faster: caches work better on small kernels."""
     best, size = whole.seconds, batch
     while size > 1:
         size = -(-size // 2)
@@ -167,7 +168,7 @@ def _downwards(
 
 
 def _winner(found: dict[int, Measurement], steps: int) -> Ramp:
-    """Return the fastest, the leanest of those that tie, once it holds over a full window."""
+    """Return the fastest size after a full window; among ties, the one with the lowest peak."""
     while found:
         fastest = min(each.seconds for each in found.values())
         ties = [size for size, each in found.items() if each.seconds <= fastest * (1 + TIE)]

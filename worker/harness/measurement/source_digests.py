@@ -1,4 +1,4 @@
-"""The user's own modules: evidence holds as long as none of them is edited. Imports no torch."""
+"""Digests of the user's own modules: evidence holds until one is edited. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from autofit.worker.harness.torch_state.frames import LIBRARIES, OURS
 
 MOST = 2000
-"""Files that are looked at."""
+"""Limit of the number of files."""
 
 
 def digests(folder: str) -> tuple[tuple[str, str], ...]:
-    """Return the imported files below ``folder``, relative to it, and their SHA-256, sorted."""
+    """Return the imported files below ``folder``: relative paths and SHA-256, sorted."""
     found: dict[str, str] = {}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
@@ -29,7 +29,7 @@ def digests(folder: str) -> tuple[tuple[str, str], ...]:
 
 
 def digest_of(path: str | Path) -> str:
-    """Return the SHA-256 of a file, hexadecimal; empty where it cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal; empty if the file cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:

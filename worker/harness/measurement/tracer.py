@@ -1,9 +1,8 @@
-"""Traces the first optimizer steps of a launch, so that launches can be compared.
+"""Traces the first optimizer steps of a process, so that trainings under two plans can be compared.
 
-Every launch is a fresh process with fixed seeds: under any plan its first steps begin from the same
-weights and batches as those of every other. What a model draws would differ where a plan splits
-the batch, so its dropout is silenced in these steps, under the neutral plan as under any; they are
-measured, as a rule, in no other way.
+Every launch is a new process with fixed seeds. Its first steps begin with the same weights and
+batches under any plan. Random draws of a model would differ if a plan splits the batch, so dropout
+is disabled in these steps, under every plan. As a rule traced steps count for nothing else.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from autofit.worker.harness.verification.fixed_draws import dropout_rates
 from autofit.worker.records.traces import Trace, TracedStep
 
 CHECKED = 3
-"""Optimizer steps that are traced: the first update, and two that follow from it."""
+"""Optimizer steps that are traced: the first update, and two that depend on it."""
 HALF = 2.0**-8
-"""Relative rounding error under autocast: bfloat16's, the coarser of the two."""
+"""Relative rounding error of bfloat16, the coarser of autocast's two types."""
 TF32 = 2.0**-11
-"""The same where float32 products may be computed in TF32."""
+"""Relative rounding error of float32 products in TF32."""
 
 
 R = TypeVar("R")
@@ -52,12 +51,12 @@ class _Row:
     name: str
     size: int
     rounding: float = 0.0
-    """Of all its elements together."""
+    """Rounding error of all elements together."""
 
 
 @dataclass
 class _Step:
-    """Sketches of the step under way, by row; nothing waits for the device before it ends."""
+    """Sketches of the present step, by row. They do not synchronize with the device."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -67,30 +66,30 @@ class _Step:
 
 
 class Tracer:
-    """Traces a session's first steps; told what happens, in order, until it is ``full``."""
+    """Traces the first steps of a session. The session reports events in order until ``full``."""
 
     def __init__(self) -> None:
         self.full = False
-        """Nothing more is traced."""
+        """Tracing has ended."""
         self._sketcher: Sketcher | None = Sketcher()
         self._rows: dict[int, int] = {}
-        """Parameters, by ``id``, to their rows."""
+        """Maps the ``id`` of a parameter to its row."""
         self._described: list[_Row] = []
         self._before: dict[int, torch.Tensor] = {}
         self._stepped: set[int] = set()
-        """Rows of parameters that have stepped in backward."""
+        """Rows of the parameters that stepped during backward."""
         self._start: torch.Tensor | None = None
         self._names: dict[int, str] = {}
         self._epsilon = 0.0
         self._step = _Step()
         self._steps: list[_Step] = []
-        self._silenced: list[tuple[dict[str, Any], str, float]] = []
-        self.true_to_life = True
-        """Nothing was silenced: the steps take the time and the memory of any other."""
+        self._disabled: list[tuple[dict[str, Any], str, float]] = []
+        self.undisturbed = True
+        """No dropout was disabled, so traced steps need the usual time and memory."""
 
     @property
     def steps(self) -> int:
-        """Steps traced so far."""
+        """The number of steps traced so far."""
         return len(self._steps)
 
     # --- the forward pass ------------------------------------------------------------------
@@ -98,20 +97,20 @@ class Tracer:
     def call(
         self, root: HarnessRoot, first: bool, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
-        """Return what ``run``, a call of ``root``, returns; ``first``: of the first root.
+        """Return the result of ``run``, a call of ``root``; ``first``: it is the first root.
 
-        Before the plan of the moment is applied to the root. Not inside a transform of torch.func:
-        what is given there stands for other tensors.
+        Called before the present plan is applied. Calls inside a transform of torch.func are not
+        traced: their arguments are wrappers of other tensors.
         """
         if self.full or transformed():
             return run()
-        found = self._looked(lambda: self._seen(root, first, args, kwargs))
+        found = self._safely(lambda: self._sketch_call(root, first, args, kwargs))
         if self.full:
             return run()
         before = RandomState.now()
         try:
             output = run()
-        except BaseException:  # it may be made again, under another plan
+        except BaseException:  # the call may be repeated under another plan
             before.restore()
             raise
         self._step.drew |= before != RandomState.now()
@@ -119,8 +118,8 @@ class Tracer:
             self._step.inputs.append(found)
         return output
 
-    def _looked(self, look: Callable[[], R]) -> R | None:
-        """Return what ``look`` finds; where it cannot look, nothing is traced."""
+    def _safely(self, look: Callable[[], R]) -> R | None:
+        """Return the result of ``look``; stop tracing if it fails."""
         found = beside(lambda: (look(),), None, "the training is not compared with that of others")
         if found is None:
             self._steps.clear()
@@ -128,14 +127,16 @@ class Tracer:
             return None
         return found[0]
 
-    def _seen(self, root: HarnessRoot, first: bool, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Look at a root before its call; return a sketch of the arguments of the first one."""
-        self._meet(root, first)
+    def _sketch_call(
+        self, root: HarnessRoot, first: bool, args: Any, kwargs: Any
+    ) -> torch.Tensor | None:
+        """Prepare a root for its call; return the sketch of the first root's arguments."""
+        self._note_names(root, first)
         found = self._arguments(args, kwargs) if first else None
-        self._silence(root)
+        self._disable_dropout(root)
         return found
 
-    def _meet(self, root: HarnessRoot, first: bool) -> None:
+    def _note_names(self, root: HarnessRoot, first: bool) -> None:
         self._epsilon = max(self._epsilon, _epsilon(root.module))
         named = list(root.module.named_parameters())
         self._names |= {id(parameter): name for name, parameter in named}
@@ -153,26 +154,26 @@ class Tracer:
 
     # --- dropout ---------------------------------------------------------------------------
 
-    def _silence(self, root: HarnessRoot) -> None:
-        """Set the rates of dropping to zero, unless the script itself compiles what it drops."""
+    def _disable_dropout(self, root: HarnessRoot) -> None:
+        """Set dropout rates to zero, unless the script compiles the model itself."""
         if root.facts is not None and root.facts.compiled:
             return
         for module in root.module.modules():
             for name, rate in dropout_rates(module).items():
-                self.true_to_life = False
-                self._silenced.append((vars(module), name, rate))
+                self.undisturbed = False
+                self._disabled.append((vars(module), name, rate))
                 vars(module)[name] = 0.0
 
     def _restore(self) -> None:
-        while self._silenced:
-            values, name, rate = self._silenced.pop()
-            if values.get(name) == 0.0:  # else the script has set another meanwhile
+        while self._disabled:
+            values, name, rate = self._disabled.pop()
+            if values.get(name) == 0.0:  # otherwise the script has set another rate
                 values[name] = rate
 
     @contextmanager
-    def aloud(self) -> Iterator[None]:
-        """Within it, models drop as the script has it: what a proof of a plan has to see."""
-        silenced = list(self._silenced)
+    def with_dropout(self) -> Iterator[None]:
+        """Restore the dropout rates within this context: a check needs the real model."""
+        silenced = list(self._disabled)
         self._restore()
         try:
             yield
@@ -180,14 +181,14 @@ class Tracer:
             if not self.full:
                 for values, name, _ in silenced:
                     values[name] = 0.0
-                self._silenced = silenced
+                self._disabled = silenced
 
     # --- the optimizers --------------------------------------------------------------------
 
     def steps_now(self, optimizer: Optimizer) -> None:
-        """Sketch the parameters before the step."""
+        """Sketch the parameters before an optimizer step."""
         if not self.full:
-            self._looked(lambda: self._sketch_before(optimizer))
+            self._safely(lambda: self._sketch_before(optimizer))
 
     def _sketch_before(self, optimizer: Optimizer) -> None:
         for row, parameter in self._parameters(optimizer):
@@ -195,9 +196,9 @@ class Tracer:
                 self._note(row, parameter)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        """Sketch one parameter, and its gradient, before it steps by itself in backward."""
+        """Sketch a parameter and its gradient before it steps during backward."""
         if not self.full:
-            self._looked(lambda: self._sketch_one(optimizer, parameter))
+            self._safely(lambda: self._sketch_one(optimizer, parameter))
 
     def _sketch_one(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._rows:
@@ -218,13 +219,13 @@ class Tracer:
             described.rounding = finest * float(self._before[row].norm())
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Sketch the gradients it was given, and how the parameters have changed.
+        """Sketch the gradients, and the changes of the parameters.
 
-        After the step: a strategy's own hook before it may leave gradients out, and a step with a
-        closure computes them inside.
+        This comes after the step, because a strategy's hook may drop gradients before it, and
+        because a step with a closure computes its gradients inside.
         """
         if not self.full:
-            self._looked(lambda: self._sketch_after(optimizer))
+            self._safely(lambda: self._sketch_after(optimizer))
 
     def _sketch_after(self, optimizer: Optimizer) -> None:
         step = self._step
@@ -255,7 +256,7 @@ class Tracer:
     # --- the end ---------------------------------------------------------------------------
 
     def close_step(self, losses: Sequence[float]) -> None:
-        """Take the step in; restore the models after the last."""
+        """Finish the traced step; restore the models after the last one."""
         if self.full:
             return
         self._step.losses = tuple(losses)
@@ -265,14 +266,14 @@ class Tracer:
             self.stop()
 
     def stop(self) -> None:
-        """Trace no more, and leave the models as the script has them."""
+        """Stop tracing, and restore the models."""
         self.full = True
         self._restore()
         self._before.clear()
         self._sketcher = None
 
     def result(self, sensitivity: float = 0.0) -> Trace | None:
-        """Return the trace of the whole steps so far; ``None`` when there are none."""
+        """Return the trace of the complete steps; ``None`` if there is none."""
         if not self._steps or self._start is None or not self._described:
             return None
         rows = self._described
@@ -309,7 +310,7 @@ def _add(sums: dict[int, torch.Tensor], row: int, sketch: torch.Tensor) -> None:
 
 
 def _epsilon(module: nn.Module) -> float:
-    """Return the relative rounding error of the coarsest operation the script lets happen."""
+    """Return the relative rounding error of the coarsest operation that the script allows."""
     found = [torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point()]
     if autocast_on():
         found.append(HALF)

@@ -1,4 +1,4 @@
-"""What is measured of one plan at one size. Imports no torch."""
+"""A window: the optimizer steps over which one plan is measured at one size. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from autofit.worker.records.trials import Measurement, OutOfMemory
 
 PRESSED = "the allocator empties its cache in step after step"
 WARM_UP = 1
-"""Steps dropped after every change: allocations, caches and optimizer state settle in them."""
+"""Steps dropped after every change, while caches and the optimizer's state are filled."""
 SETTLING = 8
-"""Steps that may be dropped for compiling or proving in them; where every step does, it counts."""
+"""At most so many steps are dropped for a check or a compilation. If every step compiles, steps
+count from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,23 @@ class Step:
     """Seconds spent waiting for data."""
     loss: float
     retried: bool
-    """The allocator emptied its cache in it, on this rank."""
+    """The allocator emptied its cache during the step, on this rank."""
 
 
-class Refusals:
-    """Counts the allocations that were refused and done without: a proof knows of its own."""
+class RefusedAllocations:
+    """Counts refused allocations, without those inside a check: they are part of its search."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._known = 0
 
     def count(self) -> int:
-        """Return how many there were by now."""
+        """Return how many allocations were refused so far."""
         return self._meter.refused() - self._known
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Count none of those within it."""
+    def excluded(self) -> Iterator[None]:
+        """Do not count the allocations that are refused within this context."""
         before = self.count()
         try:
             yield
@@ -58,37 +59,45 @@ class Refusals:
 
 
 @dataclass
-class Stage:
-    """One plan at one micro-batch size, measured over a window of steps."""
+class Window:
+    """One plan at one micro-batch size, measured over some optimizer steps."""
 
     plan: Plan
     steps: int
     compiled: float = 0.0
-    """Seconds spent compiling before the stage."""
+    """Seconds spent compiling before the window."""
     refused: int = 0
-    """Allocations refused before it, by ``Refusals``."""
+    """Allocations refused before the window."""
     dropped: int = 0
-    """Steps that do not count."""
+    """Steps that did not count."""
     warm: int = 0
-    """Of them, those since the last proof."""
-    window: list[Step] = field(default_factory=list)
+    """Steps dropped since the last check."""
+    counted: list[Step] = field(default_factory=list)
     """The steps that count."""
     traced: list[tuple[Step, Peak]] = field(default_factory=list)
-    """Traced steps and their peaks, which count where there are few others."""
+    """Traced steps and their peaks. They count only if the script has too few other steps."""
     peak: Peak = field(default_factory=lambda: Peak(0, 0, 0))
-    """Of traced steps that count."""
+    """The peak of the traced steps that count."""
     pressed: bool = False
-    """The allocator emptied its cache in two steps on end, on a rank: known once it is measured."""
+    """The allocator of a rank emptied its cache in two steps in a row; set by ``measurement``."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
+
+    def end_short(self, shortage: OutOfMemory | None) -> None:
+        """End the window if memory ran out, on this rank or on another."""
+        self.shortage = shortage
+
+    def end_refused(self, refusal: Refused) -> None:
+        """End the window because its plan was refused."""
+        self.refusal = refusal
 
     def measurement(
         self, ranks: Sequence[Figures], facts: Facts, share: float = 1.0
     ) -> Measurement:
-        """Return what was measured.
+        """Return the measurement of all ranks.
 
-        ``ranks``: the figures of each, as they are now. ``share``: mean part of the largest
-        rank's batch that a rank has.
+        ``ranks``: the current figures of each rank. ``share``: the mean batch of a rank, relative
+        to the largest rank's batch.
         """
         self.pressed = any(each.pressed for each in ranks)
         peak = reduce(Peak.worst, (each.peak for each in ranks))
@@ -102,8 +111,8 @@ class Stage:
             peak_device=peak.device,
             allocation_retries=max(each.retries for each in ranks),
             allocations_refused=max(each.refused for each in ranks),
-            data_wait=sum(step.wait for step in self.window) / sum(self.seconds),
-            losses=tuple(step.loss for step in self.window),
+            data_wait=sum(step.wait for step in self.counted) / sum(self.seconds),
+            losses=tuple(step.loss for step in self.counted),
             compile_seconds=max(each.compiled for each in ranks),
             rank_peaks=tuple(each.peak.device for each in ranks) if len(ranks) > 1 else (),
         )
@@ -114,29 +123,32 @@ class Stage:
         return self.warm < WARM_UP
 
     def settles(self, changed: bool) -> bool:
-        """Return whether a step does not count for what was proven or compiled in it."""
+        """Return whether a step is dropped because something was checked or compiled in it."""
         return changed and self.dropped < SETTLING
 
     def drop(self, *, anew: bool) -> None:
-        """Count no step that has ended; ``anew``: it was proven in, and others warm up after it."""
+        """Drop the step that has ended.
+
+        ``anew``: a check ran in the step, so the warm-up starts again.
+        """
         self.dropped += 1
         self.warm = 0 if anew else self.warm + 1
 
     @property
     def seconds(self) -> list[float]:
-        """Of each step that counts."""
-        return [step.seconds for step in self.window]
+        """The duration of each step that counts."""
+        return [step.seconds for step in self.counted]
 
     @property
     def size(self) -> int | None:
-        """The samples at a time; ``None`` where the batch is not split."""
+        """The samples in a chunk; ``None`` where the batch is not split."""
         size = self.plan["micro_batch"]
         return None if size == AS_IS else int(size)
 
     def smaller(
         self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
     ) -> list[tuple[Plan, Measurement]]:
-        """Return what was measured of ``plan`` with fewer samples at a time, the fastest last."""
+        """Return the measurements of ``plan`` in smaller chunks than this one, fastest last."""
         own = [
             pair for pair in measured if pair[0].replace(micro_batch=plan["micro_batch"]) == plan
         ]
@@ -144,20 +156,24 @@ class Stage:
         return sorted(smaller, key=lambda pair: pair[1].seconds, reverse=True)
 
     def figures(self, peak: Peak, compiled: float, refused: int) -> Figures:
-        """Return this rank's; ``compiled``, ``refused``: as in the fields, by now."""
+        """Return the figures of this rank.
+
+        ``compiled``, ``refused``: the totals up to now, as in the fields of the same names.
+        """
         return Figures(
             peak=peak.worst(self.peak),
-            retries=sum(step.retried for step in self.window),
+            retries=sum(step.retried for step in self.counted),
             refused=refused - self.refused,
             compiled=compiled - self.compiled,
-            pressed=classifier.pressed(step.retried for step in self.window),
+            pressed=classifier.pressed(step.retried for step in self.counted),
         )
 
     def does_not_hold(self, measurement: Measurement, budget: int) -> OutOfMemory | None:
-        """Return why a run would not stay at this size, though no allocation has failed.
+        """Return why a real run could not stay at this size, though no allocation has failed.
 
-        More on the device than the cap on torch's allocator can see (the context, libraries); or
-        the allocator emptying its cache on end, at which a real run cuts the batch smaller too.
+        There are two reasons. The device may hold more than the cap on torch's allocator covers:
+        the CUDA context and libraries. Or the allocator empties its cache in step after step, and a
+        real run would then halve its chunks.
         """
         excess = measurement.peak_device - budget
         message, asked = "", None
@@ -177,23 +193,23 @@ class Stage:
         )
 
     def keep_traced(self, step: Step, peak: Peak) -> None:
-        """Keep a traced step, but for the first."""
+        """Store a traced step, except the first one."""
         if self.dropped > 1:
             self.traced.append((step, peak))
 
     def traced_for(self, seconds: float) -> bool:
-        """Return whether the traced steps kept so far took as long as that."""
+        """Return whether the stored traced steps took at least ``seconds`` together."""
         return sum(step.seconds for step, _ in self.traced) >= seconds
 
     def count_traced(self) -> None:
-        """Count the traced steps too: the script has too few others."""
-        self.window[:0] = [step for step, _ in self.traced]
+        """Count the traced steps too, because the script has too few others."""
+        self.counted[:0] = [step for step, _ in self.traced]
         self.peak = reduce(Peak.worst, (peak for _, peak in self.traced), self.peak)
         self.traced.clear()
 
 
-def tighter(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:
-    """Return which of two shortages of a plan says more: that of a smaller size, else the later."""
+def smaller_shortage(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:
+    """Return the more informative shortage: the one at the smaller size, else ``now``."""
     sizes = before.micro_batch if before else None, now.micro_batch
     smaller = sizes[0] is not None and sizes[1] is not None and sizes[0] < sizes[1]
     return before if before is not None and smaller else now

@@ -1,1 +1,1 @@
-"""What the child tells its parent, and what its ranks agree on."""
+"""What the child process tells its parent, and what the ranks of a launch agree on."""

@@ -1,8 +1,8 @@
-"""What the ranks of a launch tell one another, through their parent, so that all decide alike.
+"""How the ranks of a launch agree, through their parent. Imports no torch.
 
-Every rank runs the same trial on the same figures: those of the slowest, the largest, of any. It
-says what it has seen and hears what all have; one that is gone ends them all (``group.py``),
-so nobody waits for ever. A rank that stands alone says nothing to anybody. Imports no torch.
+Every rank runs the same trial and decides on the same figures: those of the slowest rank, or of the
+one with the largest peak. A rank sends its own figures and receives those of all. If a rank ends,
+the parent ends the others (``group.py``), so that none waits forever. A single rank sends nothing.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The ranks of the launch, as one of them sees them."""
+    """The ranks of the launch, as seen by one of them."""
 
     def __init__(self, reporter: Reporter, ranks: int) -> None:
         self.ranks = ranks
         self.leads = reporter.rank == 0
-        """Tells the parent what is the same for all."""
+        """This rank reports to the parent what is the same for all."""
         self._reporter = reporter
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
+        """Whether this is the only rank."""
         return self.ranks == 1
 
     def agree(self, what: str, value: T, patience: float | None = None) -> tuple[T, ...]:
-        """Return every rank's value, by rank, once all stand at ``what``.
+        """Return every rank's value, in the order of the ranks, once all have reached ``what``.
 
-        Nothing where they do not come within ``patience`` seconds. Raises ``WorkerError`` where
-        another one stands somewhere else.
+        Returns an empty tuple if they do not within ``patience`` seconds. Raises ``WorkerError`` if
+        another rank waits for something else.
         """
         if self.alone:
             return (value,)
@@ -53,23 +53,23 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank, or all of them, saw of an optimizer step."""
+    """What one rank, or all ranks, measured in an optimizer step."""
 
     seconds: float
     wait: float
     """Seconds spent waiting for data."""
     losses: tuple[float, ...]
     calls: int
-    """Of the first root."""
+    """Calls of the first root."""
     proven: bool
-    """Something was proven in it."""
+    """A check ran in the step."""
     compiled: bool
-    """Something was compiled in it."""
+    """The step compiled something."""
     shortage: OutOfMemory | None
 
     @classmethod
     def by_all(cls, ranks: Sequence[Seen]) -> Seen:
-        """Return what counts for all: the slowest, the worst, and the mean of the losses."""
+        """Return the combined step: the slowest rank, the first shortage, the mean losses."""
         if len(ranks) == 1:
             return ranks[0]
         losses = itertools.zip_longest(*(rank.losses for rank in ranks))
@@ -87,23 +87,23 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one rank has measured under one plan at one micro-batch size."""
+    """What one rank measured under one plan at one micro-batch size."""
 
     peak: Peak
     retries: int
     """Steps in which the allocator emptied its cache."""
     refused: int
-    """Allocations."""
+    """Allocations that were refused."""
     compiled: float
     """Seconds spent compiling."""
     pressed: bool
-    """The allocator emptied its cache in two steps on end."""
+    """The allocator emptied its cache in two steps in a row."""
 
 
 def common(ranks: Sequence[RootFacts]) -> tuple[RootFacts, float]:
-    """Return the facts of a root that all go by, and the mean share of its batch that a rank has.
+    """Return the facts of a root that all ranks use, and the mean batch relative to the largest.
 
-    The batch is the largest: what fits that rank fits all.
+    The batch is the largest one: a plan that fits on that rank fits on all.
     """
     batches = [rank.batch for rank in ranks]
     known = [batch for batch in batches if batch]

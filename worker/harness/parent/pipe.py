@@ -1,4 +1,4 @@
-"""Typed events to the parent, over the pipe the launcher opened, and its answers."""
+"""Sends typed events to the parent over the pipe that the launcher opened; receives its answers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from autofit.worker.launch.reaper import SESSION
 from autofit.worker.records.trials import Agreed, Agreeing, Answer, Asking, ChildSpec, Event
 
 CLOSED = (
-    "autofit: the script has closed every file descriptor, and so the one that it is measured"
-    " through: let it close less, as with os.closerange(3, 256)\n"
+    "autofit: the script has closed every file descriptor, also the one that reports to autofit;"
+    " close fewer, for example with os.closerange(3, 256)\n"
 )
 
 
 class Reporter:
-    """Sends events; nothing that is wrong with the pipe reaches the script.
+    """Sends events; problems of the pipe never reach the script.
 
-    A broken one means that the parent is gone, which the lifeline answers. Where the script has
-    closed it, a real run goes on unheard. A trial ends: nobody would learn what it measures.
+    A broken pipe means that the parent has ended, which the lifeline detects. If the script has
+    closed the pipe, a real run continues without reports. A trial ends, because its measurements
+    would be lost.
 
-    ``rank``: which of several processes this is; the first one asks for all.
+    ``rank``: the rank of this process; rank 0 asks the parent for all ranks.
     """
 
     def __init__(self, connection: Connection, rank: int = 0, *, trial: bool = True) -> None:
@@ -39,11 +40,11 @@ class Reporter:
         self._agreed: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
 
     def send(self, event: Event) -> None:
-        """Send one event; nothing from a forked child of the script."""
+        """Send one event; a forked child of the script sends nothing."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            # Its number may be another file's by now: nothing may be written into that.
+            # The descriptor may belong to another file by now; never write into that one.
             ours = lifeline.file_of(self._connection.fileno()) == self._pipe
             with contextlib.suppress(OSError):
                 if ours:
@@ -54,16 +55,16 @@ class Reporter:
 
     def ask(self, *, fresh: bool) -> Answer:
         """Ask for another plan, and wait for the answer."""
-        if os.getpid() != self._pid:  # nobody would answer a forked child
+        if os.getpid() != self._pid:  # the parent does not answer a forked child
             return Answer(plan=None, timeout=0.0)
         if self.rank == 0:
             self.send(Asking(fresh=fresh))
         return self._answers.get()
 
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
-        """Wait until every rank has said something, and return it, by rank.
+        """Wait until every rank has sent a value; return the values in the order of the ranks.
 
-        Nothing is returned after ``patience`` seconds without the others.
+        Returns an empty tuple after ``patience`` seconds.
         """
         if os.getpid() != self._pid:
             return (said,)
@@ -74,7 +75,7 @@ class Reporter:
             return ()
 
     def answered(self, answer: Answer | Agreed) -> None:
-        """Take the parent's answer, which another thread has received."""
+        """Receive the parent's answer from the thread that reads the pipe."""
         if isinstance(answer, Agreed):
             self._agreed.put(answer)
         else:
@@ -82,7 +83,7 @@ class Reporter:
 
 
 def connect() -> tuple[ChildSpec, Reporter, int]:
-    """Return what to do, the way to report, and the descriptor whose end means ours."""
+    """Return the task, the reporter, and the descriptor that closes when the parent ends."""
     os.environ.pop(SESSION, None)
     control_fd = int(os.environ.pop(CONTROL_FD))
     events_fd = int(os.environ.pop(EVENTS_FD))

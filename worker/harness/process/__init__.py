@@ -1,1 +1,1 @@
-"""The child's process: how the script is run in it, and what stays of it afterwards."""
+"""How the child process runs the script, and what the script may leave behind."""

@@ -1,7 +1,7 @@
-"""Does something as soon as the script has imported torch, and not before.
+"""Runs an action as soon as the script has imported a module, and not earlier.
 
-A script may set ``OMP_NUM_THREADS`` and the like in its first lines; importing torch for it would
-come too early. So the harness waits in ``sys.meta_path`` for the script's own import.
+A script may set ``OMP_NUM_THREADS`` or similar variables in its first lines. Importing torch before
+it would come too early, so the harness waits for the script's own import in ``sys.meta_path``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
-    """Call ``action`` once the module ``name`` is imported; at once if it is already."""
+    """Call ``action`` after the module ``name`` is imported; at once if it already is."""
     if name in sys.modules:
         action()
         return
@@ -28,10 +28,10 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others would, with a loader that acts after it.
+    """Finds one module as the other finders would, and runs actions after its import.
 
-    It stays until the module has been imported: libraries look whether torch is there
-    (``importlib.util.find_spec``) long before they import it.
+    It stays until the module is imported, because libraries call ``importlib.util.find_spec`` for
+    torch long before they import it.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +61,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _act_after(loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
-    """Make this one loader run ``action`` after the module's own code; leaves it as it was."""
+    """Make this loader call ``action`` after the module's own code; then restore the loader."""
     plain = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

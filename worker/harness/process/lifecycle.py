@@ -1,7 +1,7 @@
-"""Leads a session through the life of the script: from its import of torch to its end.
+"""Starts a session when the script imports torch, and reports how the script ended.
 
-The session itself needs torch, which only the script may import first; until then, and for a
-script that never does, this stands in its place. Imports no torch.
+The session needs torch, and only the script may import torch first. This module handles the time
+before that, and scripts that never import torch. It imports no torch itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.process import import_hooks
-from autofit.worker.harness.process.saved_files import Saves
+from autofit.worker.harness.process.saved_files import SavedFiles
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.torch_state import frames
 from autofit.worker.harness.torch_state.undo import NotTakenBack
@@ -41,8 +41,8 @@ SWITCHES = "autofit.resilience.switches"
 BATCH_SIZES = "accelerate.utils.memory"
 
 
-class Conduct:
-    """Leads a trial or a real run, and says how the script ended."""
+class ScriptLifecycle:
+    """Runs a trial or a real run along with the script, and reports its end."""
 
     def __init__(self, spec: ChildSpec, reporter: Reporter, meter: Meter, started: float) -> None:
         self._spec = spec
@@ -54,29 +54,29 @@ class Conduct:
     def wait_for_torch(self) -> None:
         """Start the session as soon as the script has imported torch."""
         if self._spec.mode == "run":
-            Saves(self._reporter).attach(checkpoints=self._spec.report_saves)
+            SavedFiles(self._reporter).attach(checkpoints=self._spec.report_saves)
         import_hooks.after_import(SWITCHES, _switch_off)
         if self._spec.mode == "trial":
             import_hooks.after_import(BATCH_SIZES, _keep_batch_size)
         import_hooks.after_import("torch", self._start)
 
     def ended(self) -> None:
-        """The script came to its own end without an error."""
+        """Report that the script ended without an error."""
         if self._session is not None:
             self._session.script_ended()
         else:
             self._reporter.send(Finished(steps=0, stopped=False))
 
     def stopped(self, error: BaseException) -> bool:
-        """Return whether the script has been told to end, so that any error is its answer."""
+        """Return whether the session has already told the script to end."""
         return self._session is not None and self._session.over
 
     def raised(self, error: BaseException) -> None:
-        """Report what left the script; its traceback shows none of our frames."""
+        """Report the error that ended the script, without our frames in its traceback."""
         if isinstance(error, NotTakenBack):
             error = error.error
         index = self._session.index if self._session is not None else 0
-        held = self._held()
+        held = self._allocated()
         checked = in_check(error)
         where = None if checked else frames.place(error)
         fault = error_source.fault_of(error, self._plan(index))
@@ -86,11 +86,11 @@ class Conduct:
         own = fault is None and error_source.raised_by_script(error.__traceback__)
         short = self._meter.short()
         found = classify(error)
-        starved = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
-        if starved and self._session is not None:
-            self._session.too_large(error)
+        out_of_memory = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
+        if out_of_memory and self._session is not None:
+            self._session.describe_uncalled_model(error)
         frames.strip_our_frames(error)
-        text = _printed(error)
+        text = _traceback_text(error)
         if isinstance(error, Refused):
             report = TrialReport(
                 index=index,
@@ -126,7 +126,7 @@ class Conduct:
     def _phase(self) -> str:
         return self._session.phase if self._session is not None else "outside the model"
 
-    def _held(self) -> int | None:
+    def _allocated(self) -> int | None:
         return self._meter.current() if "torch" in sys.modules else None
 
     def _plan(self, index: int) -> Plan:
@@ -148,17 +148,17 @@ class Conduct:
 
 
 def _switch_off() -> None:
-    """Let the script's own ``@autofit.resilient`` hide no shortage, and add no plan to ours."""
+    """Disable the script's own ``@autofit.resilient``: it would hide shortages and add a plan."""
     sys.modules[SWITCHES].set_active(False)
 
 
 def _keep_batch_size() -> None:
-    """Let Accelerate's ``find_executable_batch_size`` hide no shortage from a trial."""
+    """Stop Accelerate's ``find_executable_batch_size`` from hiding shortages in a trial."""
     vars(sys.modules[BATCH_SIZES])["should_reduce_batch_size"] = lambda error: False
 
 
 def seed_everything(seed: int = 0) -> None:
-    """Seed the generators, so that trials of a script that sets no seed can be compared."""
+    """Seed the random generators, so that trials of an unseeded script are comparable."""
     import random
 
     import torch
@@ -168,10 +168,10 @@ def seed_everything(seed: int = 0) -> None:
     import_hooks.after_import("numpy", lambda: sys.modules["numpy"].random.seed(seed))
 
 
-def _printed(error: BaseException) -> str:
-    """Return what Python prints of an error that nobody catches.
+def _traceback_text(error: BaseException) -> str:
+    """Return what Python prints for an uncaught error.
 
-    By its own printer: that of the ``traceback`` module offers no names before Python 3.12.
+    Python's own printer is used: the ``traceback`` module suggests names only from Python 3.12 on.
     """
     text = io.StringIO()
     with contextlib.redirect_stderr(text):

@@ -1,6 +1,6 @@
-"""Becomes the user's script: what ``python script.py`` sets up, done the same way.
+"""Runs the user's script with the same set-up as ``python script.py``.
 
-Modelled on what CPython does (``Modules/main.c``, ``runpy``); the tests follow coverage.py's.
+It follows CPython (``Modules/main.c``, ``runpy``); its tests follow those of coverage.py.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from autofit.worker.records.trials import Script
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A script or module, compiled and ready to be run as ``__main__``."""
+    """A script or module, compiled and ready to run as ``__main__``."""
 
     code: CodeType
     main: ModuleType
     argv0: str
     path0: str
-    """What goes to ``sys.path[0]``."""
+    """The value of ``sys.path[0]``."""
 
 
 def load(script: Script) -> Program:
-    """Return the program ``script`` names; raise what Python would (``SyntaxError``, ...)."""
+    """Return the program that ``script`` names; raise what Python would raise (``SyntaxError``)."""
     return _load_module(script.target) if script.module else _load_path(script.target)
 
 
 def become(program: Program, script: Script) -> None:
-    """Make the process look as if Python had started ``script``, short of running it."""
+    """Set up the process as Python does for ``script``, without running it."""
     sys.argv = [program.argv0, *script.args]
     option = ["-m"] if script.module else []
     sys.orig_argv = [sys.executable, *option, script.target, *script.args]
@@ -44,7 +44,7 @@ def become(program: Program, script: Script) -> None:
 
 
 def run(program: Program) -> None:
-    """Run the program's code in its ``__main__`` module; what it raises comes through."""
+    """Run the program's code in its ``__main__`` module; its errors propagate."""
     exec(program.code, program.main.__dict__)
 
 

@@ -1,9 +1,10 @@
-"""No trace: what a trial writes to disk lands in a scratch folder, and goes with it.
+"""Keeps a trial's files out of the user's folders: they go to a scratch folder, which is deleted.
 
-The process gets a mount namespace of its own in which every top-level directory is an overlay:
-reads come from the real files, writes go to the scratch folder. Scripts see their paths, names and
-permissions unchanged. Needs no privilege where the kernel lets users make namespaces
-(user_namespaces(7), overlayfs in the kernel's documentation); elsewhere ``isolate`` says no.
+The process gets its own mount namespace, in which each top-level directory is an overlay. Reads
+come from the real files, and writes go to the scratch folder. The script sees the same paths, names
+and permissions. This needs no privilege if the kernel lets users create namespaces
+(user_namespaces(7), and overlayfs in the kernel's documentation). Otherwise ``isolate`` returns
+``False``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _NOT_DISKS = {"proc", "sys", "dev", "run"}
 
 
 def contain(scratch: Path, rank: int, ranks: int, reporter: Reporter, control: int) -> bool:
-    """Send what this process writes to disk to ``scratch``, where all ranks find it.
+    """Redirect this process's file writes to ``scratch``, which all ranks share.
 
-    ``control``: the descriptor on which the parent answers; nobody listens there yet, because this
-    must come before any thread. Returns whether that could be done.
+    ``control``: the descriptor of the parent's answers. This function reads it itself, because it
+    must run before any thread starts. Returns whether the writes are redirected.
     """
     if ranks == 1:
         return isolate(scratch)
@@ -48,10 +49,10 @@ def contain(scratch: Path, rank: int, ranks: int, reporter: Reporter, control: i
 
 
 def isolate(scratch: Path) -> bool:
-    """Send what this process and its children write to disk to ``scratch``.
+    """Redirect the file writes of this process and its children to ``scratch``.
 
-    Returns whether that holds for the working directory. Call it while the process has a single
-    thread. Where the system refuses, nothing has changed.
+    Returns whether that holds for the working directory. The process must have a single thread. If
+    the system refuses, nothing has changed.
     """
     user, group, here = os.getuid(), os.getgid(), os.getcwd()
     device = os.stat(here).st_dev
@@ -70,14 +71,14 @@ def isolate(scratch: Path) -> bool:
     for place in cover.in_turn(Path("/")):
         if place.name not in _NOT_DISKS:
             cover(place)
-    os.chdir(here)  # the same path, now through the overlay
+    os.chdir(here)  # the same path, but now inside the overlay
     return os.stat(here).st_dev != device
 
 
 def join(process: int) -> None:
-    """See the disks as ``process``, another of ours, does since it was isolated (setns(2)).
+    """Enter the namespaces of ``process``, another rank that is isolated (setns(2)).
 
-    Call it while this process has a single thread. Raises ``OSError`` where the system refuses.
+    This process must have a single thread. Raises ``OSError`` if the system refuses.
     """
     here = os.getcwd()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -90,7 +91,7 @@ def join(process: int) -> None:
 
 
 class _Cover:
-    """Lays overlays over places, whose writes go to folders in ``scratch``."""
+    """Mounts overlays on directories; their writes go to folders in ``scratch``."""
 
     def __init__(self, libc: ctypes.CDLL, scratch: Path) -> None:
         self._libc, self._scratch = libc, scratch
@@ -98,7 +99,7 @@ class _Cover:
         self._mounts = list(_mounts())
 
     def __call__(self, place: Path) -> None:
-        """Cover ``place``; its subdirectories where a mount below, which is locked, forbids it."""
+        """Cover ``place``, or its subdirectories if a locked mount below it forbids that."""
         below = any(place in mount.parents for mount in self._mounts)
         if not below and not _is_writable(place) and not any(map(_is_writable, _folders(place))):
             return
@@ -106,7 +107,7 @@ class _Cover:
         upper, work = folder / "upper", folder / "work"
         for each in (upper, work):
             each.mkdir(parents=True)
-        # Without `userxattr` a folder cannot be deleted: its mark would need a privilege.
+        # Without `userxattr`, deleting a directory would need a privilege for its mark.
         layers = {"lowerdir": place, "upperdir": upper, "workdir": work}
         options = ",".join(["userxattr", *(f"{key}={_escaped(at)}" for key, at in layers.items())])
         where, settings = os.fsencode(place), os.fsencode(options)
@@ -115,7 +116,7 @@ class _Cover:
                 self(child)
 
     def in_turn(self, place: Path) -> list[Path]:
-        """Return the directories in a place; what holds ``scratch`` last: covered, it hides it."""
+        """Return the directories in a place; the one that holds ``scratch`` comes last."""
         return sorted(
             (each for each in _folders(place) if each != self._scratch),
             key=lambda each: (self._scratch.is_relative_to(each), each),
@@ -123,13 +124,13 @@ class _Cover:
 
 
 def _mounts() -> Iterator[Path]:
-    """Yield where something is mounted; proc_pid_mountinfo(5) writes spaces as octal numbers."""
+    """Yield the mount points; proc_pid_mountinfo(5) writes spaces as octal numbers."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         yield Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split()[4]))
 
 
 def _folders(place: Path) -> list[Path]:
-    """Return the directories in a place, links left out; none where they may not be listed."""
+    """Return the directories in a place, without links; none if listing is not allowed."""
     try:
         with os.scandir(place) as entries:
             return [Path(each) for each in entries if each.is_dir(follow_symlinks=False)]
@@ -142,5 +143,5 @@ def _is_writable(place: Path) -> bool:
 
 
 def _escaped(path: Path) -> str:
-    """Return ``path`` as an option of mount(2): commas and colons separate there."""
+    """Return ``path`` as an option of mount(2), where commas and colons are separators."""
     return "".join(f"\\{letter}" if letter in "\\,:" else letter for letter in str(path))

@@ -1,9 +1,8 @@
-"""Tells the parent what the script writes: checkpoints, and whether it has written anything.
+"""Tells the parent which checkpoints the script writes, and whether it has written any file.
 
-A run that is started again finds the checkpoints; one that has written nothing may start over.
-``torch.save`` and the zip writer behind it open files in C++, libraries write bytes of their own
-through ``open`` and put files in place by renaming them: the first is seen at its seam, the others
-through Python's audit events (PEP 578).
+A run that starts again finds the checkpoints. One that has written nothing may simply start over.
+``torch.save`` opens its file in C++, so it is wrapped. Other libraries write through ``open`` and
+rename files, which Python's audit events report (PEP 578).
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from autofit.worker.harness.process import import_hooks
 from autofit.worker.records.trials import Saved, Wrote
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".pkl", ".pickle", ".npz")
-"""How the names of checkpoints end."""
+"""Suffixes of checkpoint files."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 
-class Saves:
-    """Notices what is saved, and reports it at the next optimizer step: by then it is whole."""
+class SavedFiles:
+    """Notes files that are written, and reports them at the next optimizer step, when complete."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._written: dict[str, None] = {}
-        """Checkpoints in the order they were last written in."""
+        """Checkpoints in the order in which they were last written."""
         self._wrote = False
         home = Path.home()
         self._aside = tuple(
             f"{folder}{os.sep}"
             for folder in ("/dev", "/proc", "/sys", tempfile.gettempdir(), home / ".cache")
         )
-        """Folders of what nobody keeps: caches, devices, temporary files."""
+        """Folders of temporary files, caches and devices."""
 
     def attach(self, *, checkpoints: bool) -> None:
-        """Watch from now on; audit hooks stay for the life of the process.
+        """Start to watch; audit hooks stay until the process ends.
 
-        ``checkpoints``: say which are written, too.
+        ``checkpoints``: report the checkpoints too.
         """
         if not checkpoints:
             sys.addaudithook(self._heard_first)
@@ -54,13 +53,13 @@ class Saves:
         import_hooks.after_import("safetensors.torch", self._watch_safetensors)
 
     def flush(self, *_: object) -> None:
-        """Report what has been written since the last step."""
+        """Report the checkpoints that were written since the last step."""
         written, self._written = self._written, {}
         for path in written:
             self._reporter.send(Saved(path=path))
 
     def note(self, path: object) -> None:
-        """Take note of a file if its name is that of a checkpoint."""
+        """Note a file that was written, and whether its name is that of a checkpoint."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return
         name = os.path.abspath(os.fsdecode(path))

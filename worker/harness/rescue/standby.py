@@ -1,19 +1,18 @@
-"""Rescue of a root that runs plainly: nothing of it is changed until memory has run out.
+"""Rescues calls that run whole; nothing of the model changes until memory has run out.
 
-A plan that does not split the batch leaves a root as the script has it: its own graph, its own
-gradients, bit by bit. Beside that a few things are noted at each call: the arguments, the state of
-the random generators, and in backward the gradient that reaches each output. When memory runs out
+A plan that does not split the batch leaves a root as the script has it: its graph and its gradients
+are the same bit by bit. Each call is noted: its arguments, the random state, and in backward the
+gradient of each output. When memory runs out
 
-* in forward, the call starts over in chunks, and so does every later one;
-* in backward, the graph can be of no more use, but the script holds it. What it saved is let go
-  (``SavedTensor.register_hooks`` puts nothing in its place), and the batch runs again in chunks,
-  for the parameters alone whose ``.grad`` has not changed, from the gradients that were noted. The
-  script's own call of ``backward`` then returns as if nothing had happened.
+* in forward, the call starts again in chunks, and so does every later call;
+* in backward, the graph is useless, but the script still holds it. Its saved tensors are freed
+  (``SavedTensor.register_hooks`` replaces them by nothing). The batch runs again in chunks from the
+  noted gradients, for the parameters whose ``.grad`` has not changed. The script's own call of
+  ``backward`` then returns as usual.
 
-How the batch is split is proven only then. Where it cannot be, the error goes on its way with the
-reason added; so it does where a gradient cannot be told from its surroundings: the script keeps
-the graph for another pass, the arguments need gradients, the loss uses parameters by itself, or
-two outputs of which one is made from the other.
+The split is verified only then. If it is refused, the error propagates with the reason added. The
+same holds if a gradient could be wrong: the script keeps the graph for another pass, the arguments
+need gradients, the loss uses parameters directly, or one output is computed from another.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 _OURS = "autofit"
-"""Names, in a node's own dictionary, the root's outputs that it made."""
-LOST = "memory that runs out in this model cannot be made up for"
+"""Key in a node's own dictionary for the root's outputs that it made."""
+LOST = "a shortage of memory in this model ends the run"
 
 
 class RescuedRoot(Protocol):
@@ -83,60 +82,60 @@ class RescuedRoot(Protocol):
 
 @dataclass(eq=False)
 class PlainCall:
-    """What is known of one call of a root that ran plainly."""
+    """What is known of one call that ran whole."""
 
     root: RescuedRoot
     batch: Batch | None
-    """``None`` once backward is through."""
+    """``None`` after backward."""
     training: bool
     start: RandomState
     ambient: Ambient
     versions: list[int] = field(default_factory=list)
-    """After forward, of the tensors among the arguments and of the model's own."""
+    """Versions, after forward, of the tensor arguments and the model's own tensors."""
     in_place: int = 0
-    """Outputs that are tensors by themselves, before any other. They stay in their places where
-    chunks are asked for no cache: that is no tensor, or a tuple of some."""
+    """Number of outputs that are plain tensors, before the first that is not. They have the same
+    positions if the chunks return no cache."""
     noted: bool = False
-    """Its outputs are followed."""
+    """The gradients of its outputs are noted."""
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What backward has brought to each output."""
+    """The gradient of each output, from backward."""
 
     def without_cache(self) -> Batch:
-        """Return the arguments as chunks are given them."""
+        """Return the arguments that the chunks receive."""
         assert self.batch is not None
         args, kwargs = self.batch.call(self.batch.leaves)
         return Batch.of(args, without_cache(self.root.module, kwargs))
 
-    def leaves_out_cache(self) -> bool:
-        """Return whether chunks return no cache where this call returned one."""
+    def drops_cache(self) -> bool:
+        """Return whether the chunks return no cache although this call returned one."""
         assert self.batch is not None
         _, kwargs = self.batch.call(self.batch.leaves)
         return without_cache(self.root.module, kwargs) is not kwargs
 
 
 class Standby:
-    """Watches the plain calls of a run's roots."""
+    """Notes the calls of a run's roots, and finishes them in chunks when memory runs out."""
 
     def __init__(self, seams: Seams, is_shortage: Callable[[BaseException], bool]) -> None:
         self._seams = seams
         self._is_shortage = is_shortage
         self._tensors: dict[int, list[torch.Tensor]] = {}
-        """Parameters and buffers of each root (by ``id``) that has been called."""
+        """Parameters and buffers of each root that was called, keyed by the root's ``id``."""
         self._leaves: list[torch.Tensor] = []
-        """The parameters among them, each once."""
+        """The distinct parameters among them."""
         self._blind: set[int] = set()
-        """Roots (by ``id``) of whose calls nothing can be noted: those run as they are."""
+        """``id`` of the roots whose calls cannot be noted; they run without a rescue."""
         self._elsewhere: dict[int, bool] = {}
-        """Which roots (by ``id``) draw from Python's or NumPy's generators."""
+        """Whether a root (by ``id``) draws from Python's or NumPy's generators."""
         self._running: list[PlainCall] | None = None
-        """Calls whose outputs the running backward pass has reached; ``None`` while none runs."""
+        """Calls whose outputs the present backward pass has reached; ``None`` outside of one."""
         self._unusual = False
-        """The script differentiates otherwise than by one backward pass through each graph."""
+        """The script does more than one backward pass through each graph."""
 
     # --- forward ---------------------------------------------------------------------------
 
     def call(self, root: RescuedRoot, args: Any, kwargs: Any) -> Any:
-        """Run the root plainly; in chunks, and from now on, when memory runs out."""
+        """Run the root whole; after a shortage, run this call and all later ones in chunks."""
         blind = id(root) in self._blind
         call = None if blind else beside(lambda: self._note(root, args, kwargs), None, LOST)
         if call is None:
@@ -153,7 +152,7 @@ class Standby:
             if not call.noted:
                 self._blind.add(id(root))
             return output
-        with _reported(failure, self._is_shortage):
+        with _with_reason(failure, self._is_shortage):
             self._split(call, failure, "forward")
         failure.__traceback__ = None  # it holds this frame, which holds the batch
         call.start.restore()
@@ -178,7 +177,7 @@ class Standby:
         return versions + [tensor._version for tensor in self._tensors[id(root)]]
 
     def _follow(self, call: PlainCall, output: Any) -> bool:
-        """Return that it is noted which node made each output, and what reaches it in backward."""
+        """Note which graph node made each output, and register hooks for their gradients."""
         assert call.batch is not None
         call.versions = self._versions(call.root, call.batch)
         if id(call.root) not in self._elsewhere:
@@ -187,7 +186,7 @@ class Standby:
         call.in_place = _tensors_first(output)
         for index, leaf in enumerate(flatten(output)[0]):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                _made_by(leaf.grad_fn)[leaf.output_nr] = call, index
+                _root_outputs_of(leaf.grad_fn)[leaf.output_nr] = call, index
                 leaf.register_hook(self._receiver(call, index))
         return True
 
@@ -206,7 +205,7 @@ class Standby:
         self._unusual = True
 
     def _split(self, call: PlainCall, error: BaseException, phase: str) -> None:
-        """Run the root in chunks from now on; raise ``Refused`` when that is no way out."""
+        """Run the root in chunks from now on; raise ``Refused`` if that cannot help."""
         if self._unusual:
             reason = "the script calls torch.autograd.grad, or keeps a graph for another backward"
             raise Refused(reason)
@@ -226,7 +225,7 @@ class Standby:
     # --- backward --------------------------------------------------------------------------
 
     def backward(self, tensors: Any, run: Callable[[], None], *, keeps_graph: bool) -> None:
-        """Run the script's backward pass; end it in chunks when memory runs out."""
+        """Run the script's backward pass; finish it in chunks if memory runs out."""
         self._unusual |= keeps_graph
         before = beside(self._gradients, None, LOST)
         calls: list[PlainCall] = []
@@ -243,8 +242,8 @@ class Standby:
         if failure is not None:
             if before is None:
                 raise failure
-            with _reported(failure, self._is_shortage):
-                self._go_on(tensors, calls, before, failure)
+            with _with_reason(failure, self._is_shortage):
+                self._finish_in_chunks(tensors, calls, before, failure)
             failure.__traceback__ = None
         for call in calls:
             call.cotangents.clear()
@@ -252,21 +251,21 @@ class Standby:
                 call.batch = None
 
     def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
-        """Return the gradient of each parameter, and that one's version."""
+        """Return each parameter's gradient and its version."""
         gradients = [leaf.grad for leaf in self._leaves]
         return [(grad, 0 if grad is None else grad._version) for grad in gradients]
 
-    def _go_on(
+    def _finish_in_chunks(
         self,
         tensors: Any,
         calls: Sequence[PlainCall],
         before: Sequence[tuple[torch.Tensor | None, int]],
         error: BaseException,
     ) -> None:
-        """Bring the rest of the gradients into ``.grad``; raise ``Refused`` when they are lost."""
+        """Compute the missing gradients into ``.grad``; raise ``Refused`` if some are lost."""
         traceback.clear_frames(error.__traceback__)
         graph = Graph(tensors)
-        self._refuse_what_is_lost(graph, calls)
+        self._refuse_unless_complete(graph, calls)
         pairs = zip(self._leaves, before, strict=True)
         missing = {id(leaf) for leaf, then in pairs if not _changed(leaf, *then)}
         graph.release()
@@ -279,7 +278,7 @@ class Standby:
             self._finish(call, graph, missing)
         now.restore()
 
-    def _refuse_what_is_lost(self, graph: Graph, calls: Sequence[PlainCall]) -> None:
+    def _refuse_unless_complete(self, graph: Graph, calls: Sequence[PlainCall]) -> None:
         if graph.leaves:
             raise Refused("the gradients do not come through the model's output alone")
         if {id(call) for call in graph.used} != {id(call) for call in calls}:
@@ -289,7 +288,7 @@ class Standby:
                 raise Refused("the model was called several times before this backward pass")
             if not call.noted:
                 raise Refused("the model's output cannot be followed")
-            if call.leaves_out_cache() and max(outputs) >= call.in_place:
+            if call.drops_cache() and max(outputs) >= call.in_place:
                 raise Refused("an output that the loss uses comes after a cache")
             if not outputs <= call.cotangents.keys():
                 raise Refused("it ran out before the gradients had reached the model")
@@ -310,16 +309,16 @@ class Standby:
 
 
 class Graph:
-    """What is behind the tensors that the script differentiates."""
+    """The autograd graph behind the tensors that the script differentiates."""
 
     def __init__(self, tensors: Any) -> None:
         first = tensors if isinstance(tensors, (tuple, list)) else [tensors]
         self.leaves: set[int] = set()
-        """Leaves (by ``id``) that are reached on another way than through a root."""
+        """``id`` of the leaves that are reached without passing through a root."""
         self.inner_leaves: set[int] = set()
-        """Those that are reached through a root."""
+        """``id`` of the leaves that are reached through a root."""
         self.used: dict[PlainCall, set[int]] = {}
-        """The roots' calls behind the tensors, and which of their outputs are used."""
+        """The roots' calls behind the tensors, with the outputs that are used."""
         self._nodes: set[Node] = set()
         outputs: set[Node] = set()
         for edge in walk(edges_of(first), self._nodes, lambda edge: _output_at(edge) is None):
@@ -342,7 +341,7 @@ class Graph:
                 self.inner_leaves.add(id(variable))
 
     def release(self) -> None:
-        """Let go what the graph has saved for backward; it can be of no more use."""
+        """Free the saved tensors of the graph, which is of no more use."""
         for node in self._nodes:
             for name in dir(node):
                 if name.startswith("_raw_saved_"):
@@ -351,11 +350,11 @@ class Graph:
 
 def _output_at(edge: Edge) -> tuple[PlainCall, int] | None:
     """Return the call and the position of the root's output at an edge; ``None`` elsewhere."""
-    return _made_by(edge[0]).get(edge[1])
+    return _root_outputs_of(edge[0]).get(edge[1])
 
 
-def _made_by(node: Node) -> dict[int, tuple[PlainCall, int]]:
-    """Return the roots' outputs that ``node`` made; kept in the dictionary that each node has."""
+def _root_outputs_of(node: Node) -> dict[int, tuple[PlainCall, int]]:
+    """Return the roots' outputs that ``node`` made, from the node's own dictionary."""
     metadata: Any = node.metadata  # a property, though torch declares a method
     made: dict[int, tuple[PlainCall, int]] = metadata.setdefault(_OURS, {})
     return made
@@ -367,16 +366,16 @@ def _empty(node: Node, name: str) -> None:
     except RuntimeError:  # released by backward
         return
     for each in saved if isinstance(saved, (tuple, list)) else [saved]:
-        with contextlib.suppress(RuntimeError):  # released, never there, or under other hooks
-            each.register_hooks(lambda tensor: None, _gone)
+        with contextlib.suppress(RuntimeError):  # freed, missing, or under other hooks
+            each.register_hooks(lambda tensor: None, _freed)
 
 
-def _gone(packed: None) -> torch.Tensor:
-    raise RuntimeError("memory ran out in a backward pass through this graph: it is gone")
+def _freed(packed: None) -> torch.Tensor:
+    raise RuntimeError("memory ran out in a backward pass through this graph: autofit freed it")
 
 
-class _reported:
-    """Raises the shortage again, the reason added, when the rescue is refused or fails for it."""
+class _with_reason:
+    """Raises the shortage again, with the reason added, if the rescue is refused or fails."""
 
     def __init__(self, failure: BaseException, is_shortage: Callable[[BaseException], bool]):
         self._failure = failure
@@ -399,7 +398,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _tensors_first(output: Any) -> int:
-    """Return how many outputs are tensors by themselves, before any that is something else."""
+    """Return how many outputs are plain tensors, before the first that is not."""
     parts = tree_leaves(output, is_leaf=lambda each: each is not output)
     return sum(1 for _ in takewhile(lambda each: isinstance(each, torch.Tensor), parts))
 

@@ -1,1 +1,1 @@
-"""One script under one plan: its roots, its steps, and what is known of it."""
+"""A session: the roots of one script, their plans, and what is known of the script."""

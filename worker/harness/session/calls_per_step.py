@@ -1,4 +1,4 @@
-"""How many calls of the first root an optimizer step takes, which says how many samples it sees."""
+"""Counts how many calls of the first root an optimizer step has, to know its number of samples."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-class StepCalls:
-    """Counts them where a session tells of them.
+class CallsPerStep:
+    """Counts the calls of a session's first root.
 
-    A pass whose gradients the script drops before any optimizer steps, to try its model or to
-    write a reference, is no part of the first step.
+    A backward pass whose gradients the script drops before the first step is not part of that step:
+    the script may have tried its model, or written a reference.
     """
 
     def __init__(self) -> None:
         self.seen = 0
-        """Since the last step of the leading optimizer."""
-        self._through = 0  # of those, what a backward pass has followed
-        self._tried = 0  # of those, the ones whose gradients were dropped
+        """Calls since the last step of the leading optimizer."""
+        self._through = 0  # calls that were followed by a backward pass
+        self._tried = 0  # calls whose gradients were dropped
         self._steps = 0
         self._begun = False
 
     @property
     def taken(self) -> int:
-        """Those whose gradients this step takes, so far; one at least."""
+        """The calls so far whose gradients this step uses; at least one."""
         return max(1, self.seen - (self._tried if self._steps == 0 else 0))
 
     def called(self, *, first: bool) -> None:
@@ -35,23 +35,24 @@ class StepCalls:
         self._through = self.seen
 
     def dropped(self, owner: nn.Module | Optimizer, root: nn.Module) -> None:
-        """Note that gradients of ``owner``, a model or an optimizer, are dropped or set to zero."""
+        """Note that gradients of ``owner``, a model or an optimizer, are dropped or zeroed."""
         if not self._begun and self._through and shares(owner, root):
             self._tried = self._through
 
     def step_begins(self) -> None:
-        """Note that an optimizer steps: an LBFGS drops gradients meanwhile, at each evaluation."""
+        """Note a step: an LBFGS drops gradients within it, which is no trial of the model."""
         self._begun = True
 
     def step_ended(self) -> None:
-        """Begin to count anew."""
+        """Start to count the next step."""
         self.seen, self._steps = 0, self._steps + 1
 
     def learns(self, calls: int, known: int) -> bool:
-        """Return whether ``calls``, of the step that is ending, are to be taken for every step's.
+        """Return whether ``calls`` of the step that is ending should become the known number.
 
-        Those of the first, as a rule; of the second where it takes more than is ``known``, and what
-        came before the first was a pass of a step in two passes (SAM's), no trial.
+        The first step decides as a rule. The second decides if it has more calls than are ``known``
+        and a backward pass came before the first: the optimizer then needs two passes a step, as
+        SAM does.
         """
         return self._steps == 0 or (self._steps == 1 and self._tried > 0 and calls > known)
 

@@ -1,4 +1,4 @@
-"""Whose an error is, by the code it came through: a strategy's, a library's, the script's own."""
+"""Finds whose error it is from its traceback: a technique, a library, or the script."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import harness
 
-ROOM = strategies.__name__
-"""The package of the strategies."""
+STRATEGIES = strategies.__name__
+"""Name of the package of the strategies."""
 SPLIT = f"{harness.__name__}.batch.chunked_root"
-"""Where the batch is split: the code of ``micro_batch``, outside that package."""
+"""The module that splits the batch: the code of ``micro_batch`` outside that package."""
 
 
 def fault_of(error: BaseException, plan: Plan) -> Refused | None:
-    """Return the refusal that an error is, where a strategy of ``plan`` knows it as its own."""
+    """Return the refusal that ``error`` amounts to, if a strategy of ``plan`` recognizes it."""
     for strategy, _ in plan:
         if reason := strategy.fault(error):
             return Refused(reason, strategy.name)
@@ -25,9 +25,9 @@ def fault_of(error: BaseException, plan: Plan) -> Refused | None:
 
 
 def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
-    """Return the strategy of ``plan`` whose code an error came through last, if it is known.
+    """Return the strategy of ``plan`` whose code the error passed last; ``None`` if unknown.
 
-    They call one another's functions; one that is not in the plan is not at fault.
+    Strategies call functions of one another, so only those in the plan are considered.
     """
     homes = {strategy.name: type(strategy).__module__ for strategy, _ in plan}
     found = None
@@ -40,19 +40,19 @@ def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
 
 
 def raised_by_script(traceback: TracebackType | None) -> bool:
-    """Return whether a line of the script itself raised it, with no strategy's code on the way."""
+    """Return whether the script itself raised the error, not called from a technique's code."""
     *through, last = ["", *_names(traceback)]
-    ours = any(name == SPLIT or name.startswith(f"{ROOM}.") for name in through)
+    ours = any(name == SPLIT or name.startswith(f"{STRATEGIES}.") for name in through)
     return last == "__main__" and not ours
 
 
 def _names(traceback: TracebackType | None) -> Iterator[str]:
-    """Yield the name of the module of each frame, the outermost first."""
+    """Yield the module name of each frame, outermost first."""
     while traceback is not None:
         yield traceback.tb_frame.f_globals.get("__name__", "")
         traceback = traceback.tb_next
 
 
 def _is_within(name: str, home: str) -> bool:
-    """Return whether a module is a strategy's: its own file, or one of its folder."""
+    """Return whether a module is the strategy's own file, or in its folder."""
     return name == home or name.startswith(f"{home}.")

@@ -1,6 +1,7 @@
-"""The optimizer whose steps are the training's: the first that steps, then that of the next one.
+"""The optimizer whose steps count as training steps.
 
-Nothing here depends on when the script's objects are freed: ranks decide alike.
+It is the first that steps, until the optimizer of a later model replaces it. Nothing here depends
+on when the script's objects are freed, because all ranks must decide alike.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from torch.optim import Optimizer
 from autofit.worker.harness.session.calls_per_step import shares
 
 WITHOUT = 2
-"""Steps of a later model's optimizer without one of the leader's, by which it leads."""
+"""A later model's optimizer leads after so many steps without one of the present leader."""
 
 
-class Leader:
-    """Tells the steps that count, also where a script trains several times in one process."""
+class LeadingOptimizer:
+    """Tells which optimizer steps count, also if the script trains several models in turn."""
 
     def __init__(self) -> None:
         self._optimizer: Callable[[], Optimizer | None] | None = None
         self._later: Callable[[], nn.Module | None] = lambda: None
-        """The model met last, where that was after a step that counted; until the next of these."""
+        """The newest model, if it came after a step that counted; until the next such step."""
         self._without = 0
 
     def met(self, module: nn.Module) -> None:
-        """Notice a model that is trained from now on: beside the others, or after them."""
+        """Notice a new root; its optimizer may lead later."""
         if self._optimizer is not None:
             self._later, self._without = weakref.ref(module), 0
 
     def leads(self, optimizer: Optimizer) -> bool:
         """Return whether a step of ``optimizer`` counts.
 
-        The first one's do, until that of a model met later steps again and again without it.
+        The first optimizer leads. It is replaced once the optimizer of a later model has made
+        ``WITHOUT`` steps in a row without it.
         """
         if self._optimizer is not None and self._optimizer() is not optimizer:
             later = self._later()

@@ -1,11 +1,11 @@
-"""A real run: the script trains under a plan, and goes on when that does not hold or fit."""
+"""A real run: trains under a plan, and changes to a fallback if the plan fails or does not fit."""
 
 from __future__ import annotations
 
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from traceback import clear_frames
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
-from autofit.facts import Facts, RootFacts
+from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
 from autofit.worker.harness.parent.pipe import Reporter
@@ -28,6 +28,7 @@ from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
+from autofit.worker.oom.attempt import attempt, is_shortage
 from autofit.worker.oom.classifier import Kind, classify, classify_retries
 from autofit.worker.records.trials import (
     LaunchRequest,
@@ -40,91 +41,90 @@ from autofit.worker.records.trials import (
 )
 
 LEANER = 0.95
-"""A plan is taken for want of memory whose peak was below this share of the present one's."""
-MAKES_NO_COPY = "memory has no room for a copy of the model, to verify on"
+"""After a shortage, a fallback must have a peak below this share of the present plan's."""
+NO_ROOM_FOR_COPY = "memory has no room for a copy of the model, to verify on"
 
 
 class RealRun(Session):
-    """Trains under a plan that was verified elsewhere; goes on under another where it must.
+    """Trains under a plan that was verified elsewhere, with other plans as fallbacks.
 
-    Nothing is tried out on the script's own model: what no process has verified so far is verified
-    on copies of it, when it comes.
+    Nothing is tried on the script's own model. A plan that no process has verified is verified on a
+    copy of the model first.
     """
 
     def __init__(self, request: LaunchRequest, reporter: Reporter, meter: Meter) -> None:
-        """``request``: its first plan is the run's, the others are what it may fall back to."""
-        super().__init__(meter)
-        self.facts = Facts(world_size=request.ranks)
+        """``request``: its first plan is the run's, the others are the fallbacks."""
+        known = Known(tell=reporter.send, of=reporter.rank)
+        known.hear(request.proven)
+        super().__init__(meter, known, request.ranks)
         self.index = 0
         self.over = False
-        self.known = Known(tell=reporter.send, of=reporter.rank)
-        self.known.hear(request.proven)
         self._plans = request.plans
         self._peaks = request.peaks or (0,) * len(request.plans)
         self._left: list[int] = list(range(1, len(request.plans)))
-        """The plans, by their position, that it may still fall back to."""
+        """Positions of the fallbacks that are left."""
         self._reporter = reporter
         self._retries: deque[int] = deque(maxlen=3)
-        """Of the allocator, after the last steps."""
+        """Retries of the allocator after each of the last steps."""
         self._retries_before = 0
-        """Of these, until the first step was done, or the last with a proof."""
+        """Retries up to the first step, or up to the last step with a check."""
         self._standby = Standby(self.seams, self._is_shortage)
         self._start: RandomState | None = None
-        """Of the generators, when the present call of a root began."""
-        self._open = 0
-        """Calls of all roots since the last backward pass: their graphs stand."""
+        """Random state at the start of the present call."""
+        self._open_graphs = 0
+        """Calls of all roots since the last backward pass; their graphs still exist."""
         self._broken: tuple[int, str, str | None] | None = None
-        """The plan under which a call failed, the error, and whose code it came through."""
+        """The plan under which a call failed, the error, and the strategy at fault."""
         self.seams.loader = False
 
     @property
     def plan(self) -> Plan:
-        """The plan of the moment."""
+        """The present plan."""
         return self._plans[self.index]
 
     def plan_for(self, root: HarnessRoot) -> Plan:
-        """Return the plan of the moment."""
+        """Return the present plan."""
         return self.plan
 
     def plans(self) -> tuple[Plan, ...]:
-        """Return the plan of the run, and those that it may fall back to."""
+        """Return the plan of the run, then its fallbacks."""
         return self._plans
 
     def optimizer_plan(self) -> Plan:
-        """Return the plan of the moment, from the first optimizer on."""
+        """Return the present plan; it applies from the first optimizer on."""
         return self.plan
 
     # --- another plan ----------------------------------------------------------------------
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
-        """Go on under another plan; end the run where there is none."""
-        if self._open > 1 or not self._falls_back(str(refusal), refusal.strategy):
+        """Continue under a fallback; end the run if there is none."""
+        if self._open_graphs > 1 or not self._falls_back(str(refusal), refusal.strategy):
             raise refusal
         self._restart_call()
 
     def optimizer_refused(self, refusal: Refused) -> None:
-        """Step under another plan; end the run where there is none."""
+        """Step under a fallback; end the run if there is none."""
         if not self._falls_back(str(refusal), refusal.strategy):
             raise refusal
 
     def optimizer_broke(self, error: Exception) -> bool:
-        """Step under another plan, if one is left and this is no shortage."""
+        """Step under a fallback, if one is left and the error is no shortage."""
         if classify(error).kind is not Kind.NOT_OOM:
             return False
         culprit = error_source.blamed(error.__traceback__, self.plan)
-        return self._falls_back(_said(error), culprit)
+        return self._falls_back(_first_line(error), culprit)
 
-    def starved(self, error: Exception) -> bool:
-        """Go on under a leaner plan where memory ran out in a call, if one is left."""
-        if self._open > 1 or not self._is_shortage(error):
+    def retry_after_shortage(self, error: Exception) -> bool:
+        """Continue under a leaner plan after a shortage in a call, if one is left."""
+        if self._open_graphs > 1 or not self._is_shortage(error):
             return False
         peak = self._peaks[self.index]
         leaner = [n for n in self._left if 0 < self._peaks[n] < LEANER * peak] if peak else []
-        return self._falls_back(_said(error), None, leaner)
+        return self._falls_back(_first_line(error), None, leaner)
 
-    def broke(self, root: HarnessRoot, error: Exception) -> bool:
-        """Make a call that failed again, without a plan: whose fault is it?"""
-        if self._broken is not None or self.plan.neutral or self._open > 1:
+    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
+        """Repeat a failed call without a plan, to find out whether the plan is at fault."""
+        if self._broken is not None or self.plan.neutral or self._open_graphs > 1:
             return False
         if classify(error).kind is not Kind.NOT_OOM:
             return False
@@ -132,16 +132,16 @@ class RealRun(Session):
         if neutral is None:
             return False
         culprit = error_source.blamed(error.__traceback__, self.plan)
-        self._broken = self.index, _said(error), culprit
+        self._broken = self.index, _first_line(error), culprit
         self.index = neutral
         return True
 
-    def go_on(self) -> None:
-        """Begin the present call once more."""
+    def prepare_retry(self) -> None:
+        """Restore the random state of the start of the call."""
         self._restart_call()
 
-    def ran(self, root: HarnessRoot) -> None:
-        """Where a call failed under a plan and went well without: that plan is given up."""
+    def call_succeeded(self, root: HarnessRoot) -> None:
+        """Give up the plan, if the call failed under it and succeeded without it."""
         if self._broken is None:
             return
         index, reason, culprit = self._broken
@@ -151,8 +151,11 @@ class RealRun(Session):
     def _falls_back(
         self, reason: str, blamed: str | None, among: Sequence[int] | None = None
     ) -> bool:
-        """Take the next plan that is left and holds nothing of what is ``blamed``."""
-        if self.facts.world_size > 1:  # the other ranks would not
+        """Change to the next fallback that does not contain the ``blamed`` strategy's level.
+
+        ``among``: the fallbacks to choose from. Returns whether there was one.
+        """
+        if self.facts.world_size > 1:  # the other ranks would keep their plan
             return False
         now = self.plan
         wrong = {blamed: now[blamed]} if blamed else {}
@@ -178,36 +181,34 @@ class RealRun(Session):
         if self._start is not None:
             self._start.restore()
 
-    def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Run a call, from whose beginning it may go on under another plan."""
-        if self._left and torch.is_grad_enabled():
-            self._open += 1
+    def call_begins(self) -> None:
+        """Store the random state, from which the call may start again under another plan."""
+        if self._left:
+            self._open_graphs += 1
             self._start = RandomState.now()
-        return super()._guarded(root, args, kwargs)
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
-        """Apply a plan; one that nobody has verified is verified on a copy of the model first."""
+        """Apply a plan; if no process has verified it, verify it on a copy of the model first."""
         if known or not shows_in_calls(plan, self.facts):
             root.apply(plan)
             return False
         if is_sharded(root.module):
-            return super().prove(root, plan, args, kwargs, known=known)
-        try:
-            module = copied(root.module, weights=True)
-            trial = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
-            trial.learn(root.facts)
-            prove(trial, plan, args, kwargs, self.facts)
-            trial.take_back()
-        except Exception as error:
-            if not self._is_shortage(error):
-                raise
-            clear_frames(error.__traceback__)
-            raise Refused(MAKES_NO_COPY) from None
+            return self.prove_on_model(root, plan, args, kwargs, known=known)
+        check = partial(self._prove_on_copy, root, plan, args, kwargs)
+        if not attempt(check, corroborated=self.meter.short).fits:
+            raise Refused(NO_ROOM_FOR_COPY)
         root.apply(plan)
         return True
 
-    def common(self, facts: RootFacts) -> RootFacts:
-        """Learn how many ranks train together, whoever has started them."""
+    def _prove_on_copy(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+        module = copied(root.module, weights=True)
+        copy = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
+        copy.learn(root.facts)
+        prove(copy, plan, args, kwargs, self.facts)
+        copy.take_back()
+
+    def agree_on_facts(self, facts: RootFacts) -> RootFacts:
+        """Learn how many ranks train together, also if another launcher has started them."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._learn(world_size=torch.distributed.get_world_size())
         return facts
@@ -229,41 +230,35 @@ class RealRun(Session):
             standby=self._standby if alone else None,
         )
 
-    def backward(self, tensors: Any, run: Callable[[], None]) -> None:
-        """Run the script's backward pass, in smaller parts where memory runs out."""
-        keeps = self.seams.keeps_graph
-        self._open = 0
-        super().backward(tensors, lambda: self._standby.backward(tensors, run, keeps_graph=keeps))
+    def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run a backward pass; finish it in chunks if memory runs out."""
+        self._open_graphs = 0
+        self._standby.backward(tensors, run, keeps_graph=self.seams.keeps_graph)
 
-    def grad(self, inputs: Any) -> None:
-        """Notice ``torch.autograd.grad``: what is differentiated so is not run in parts."""
+    def gradients_asked(self) -> None:
+        """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
         self._standby.grad()
-        super().grad(inputs)
-
-    def backward_to(self, inputs: Any) -> None:
-        """Notice a backward pass for ``inputs`` alone: nor is that run in parts."""
-        self._standby.grad()
-        super().backward_to(inputs)
 
     def _is_shortage(self, error: BaseException) -> bool:
-        return classify(error, corroborated=self.meter.short()).kind is Kind.OOM
+        return is_shortage(error, self.meter.short)
 
     def shortage(self, found: OutOfMemory) -> None:
-        """Tell the parent, which tells the user and the store."""
+        """Report a shortage to the parent, which tells the user and the store."""
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
     def learned(self) -> None:
-        """Tell the parent, which needs it to find a leaner plan."""
+        """Report the facts to the parent, which needs them to find a leaner plan."""
         self._reporter.send(Learned(facts=self.facts))
 
     def boundary(self) -> None:
-        """After the first step the device holds all that libraries load: let the cap follow.
+        """Reset the meter after the first step, and watch the allocator.
 
-        That the allocator had to retry in a proof says nothing of the steps after it.
+        Retries of the allocator during a check say nothing about later steps, so they are not
+        counted.
         """
         first, proven = self.steps == 1, self.proven()
         if proven or (first and not self.plan.neutral):
-            self.meter.release()  # what the proof, or making the optimizer's state, has left cached
+            self.meter.release()  # the check, or the new optimizer state, leaves cached memory
         if first:
             self.meter.reset()
         if first or proven:
@@ -272,10 +267,10 @@ class RealRun(Session):
         self._watch_headroom()
 
     def _watch_headroom(self) -> None:
-        """Cut the batch smaller once the allocator empties its cache in two steps on end.
+        """Halve the chunks once the allocator empties its cache in two steps in a row.
 
-        It gets on by waiting for the device and asking it anew: the error is not far then, and
-        the step is slow already.
+        The allocator then waits for the device and allocates anew. Steps are already slow, and a
+        shortage is near.
         """
         split = [r.elastic for r in self.roots if r.elastic and r.elastic.micro_batch > 1]
         if not split:
@@ -290,7 +285,7 @@ class RealRun(Session):
         self._retries.clear()
 
     def script_ended(self) -> None:
-        """Tell what the run came to."""
+        """Report steps and peaks of the run."""
         peak = self.meter.peak()
         self._reporter.send(
             Ran(
@@ -303,6 +298,6 @@ class RealRun(Session):
         )
 
 
-def _said(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the type and the first line of an error."""
     return "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]

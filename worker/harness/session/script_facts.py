@@ -1,4 +1,4 @@
-"""Learns what a script is from its live objects."""
+"""Finds out what a script is from its live objects."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ FRAMEWORKS = {
     "pytorch_lightning": "lightning",
     "accelerate": "accelerate",
 }
-"""Module prefix of a calling frame to the framework that drives the loop, outermost wins."""
+"""Maps the module prefix of a frame to the framework; the outermost frame decides."""
 
 
 def describe(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
     """Return the facts of a root, from the module and its first call.
 
-    Of one that cannot be looked at: what allows least.
+    If the module cannot be examined, the facts are those that allow the fewest techniques.
     """
     lost = "the model cannot be described, and few techniques fit it"
     return beside(lambda: _described(root, args, kwargs), _unknown(root), lost)
@@ -95,10 +95,10 @@ def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
 
 
 def batch_dimension_uncertain(facts: RootFacts, batch: Batch) -> bool:
-    """Return whether the first dimension of a call's arguments may be time, and not the batch.
+    """Return whether the first dimension of a call's arguments may be time instead of the batch.
 
-    Where no split tells: of sequences, unless an argument has one number for each sample. In a
-    Hugging Face model the batch comes first.
+    Only asked where no split tells. It may be time if all arguments are sequences, and none has one
+    number per sample. Hugging Face models always have the batch first.
     """
     from autofit.worker.harness.verification.split_check import batched_arguments
 
@@ -111,9 +111,9 @@ def batch_dimension_uncertain(facts: RootFacts, batch: Batch) -> bool:
 
 
 def _numel_here(tensor: torch.Tensor) -> int:
-    """Return the elements that this rank holds: of what is sharded, its own part.
+    """Return the elements that this rank holds: of a DTensor, its own shard.
 
-    None yet of what is made in the first call.
+    A lazy parameter has none before the first call.
     """
     if is_lazy(tensor):
         return 0
@@ -130,7 +130,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def framework() -> str:
-    """Return which framework drives the loop that is running, by its frames on the stack."""
+    """Return which framework drives the running loop, from the frames on the stack."""
     found = "torch"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -143,7 +143,7 @@ def framework() -> str:
 
 
 def tf32_on(module: nn.Module) -> bool:
-    """Return whether products of float32 may be computed in TF32; cuDNN may by default."""
+    """Return whether float32 products may be computed in TF32; cuDNN may do so by default."""
     if not any(parameter.is_cuda for parameter in module.parameters()):
         return False
     convolves = (nn.modules.conv._ConvNd, nn.RNNBase)

@@ -1,7 +1,10 @@
-"""What the harness does at the seams: the part that a trial and a real run share.
+"""Handles the events of one process, in a trial, a real run or a decorated function.
 
-A session meets the roots, applies a plan to each at its next call, and notices where memory runs
-out. ``trial.Trial`` measures plan after plan at step boundaries; ``real.RealRun`` trains.
+A session meets the roots, applies a plan to each at its next call, and notices shortages of memory.
+A subclass decides which plan applies and what follows from a refusal or a shortage:
+``measurement.trial.Trial`` measures plan after plan at step boundaries, ``real_run.RealRun``
+trains. The methods up to ``describe_uncalled_model`` are its decisions; none of the others is
+overridden.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
 from autofit.worker.harness.patching.weight_views import Process
 from autofit.worker.harness.session import error_source, uncalled_model
 from autofit.worker.harness.session import script_facts as learn
-from autofit.worker.harness.session.calls_per_step import StepCalls
-from autofit.worker.harness.session.leading_optimizer import Leader
+from autofit.worker.harness.session.calls_per_step import CallsPerStep
+from autofit.worker.harness.session.leading_optimizer import LeadingOptimizer
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.torch_state.guarded import beside
@@ -43,6 +46,7 @@ from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.short_of_memory import checking, in_check
 from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.meter import Meter
+from autofit.worker.oom.attempt import Outcome, attempt
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
 from autofit.worker.records.trials import CHECK, OutOfMemory
 
@@ -51,34 +55,35 @@ BATCH = "which dimension the batch is"
 BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
 TRANSFORMED = "the script calls the model inside a transform of torch.func"
 SETTLED = 2
-"""Optimizer steps without a new root after which no more are looked for."""
+"""Optimizer steps without a new root after which the search for roots ends."""
 
 
 class Session:
-    """Handles the seams of one process."""
+    """Handles the events of one process."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, known: Known | None = None, ranks: int = 1) -> None:
+        """``known``: what was verified of the roots before; ``ranks``: that train together."""
         self.meter = meter
         self.seams = Seams(self)
         self.calls = Calls()
         self.optimizers = Optimizers(self)
         self.reads = gradient_reads.Reads(lambda: self._learn(gradients_read=True))
         self.roots: list[HarnessRoot] = []
-        self.facts = Facts()
+        self.facts = Facts(world_size=ranks)
         self.phase = OUTSIDE
-        """What the script was doing when it was last heard of; where an error came from."""
-        self.step_calls = StepCalls()
-        """Of the first root; only a trial counts them."""
+        """What the script does now, for reports of errors."""
+        self.step_calls = CallsPerStep()
+        """Counts the calls of the first root; only a trial uses it."""
         self.steps = 0
-        """Optimizer steps of the leading optimizer: the first that stepped."""
-        self._leader = Leader()
+        """Steps of the leading optimizer."""
+        self._leader = LeadingOptimizer()
         self._quiet_steps = 0
         self._undos: list[Undo] = []
-        """Of what the first plan has changed in the process."""
-        self.known = Known()
-        """What has been proven of the roots."""
+        """Undos of the changes that the first plan made in the process."""
+        self.known = known or Known()
+        """What was verified of the roots."""
         self._proofs = 0
-        """Made of all roots when that was looked at last."""
+        """Checks of all roots, when ``proven`` was called last."""
 
     def start(self) -> None:
         """Attach to torch, which the script has just imported."""
@@ -91,8 +96,8 @@ class Session:
             self.optimizers.attach()
 
     def stop(self) -> None:
-        """Leave torch, and the roots, as they were."""
-        with ExitStack() as stack:  # the last first; the others too where one fails
+        """Restore torch and the roots."""
+        with ExitStack() as stack:  # last in, first out; all of them run even if one fails
             for undo in (self.seams.detach, self.calls.clear, self.reads.stop, *self._undos):
                 stack.callback(undo)
             stack.callback(self.optimizers.detach)
@@ -102,10 +107,10 @@ class Session:
 
     @property
     def size(self) -> int | None:
-        """The samples at a time that are being measured."""
+        """The samples in a chunk that are being measured; ``None`` outside a measurement."""
         return None
 
-    # --- what a session decides ------------------------------------------------------------
+    # --- decisions of a subclass ------------------------------------------------------------
 
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return how this session treats ``module``, which becomes a root."""
@@ -116,7 +121,7 @@ class Session:
         raise NotImplementedError
 
     def plans(self) -> tuple[Plan, ...]:
-        """Return every plan that this session may be under."""
+        """Return every plan that this session may apply."""
         raise NotImplementedError
 
     def changes_optimizers(self) -> bool:
@@ -124,11 +129,11 @@ class Session:
         return any(changes_of(plan) for plan in self.plans())
 
     def optimizer_plan(self) -> Plan:
-        """Return the plan under which the next optimizer step is taken."""
+        """Return the plan for the next optimizer step."""
         raise NotImplementedError
 
     def optimizer_refused(self, refusal: Refused) -> None:
-        """Answer a strategy that cannot keep its promise on an optimizer."""
+        """Respond to a strategy that cannot keep its promise on an optimizer."""
         raise NotImplementedError
 
     def splits(self) -> bool:
@@ -136,73 +141,102 @@ class Session:
         raise NotImplementedError
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
-        """Answer a strategy that cannot keep its promise on ``root``."""
+        """Respond to a strategy that cannot keep its promise on ``root``."""
         raise NotImplementedError
 
     def shortage(self, found: OutOfMemory) -> None:
-        """Notice that memory ran out (and the step goes on in smaller chunks, where it can)."""
+        """Notice that memory ran out; the step continues in smaller chunks if it can."""
         raise NotImplementedError
 
-    def spoilt(self, failure: NotTakenBack) -> NoReturn:
-        """Answer that memory ran out while a plan was taken back: the model is neither's."""
+    def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
+        """Respond to a shortage while a plan was undone: the model is in no defined state."""
         raise failure.error
 
-    def broke(self, root: HarnessRoot, error: Exception) -> bool:
-        """Return whether a call that failed is made again, under another plan."""
+    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether a failed call runs again under another plan."""
         return False
 
     def optimizer_broke(self, error: Exception) -> bool:
-        """Return whether a step that failed, and changed nothing, is taken under another plan."""
+        """Return whether a step that failed and changed nothing runs again."""
         return False
 
-    def ran(self, root: HarnessRoot) -> None:
-        """Notice that a call with gradients went well."""
+    def call_succeeded(self, root: HarnessRoot) -> None:
+        """Notice that a call with gradients succeeded."""
+
+    def call_begins(self) -> None:
+        """Notice that a call with gradients begins, before anything of it has run."""
 
     def root_called(self, root: HarnessRoot) -> None:
-        """Notice a call with gradients."""
+        """Notice a call with gradients of a root whose facts are known."""
+
+    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return what ``run``, a call of ``root``, returns."""
+        return run()
+
+    def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run a backward pass of the script."""
+        run()
+
+    def gradients_asked(self) -> None:
+        """Notice that the script differentiates for chosen inputs, not for all parameters."""
+
+    def call_failed(self) -> None:
+        """Notice that the script receives the error of a call or a backward pass."""
+
+    def can_shrink(self, phase: str) -> bool:
+        """Return whether a split call that ran out of memory continues in smaller chunks."""
+        return True
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` is about to step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` has stepped, before the step is counted."""
 
     def loss(self, value: torch.Tensor) -> None:
-        """Notice a number the script differentiates."""
+        """Notice a scalar that the script differentiates."""
 
-    def starved(self, error: Exception) -> bool:
-        """Return whether a call that has failed is made again because memory ran out in it."""
+    def retry_after_shortage(self, error: Exception) -> bool:
+        """Return whether a call that ran out of memory runs again."""
         return False
 
-    def go_on(self) -> None:
-        """Choose the plan under which it is made again."""
+    def prepare_retry(self) -> None:
+        """Choose the plan for the retry."""
 
     def boundary(self) -> None:
-        """The leading optimizer has stepped; may raise to end the script."""
+        """Notice a step of the leading optimizer; may raise to end the script."""
 
     def learned(self) -> None:
         """Notice that ``facts`` has changed."""
 
-    def too_large(self, error: BaseException) -> None:
-        """Learn of the model what can be learned where memory has run out before its first call."""
+    def describe_uncalled_model(self, error: BaseException) -> None:
+        """Learn the facts of a model that ran out of memory before its first call."""
         if not self.roots and (found := uncalled_model.facts_of(error)) is not None:
             self._learn(roots=(found,))
 
-    # --- seams -----------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------
 
     def modules(self) -> tuple[nn.Module, ...]:
-        """Return the roots met so far."""
+        """Return the modules of the roots so far."""
         return tuple(root.module for root in self.roots if root.alive)
 
     def proven(self) -> bool:
-        """Return whether something was proven of a root since this was asked last."""
+        """Return whether a check has run since the last call of this method."""
         before, self._proofs = self._proofs, sum(root.proof.proofs for root in self.roots)
         return self._proofs > before
 
     def sensitivity(self) -> float:
-        """Return what rounding does to the gradients of a root, at most, as proofs have found."""
+        """Return the largest effect of rounding on the gradients of a root."""
         return max((n.gradients for r in self.roots if (n := r.proof.sensitivity)), default=0.0)
 
     def new_root(self, module: nn.Module) -> None:
-        """Take charge of a root's calls."""
+        """Handle the calls of a new root."""
         known = self.known.of(module)
         self._leader.met(module)
         self._proofs -= sum(each.proof.proofs for each in self.roots if not each.alive)
-        self.roots = [each for each in self.roots if each.alive]  # of another training, before
+        self.roots = [
+            each for each in self.roots if each.alive
+        ]  # drop the roots of an earlier training
         policy = self.policy(module)
         root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known, policy)
         self.roots.append(root)
@@ -210,11 +244,11 @@ class Session:
         self.calls.wrap(module, lambda _: lambda *args, **kwargs: self._call(root, args, kwargs))
 
     def inner_call(self) -> None:
-        """Notice autocast that the script entered inside a root, where no plan did.
+        """Notice autocast that the script itself enters inside a root.
 
-        Nor anything that a plan has put around each call, as it does where weights come in bf16.
+        It says nothing if the plan or a wrapper around every call may have entered it.
         """
-        if not self.roots:  # inside a backward: a checkpoint around the whole model, say
+        if not self.roots:  # a checkpoint around the whole model runs it inside backward
             return
         plain = self.roots[-1].plan.neutral and not self.seams.around
         if not self.facts.autocast and plain and autocast_on():
@@ -227,7 +261,7 @@ class Session:
             self.loss(first.detach())
         self.phase = "backward"
         with inside(self.seams):
-            self._watched(run)
+            self._reporting_shortages(lambda: self.around_backward(tensors, run))
         self.reads.fresh = True
         self.phase = OUTSIDE
         self.step_calls.backward_ended()
@@ -237,17 +271,19 @@ class Session:
 
         A chunk's graph is freed once its backward has run, so autograd cannot reach them.
         """
+        self.gradients_asked()
         refuse_gradient(inputs)
-        if self._asked(inputs):
+        if self._split_roots_of(inputs):
             strategy = step_in_backward.STRATEGY if self.seams.stepping else "micro_batch"
             raise Refused(BY_ITSELF, strategy)
 
     def backward_to(self, inputs: Any) -> None:
-        """Refuse a split where the script runs backward for some parameters alone."""
-        if self._asked(inputs):
+        """Refuse a split if the script runs backward for some parameters alone."""
+        self.gradients_asked()
+        if self._split_roots_of(inputs):
             raise Refused(BY_ITSELF, "micro_batch")
 
-    def _asked(self, inputs: Any) -> list[HarnessRoot]:
+    def _split_roots_of(self, inputs: Any) -> list[HarnessRoot]:
         """Return the split roots with parameters among ``inputs``; learn of any root's."""
         asked = {id(each) for each in (inputs if isinstance(inputs, (tuple, list)) else [inputs])}
         alive = (root for root in self.roots if root.alive)
@@ -257,33 +293,35 @@ class Session:
         return [root for root in roots if root.elastic is not None]
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``args`` with the tensors that outputs among them stand for."""
+        """Return ``args`` with lazy outputs replaced by their tensors."""
         return tuple(each.value() if isinstance(each, LazyOutput) else each for each in args)
 
     def module_changes(self) -> None:
-        """Let outputs that wait be there before something of a model is another."""
+        """Run delayed calls before an attribute of a module changes."""
         if self.seams.delayed_calls:
             self.seams.run_delayed_calls()
 
     def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
-        """Learn that the script sets gradients to zero; calls may have been no part of a step."""
+        """Notice that gradients are zeroed: the calls before may be no part of a step."""
         if in_place and not self.facts.gradients_zeroed:
             self._learn(gradients_zeroed=True)
         if self.roots and self.roots[0].alive:
             self.step_calls.dropped(owner, self.roots[0].module)
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        """Notice that one parameter is about to step by itself, in backward."""
+        """Notice that one parameter is about to step during backward."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Note where the script is."""
+        """Note the phase, and run delayed calls."""
         self.seams.run_delayed_calls()
         self.step_calls.step_begins()
         self.reads.fresh = False
         self.phase = "optimizer step"
+        self.optimizer_begins(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Count the step if it is the leader's; look for roots until they are known."""
+        """Count the step if it is the leading optimizer's; look for roots until they are known."""
+        self.optimizer_stepped(optimizer)
         self.phase = OUTSIDE
         name = type(optimizer).__name__
         before = self.facts.optimizers if self.facts.stepped else ()
@@ -306,7 +344,7 @@ class Session:
         self.step_calls.step_ended()
 
     def optimizer_made(self) -> None:
-        """Look for roots again: another training may begin in this process, a fold say."""
+        """Look for roots again: the script may start another training, a fold for example."""
         self._quiet_steps = 0
         self.seams.look_for_roots()
 
@@ -315,65 +353,69 @@ class Session:
     def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if self.seams.delayed_calls:
             args, kwargs = materialize((args, kwargs))
-        return self._handled(root, args, kwargs, lambda: self._guarded(root, args, kwargs))
+        return self._root_call(root, args, kwargs, lambda: self._with_phase(root, args, kwargs))
 
-    def _again(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Make a call that was put off, and noticed when it was."""
+    def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a delayed call; its root was already noticed."""
 
         def run() -> Any:
-            return self._until_it_runs(root, lambda: Session._run(self, root, args, kwargs))
+            return self._run_until_answered(root, lambda: self._run(root, args, kwargs))
 
-        return self._handled(root, args, kwargs, run)
+        return self._root_call(root, args, kwargs, run)
 
-    def _handled(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` makes of a call; inside another root the call is its own."""
+    def _root_call(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return the result of ``run``; a call inside another root runs as the script has it."""
         if self.seams.inside:
             return root.own_call(*args, **kwargs)
         try:
             return run()
         except NotTakenBack as failure:
-            self.spoilt(failure)
+            self.not_taken_back(failure)
         finally:
             root.proof.drop_plain_results()
 
-    def _guarded(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+    def _with_phase(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             self.phase = "evaluation"
             output = root.call(args, kwargs)
             self.phase = OUTSIDE
             return output
+        self.call_begins()
         self.phase, self.reads.fresh = "forward", False
         if root.facts is None:
-            self._meet(root, args, kwargs)
+            self._describe_root(root, args, kwargs)
         self.root_called(root)
-        return self._until_it_runs(root, lambda: self._run(root, args, kwargs))
+        return self._run_until_answered(
+            root,
+            lambda: self.around_run(root, args, kwargs, lambda: self._run(root, args, kwargs)),
+        )
 
-    def _until_it_runs(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` does, under one plan after another until it is answered."""
+    def _run_until_answered(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
+        """Return the result of ``run``, under one plan after another until one succeeds."""
         self.phase = "forward"
         while True:
             self.seams.watch_inside = self.plan_for(root).neutral
             try:
                 with inside(self.seams):
-                    output = self._watched(run)
+                    output = self._reporting_shortages(run)
             except Refused as refusal:
                 root.take_back()
                 self.refused(root, refusal)
             except Exception as error:
-                if not (self.starved(error) or self.broke(root, error)):
+                if not (self.retry_after_shortage(error) or self.retry_after_error(root, error)):
                     raise
-                clear_frames(error.__traceback__)  # they hold what did not fit
+                clear_frames(error.__traceback__)  # they hold the tensors that did not fit
                 root.take_back()
-                root.proof.drop_plain_results()  # what did run has moved the statistics of batches
+                root.proof.drop_plain_results()  # the failed call has changed running statistics
                 self.phase = "forward"
-                self.go_on()
+                self.prepare_retry()
             else:
                 self.phase = OUTSIDE
-                self.ran(root)
+                self.call_succeeded(root)
                 return output
 
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Run a call under the plan of the moment, applied and proven first if it is new."""
+        """Run a call under the present plan; apply and verify a new plan first."""
         plan = self.plan_for(root)
         if transformed():
             changes = [strategy.name for strategy, _ in plan if strategy.changes_models]
@@ -383,46 +425,52 @@ class Session:
         if root.plan != plan:
             self.turn_to(root, plan, args, kwargs)
         if self.optimizers.prepare():
-            self.meter.release()  # what state in another form has left in the allocator's cache
-        waits = root.delay(args, kwargs, partial(self._again, root), self._entered)
+            self.meter.release()  # converting the optimizer's state leaves cached memory
+        waits = root.delay(args, kwargs, partial(self._repeat, root), self._run_delayed)
         return root.call(args, kwargs) if waits is None else waits
 
-    def _entered(self, run: Callable[[], Any]) -> Any:
-        """Run a root's call that has waited for the use of its output."""
+    def _run_delayed(self, run: Callable[[], Any]) -> Any:
+        """Run a part of a delayed call."""
         self.phase = "forward"
         with inside(self.seams):
-            output = self._watched(run)
+            output = self._reporting_shortages(run)
         self.phase = OUTSIDE
         return output
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
-        """Apply ``plan``, which is new, to ``root``; raise ``Refused`` with the reason if not."""
+        """Apply a new plan to ``root``; raise ``Refused`` with the reason if it is impossible."""
         if self.turn(root, plan, args, kwargs, known=root.proof.is_known(plan)):
             root.proof.remember(plan)
 
     def turn(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
-        """Apply ``plan``, proven if it is not ``known``; return whether it was."""
+        """Apply ``plan``, verified unless it is ``known``; return whether it was verified now."""
         for strategy, level in plan:
             if reason := strategy.inapplicable(level, self.facts):
                 raise Refused(reason, strategy.name)
         return not root.resize(plan) and self.prove(root, plan, args, kwargs, known=known)
 
-    def common(self, facts: RootFacts) -> RootFacts:
-        """Return what all ranks take a root for that this one has met."""
+    def agree_on_facts(self, facts: RootFacts) -> RootFacts:
+        """Return the facts of a root that all ranks use."""
         return facts
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
-        """Apply ``plan`` to ``root``; raise ``Refused`` unless it keeps its promise here."""
+        """Apply ``plan``, and verify it if needed; return whether it was verified now."""
+        return self.prove_on_model(root, plan, args, kwargs, known=known)
+
+    def prove_on_model(
+        self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool
+    ) -> bool:
+        """Apply ``plan``; raise ``Refused`` unless it keeps its promise on the script's model."""
         with checking():
             return prove(root, plan, args, kwargs, self.facts, known=known)
 
-    def _meet(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+    def _describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         facts = learn.describe(root.outer, args, kwargs)
         root.learn(facts)
         if not facts.batch_norm and not transformed():
             with inside(self.seams):
                 facts = self._with_samples(root, facts, args, kwargs)
-        root.learn(self.common(facts))
+        root.learn(self.agree_on_facts(facts))
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
         autocast = self.facts.autocast or autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
@@ -431,11 +479,11 @@ class Session:
     def _with_samples(
         self, root: HarnessRoot, facts: RootFacts, args: Any, kwargs: Any
     ) -> RootFacts:
-        """Return a root's facts with the samples in its first call, and prove how it is split.
+        """Return a root's facts with the samples in its first call; verify how it is split.
 
-        Now, before the weights have moved: a model that has diverged answers every sample alike,
-        and then any way to put its parts together looks right. Where nothing is split, an earlier
-        launch may have found which dimension the batch is.
+        This must happen before the weights change: a diverged model gives every sample the same
+        output, and any rule of joining chunks would then look right. If nothing is split, an
+        earlier process may have found which dimension is the batch.
         """
         kwargs = without_cache(root.module, kwargs)
         lost = "how many samples a call of the model has cannot be told"
@@ -445,17 +493,14 @@ class Session:
         dim: int | None = root.proof.evidence.get(BATCH)
         if self.splits():
             try:
-                layout = root.layout(batch)
+                outcome = attempt(lambda: root.layout(batch), corroborated=self.meter.short)
+            except Refused:  # a plan that splits the batch is refused later, with the reason
+                outcome = Outcome()
+            if (layout := outcome.value) is not None:
                 before, dim = dim, layout.dim
-                facts = replace(facts, dropout=facts.dropout or layout.draws)  # by hand, too
+                facts = replace(facts, dropout=facts.dropout or layout.draws)
                 if dim != before:
                     root.proof.evidence.put(dim, BATCH)
-            except Refused:
-                pass  # refused again, with its reason, when a plan asks for it
-            except Exception as error:
-                if classify(error, corroborated=self.meter.short()).kind is not Kind.OOM:
-                    raise
-                clear_frames(error.__traceback__)  # they hold what did not fit
         if dim is None or not (batched := batched_arguments(batch, dim)):
             return replace(facts, batch_doubted=learn.batch_dimension_uncertain(facts, batch))
         return replace(facts, batch=Layout(dim, batched, ()).size(batch))
@@ -464,35 +509,37 @@ class Session:
         self.facts = replace(self.facts, **changes)
         self.learned()
 
-    def _watched(self, run: Callable[[], Any]) -> Any:
-        """Run a part of a root; take note if memory runs out in it."""
+    def _reporting_shortages(self, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` returns; report a shortage of memory in it."""
         try:
             return run()
         except Exception as error:
             found = classify(error, corroborated=self.meter.short())
             if found.kind is Kind.OOM:
-                told = self._described(found, None)
+                told = self._out_of_memory(found, None)
                 self.shortage(replace(told, phase=CHECK) if in_check(error) else told)
             elif found.kind is Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
                 clear_frames(error.__traceback__)
                 raise refusal from None
+            if not isinstance(error, Refused):
+                self.call_failed()
             raise
 
     def _fault(self, error: Exception) -> Refused | None:
-        """Return the refusal that an error is, where a strategy of the plan knows it."""
+        """Return the refusal that an error amounts to, if a strategy of the plan knows it."""
         plans = dict.fromkeys(root.plan for root in self.roots)
         return next(filter(None, (error_source.fault_of(error, plan) for plan in plans)), None)
 
     def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
-        """Note a shortage inside a split root, whose step goes on smaller."""
+        """Note a shortage inside a split root; return whether to continue in smaller chunks."""
         found = classify(error, corroborated=self.meter.short())
         if found.kind is not Kind.OOM:
             raise error
         self.phase = phase
-        self.shortage(self._described(found, size))
-        return True
+        self.shortage(self._out_of_memory(found, size))
+        return self.can_shrink(phase)
 
-    def _described(self, found: Diagnosis, size: int | None) -> OutOfMemory:
+    def _out_of_memory(self, found: Diagnosis, size: int | None) -> OutOfMemory:
         return OutOfMemory(
             phase=self.phase,
             message=found.message,

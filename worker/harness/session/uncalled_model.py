@@ -1,8 +1,8 @@
-"""Facts of a model that memory ran out for before it was called: too large for the device.
+"""Describes a model that ran out of memory before its first call: it is too large for the device.
 
-The traceback leads to it. A model that was being made is made again on the meta device, where it
-takes no memory; one that was being moved, or loaded into, is whole as it is. One that the
-script puts together itself, outside any class, cannot be made again.
+The model is found through the traceback. A model that was under construction is constructed again
+on the meta device, which needs no memory. One that was being moved or loaded is complete. A model
+that the script assembles outside any class cannot be constructed again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autofit.worker.harness.torch_state.frames import OURS
 
 
 def facts_of(error: BaseException) -> RootFacts | None:
-    """Return the facts of the largest model that the script held or was making.
+    """Return the facts of the largest model in the frames of ``error``.
 
-    ``None`` where the traceback of ``error`` leads to none that has something to train.
+    ``None`` if they hold no model with trainable parameters.
     """
     found = [
         replace(describe(module, (), {}), called=False)
@@ -37,7 +37,7 @@ def facts_of(error: BaseException) -> RootFacts | None:
 
 
 def _modules(error: BaseException) -> Iterator[nn.Module]:
-    """Yield the modules that the traceback's frames hold, and the one that was being made."""
+    """Yield the modules in the traceback's frames, and the one under construction."""
     making = False
     seen: set[int] = set()
     for frame in _frames(error):
@@ -53,7 +53,7 @@ def _modules(error: BaseException) -> Iterator[nn.Module]:
 
 
 def _is_described(module: nn.Module) -> bool:
-    """Whether its parameters have sizes, and some of them are trained."""
+    """Return whether all parameters have a size, and some are trained."""
     held = [*module.parameters(), *module.buffers()]
     return not any(is_lazy(each) for each in held) and any(each.requires_grad for each in held)
 
@@ -72,13 +72,17 @@ def _makes_module(frame: FrameType) -> bool:
 
 
 def _made_again(frame: FrameType) -> nn.Module | None:
-    """Return what the ``__init__`` that runs in ``frame`` makes, on the meta device."""
+    """Construct the module that ``frame``, its ``__init__``, was making, on the meta device."""
     given, count = inspect.getargvalues(frame), frame.f_code.co_argcount
     args = [given.locals[name] for name in given.args[1:count]]
     args += given.locals[given.varargs] if given.varargs else ()
     kwargs = {name: given.locals[name] for name in given.args[count:]}
     kwargs |= given.locals[given.keywords] if given.keywords else {}
     made: nn.Module | None = None
-    with suppress(Exception), redirect_stdout(StringIO()), torch.device("meta"):  # user's own code
+    with (
+        suppress(Exception),
+        redirect_stdout(StringIO()),
+        torch.device("meta"),
+    ):  # the user's own code may fail
         made = type(given.locals["self"])(*args, **kwargs)
     return made

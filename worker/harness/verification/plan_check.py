@@ -1,8 +1,8 @@
-"""Does a plan keep its promise on this model and batch? Measured on a few samples of it.
+"""Checks on a few samples whether a plan keeps its promise on this model and batch.
 
-The root's outputs' gradients under the plan are compared with the plain root's: equal within the
-order of sums for what claims to be exact, within the lower precision's rounding for the rest. How
-a split batch is joined is proven apart (``probe``), whenever a new structure of arguments comes.
+The gradients of the root's outputs under the plan are compared with those of the plain root. A plan
+that claims to be exact may differ only by the order of sums. Other plans may differ by the rounding
+of their precision. ``split_check`` verifies separately how the chunks of a batch are joined.
 """
 
 from __future__ import annotations
@@ -61,21 +61,22 @@ from autofit.worker.harness.verification.split_check import (
     preserved,
 )
 from autofit.worker.harness.verification.tolerances import TOLERANCES
+from autofit.worker.oom.attempt import Outcome, attempt
 from autofit.worker.oom.classifier import Kind, classify
 
 Effects = tuple[Digest, dict[Key, Change | NewValue]]
-"""A call's gradients, and what it changed of the state that it can reach."""
+"""The gradients of a call, and its changes of the state that it can reach."""
 
 Saved = Callable[[], AbstractContextManager[object]]
-"""Makes a context that says where what autograd saves is kept."""
+"""Makes a context that decides where autograd's saved tensors are stored."""
 
 Answer = TypeVar("Answer")
 
 Way = tuple[str, int, Saved]
-"""A name, the samples at most, and where what autograd saves for them is kept."""
+"""A name, the largest number of samples, and where their saved tensors are stored."""
 
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
-"""Proven, it stands for the plain model where that does not fit."""
+"""Once verified, it replaces the plain model where that does not fit."""
 
 
 class CheckedRoot(Protocol):
@@ -127,13 +128,14 @@ class CheckedRoot(Protocol):
 def prove(
     root: CheckedRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
 ) -> bool:
-    """Apply ``plan`` to ``root`` and compare; raise ``Refused`` when the promise does not hold.
+    """Apply ``plan`` to ``root`` and compare; raise ``Refused`` if the promise does not hold.
 
-    ``known``: it does, as far as it depends on no size, nor on how noisy gradients are: that is
-    found in each launch, of the weights it begins with. Returns whether it was proven.
+    ``known``: an earlier check has passed. It still counts unless the plan depends on the batch
+    size, or the tolerance depends on noise, which every process measures with its own weights.
+    Returns whether a check ran.
     """
     root.proof.check_begins()
-    shown = _shown(plan)
+    shown = _in_calls(plan)
     noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING
     known = known and not any(strategy.sized for strategy, _ in shown)
     known = known and (root.proof.noise_measured_here or not noisy)
@@ -148,54 +150,55 @@ def prove(
         args, kwargs = strategy.telling(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
     told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
-    attempt = partial(
+    check = partial(
         _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told)
     )
     with silenced(root.module) if redraws else nullcontext():
         if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
-            _without_code(root, attempt, alone=facts.world_size == 1)
+            _without_code(root, check, alone=facts.world_size == 1)
         else:
-            attempt()
+            check()
     return True
 
 
 def shows_in_calls(plan: Plan, facts: Facts) -> bool:
-    """Return whether calls of a root under ``plan`` are to give what they give without it."""
-    shown = _shown(plan)
+    """Return whether ``plan`` touches calls of a root, and promises the same results."""
+    shown = _in_calls(plan)
     return not shown.neutral and shown.fidelity(facts) is not Fidelity.RECIPE
 
 
-def _without_code(root: CheckedRoot, attempt: Callable[[], None], *, alone: bool) -> None:
-    """Prove a plan without the code that the script has compiled, which is not for few samples.
+def _without_code(root: CheckedRoot, check: Callable[[], None], *, alone: bool) -> None:
+    """Check a plan without the script's own ``torch.compile``, which is not meant for few samples.
 
-    With it where memory has no room otherwise: fused, it may need much less. Others would not.
+    If memory is too small, check with it: fused code may need much less memory. Several ranks do
+    not retry, because the other ranks might have had enough memory.
     """
-    try:
-        with uncompiled():
-            attempt()
-    except Exception as error:
-        if not alone or classify(error).kind is not Kind.OOM:
-            raise
-        clear_frames(error.__traceback__)  # they hold what did not fit
+    with uncompiled():
+        if not alone:
+            check()
+            return
+        fits = attempt(check).fits
+    if not fits:
         root.proof.drop_plain_results()
-        attempt()
+        check()
 
 
 def _prove(
     root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
-    """Apply ``plan`` and compare; ``call``: how it differs from the script's own.
+    """Apply ``plan`` and compare; ``call`` describes how the call differs from the script's own.
 
-    Where nothing rounds, with biases and norms a little off: what shows only once they are trained
-    is to show here. What rounds is judged by the noise of the weights as they are.
+    For an exact plan, biases and norms are perturbed a little: an error that only appears once they
+    are trained must appear here. For a plan that rounds, the noise of the present weights is the
+    measure.
     """
     unsized = plan.unsized
     root.take_back()
-    rounds = _shown(plan).fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
+    rounds = _in_calls(plan).fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
     call = (rounds, *call)
     try:
         with nullcontext() if rounds else vectors_perturbed(root.module):
-            if _shown(unsized).neutral:
+            if _in_calls(unsized).neutral:
                 root.apply(unsized)
             else:
                 expected, found = _beside_plain(root, unsized, batch, call)
@@ -203,7 +206,7 @@ def _prove(
                     _prove_exact(root, unsized, batch, facts, call=call)
             if unsized == plan:
                 return
-            # Beside the rest of the plan, which has just been proven.
+            # The rest of the plan has just been checked; it is the reference here.
             some = _samples(batch, _chunk(plan, batch))
             expected = _applied(root, some)
             root.apply(plan)
@@ -218,39 +221,37 @@ def _prove(
 def _prove_and_blame(
     root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
-    """Do as ``_prove``; name the strategy that a refusal of several is due to, if it is one.
+    """Check as ``_prove`` does; name the strategy at fault if a plan of several is refused.
 
-    It is the one that is refused by itself too, or that memory has no room to ask while the others
-    hold; what rounds is asked first. Else it is how they work together, and none is named. Where
-    ranks meet in a forward nothing is asked, as others may not refuse: it is the one that rounds.
+    Each strategy is checked alone, those that round first. The one at fault is refused alone too,
+    or it is the only one that memory has no room to check. Otherwise their combination fails, and
+    no name is given. If the ranks communicate in a forward, nothing more is run, because the other
+    ranks may not have refused: the only strategy that rounds is named.
     """
     try:
         _prove(root, plan, batch, facts, call=call)
         return
     except Refused as failure:
-        shown = sorted(_shown(plan.unsized), key=lambda each: -each[0].fidelity(each[1], facts))
+        shown = sorted(_in_calls(plan.unsized), key=lambda each: -each[0].fidelity(each[1], facts))
         if failure.strategy is not None or len(shown) < 2:
             raise
-        refusal = Refused(str(failure))  # without frames that hold tensors
+        refusal = Refused(str(failure))  # a new error: the frames of the first hold tensors
     rounding = [s.name for s, level in shown if s.fidelity(level, facts) is Fidelity.ROUNDING]
     if _communicates(root.module):
         raise Refused(str(refusal), rounding[0] if len(rounding) == 1 else None)
-    unasked: list[str] = []
+    unchecked: list[str] = []
     for strategy, level in shown:
+        check = partial(_prove, root, Plan.of({strategy.name: level}), batch, facts, call=call)
         try:
-            _prove(root, Plan.of({strategy.name: level}), batch, facts, call=call)
+            if not attempt(check).fits:
+                unchecked.append(strategy.name)
         except Refused as alone:
             raise Refused(str(alone), strategy.name) from None
-        except Exception as error:
-            if classify(error).kind is not Kind.OOM:
-                raise
-            clear_frames(error.__traceback__)
-            unasked.append(strategy.name)
-    raise Refused(str(refusal), unasked[0] if len(unasked) == 1 else None)
+    raise Refused(str(refusal), unchecked[0] if len(unchecked) == 1 else None)
 
 
 def _communicates(module: nn.Module) -> bool:
-    """Return whether the ranks are known to meet in a forward of ``module``."""
+    """Return whether a forward of ``module`` is known to communicate with other ranks."""
     shared = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
     return shared or is_sharded(module)
 
@@ -258,7 +259,7 @@ def _communicates(module: nn.Module) -> bool:
 def _prove_exact(
     root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
 ) -> None:
-    """Prove what of ``plan`` does not round, by itself: beside the rest it has shown nothing."""
+    """Check the exact part of ``plan`` alone: noise has hidden it in the check of the whole."""
     facts = _as_cast(root, facts)
     levels = {s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING}
     difference = root.proof.difference
@@ -268,16 +269,15 @@ def _prove_exact(
 
 
 def _applied(root: CheckedRoot, batch: Batch) -> Effects:
-    """Return what the samples do under the plan that is applied.
+    """Return the effects of a call under the applied plan.
 
-    Where they do not fit: with what autograd saves in host memory.
+    If the samples do not fit, autograd's saved tensors go to host memory.
     """
-    try:
+    if is_sharded(root.module):
         return _gradients(root, root.forward, batch)
-    except Exception as error:
-        if classify(error).kind is not Kind.OOM or is_sharded(root.module):
-            raise
-        clear_frames(error.__traceback__)
+    outcome = attempt(lambda: _gradients(root, root.forward, batch))
+    if outcome.fits:
+        return outcome.result()
     with saved_on_host(root.module.parameters()):
         return _gradients(root, root.forward, batch)
 
@@ -285,10 +285,10 @@ def _applied(root: CheckedRoot, batch: Batch) -> Effects:
 def _beside_plain(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
 ) -> tuple[Effects, Effects]:
-    """Apply ``plan``; return what a few samples do without it and under it.
+    """Apply ``plan``; return the effects of a few samples without it and under it.
 
-    All of them, where the model cannot run on a few: the nodes of a graph, or a batch whose state
-    from the call before is as large as all of it.
+    All samples run if the model cannot run on a few: the nodes of a graph, or a batch with state
+    from the previous call.
     """
     ways = _ways(root)
     if not (_size(batch) and pointing(batch, _layout(batch))):
@@ -304,29 +304,30 @@ def _beside_plain(
 def _first_that_fits(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
 ) -> tuple[Effects, Effects]:
-    """Apply ``plan``; return both in the first of ``ways`` that memory has room for."""
-    error: Exception | None = None
+    """Apply ``plan``; return both effects from the first of ``ways`` that fits in memory."""
+    outcome: Outcome[tuple[Effects, Effects]] | None = None
     for name, most, saved in ways:
-        found, error = _try_beside_plain(root, plan, batch, most, saved, (name, most, *call))
-        if found is not None:
-            return found
-        assert error is not None, "it is one or the other"
-        clear_frames(error.__traceback__)
+        run = partial(_one_way_beside_plain, root, plan, batch, most, saved, (name, most, *call))
+        if is_sharded(root.module):
+            return run()
+        outcome = attempt(run)
+        if outcome.fits:
+            break
         root.take_back()
-    assert error is not None
-    raise error
+    assert outcome is not None, "there is always a way"
+    return outcome.result()
 
 
 class _Indivisible(Exception):
-    """The model runs on all samples of a call, or on none."""
+    """The model runs on all samples of a call or on none."""
 
 
 def _ways(root: CheckedRoot) -> list[Way]:
-    """Return how samples may run without a plan, each where the ones before it do not fit.
+    """Return the ways to run samples without a plan; each is tried if those before do not fit.
 
-    A few; one; one whose blocks run again in backward, once that is proven of them; else what
-    autograd saves for it waits in host memory. Of a sharded model only what is sure to fit: where
-    memory runs out in the middle of it, its ranks do not come together again.
+    These are: a few samples; one; one with checkpointed blocks, if checkpointing was verified; one
+    with autograd's saved tensors in host memory. A sharded model gets only a way that is sure to
+    fit: after a shortage in the middle of it, its ranks would no longer match.
     """
     fewest = 2 if _normalised(root) else 1
     few: Way = ("plain", _few(root), nullcontext)
@@ -339,50 +340,45 @@ def _ways(root: CheckedRoot) -> list[Way]:
     return ways
 
 
-def _try_beside_plain(
+def _one_way_beside_plain(
     root: CheckedRoot,
     plan: Plan,
     batch: Batch,
     most: int,
     saved: Saved,
     key: tuple[object, ...],
-) -> tuple[tuple[Effects, Effects] | None, Exception | None]:
-    """Return both, or the error where memory ran out.
+) -> tuple[Effects, Effects]:
+    """Apply ``plan``; return the effects of up to ``most`` samples without it and under it.
 
-    ``key``: of what the samples do without the plan; plan after plan may be proven in one call.
-    Raises ``_Indivisible`` where fewer samples than there are do not run without the plan either.
+    ``key``: names the plain result, which later checks in the same call reuse. Raises
+    ``_Indivisible`` if the model fails on fewer samples without the plan too.
     """
     sharded = is_sharded(root.module)
     samples = _samples(batch, most)
-    try:
-        plain = root.proof.plain_result(key)
-        if plain is None:
-            try:
-                with saved(), autocast_noticed(root):
-                    plain = _gradients(root, root.plain, samples)
-            except RuntimeError as error:
-                if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
-                    raise
-                raise _Indivisible from error
-            root.proof.keep_plain_result(key, plain)
-        root.apply(plan)
-        if sharded or saved is nullcontext:
-            with saved():
-                return (plain, _gradients(root, root.forward, samples)), None
-        return (plain, _applied(root, samples)), None
-    except Exception as error:
-        if classify(error).kind is not Kind.OOM or sharded:
-            raise
-        return None, error
+    plain = root.proof.plain_result(key)
+    if plain is None:
+        try:
+            with saved(), autocast_noticed(root):
+                plain = _gradients(root, root.plain, samples)
+        except RuntimeError as error:
+            if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
+                raise
+            raise _Indivisible from error
+        root.proof.keep_plain_result(key, plain)
+    root.apply(plan)
+    if sharded or saved is nullcontext:
+        with saved():
+            return plain, _gradients(root, root.forward, samples)
+    return plain, _applied(root, samples)
 
 
 def _few(root: CheckedRoot) -> int:
-    """Return the samples that tell enough: statistics of very few are noise themselves."""
+    """Return how many samples are enough: batch statistics of very few samples are mostly noise."""
     return 4 * SAMPLES if _normalised(root) else SAMPLES
 
 
 def _normalised(root: CheckedRoot) -> bool:
-    """Return whether statistics of the batch are taken, which amplify rounding."""
+    """Return whether the model computes batch statistics, which amplify rounding."""
     return root.facts is not None and root.facts.batch_norm
 
 
@@ -394,13 +390,13 @@ def _compare(
     expected: Effects,
     batch: Batch,
 ) -> bool:
-    """Raise ``Refused`` unless gradients and model change as closely as ``applied`` allows.
+    """Raise ``Refused`` unless the effects agree as closely as ``applied`` promises.
 
-    ``batch``: the call it is shown on. Returns whether the gradients' direction was compared: where
-    rounding makes another one of it, whatever rounds, only their sizes tell. ``False`` on all ranks
-    alike where it may be so on one.
+    ``batch``: the call that was compared. Returns whether the direction of the gradients was
+    compared: if rounding alone changes their direction, only their size can be. Several ranks
+    return ``False`` together if one of them might.
     """
-    plan = _shown(applied)
+    plan = _in_calls(applied)
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
     root.proof.found_difference(mean_difference(under[0], expected[0]))
@@ -416,12 +412,13 @@ def _compare(
 def _compare_exact(
     root: CheckedRoot, applied: Plan, under: Effects, expected: Effects, batch: Batch
 ) -> None:
-    """Raise ``Refused`` unless both are one but for the order of sums, in float64 where in doubt.
+    """Raise ``Refused`` unless the effects agree up to the order of sums.
 
-    Where that cannot run, the plain gradients' share in those under the plan decides.
+    A doubtful case runs again in float64. If that is impossible, the share of the plain gradients
+    in those under the plan decides.
     """
     error = max(differences([under[0]], expected[0]), default=0.0)
-    state = _state_moved(under, expected, TOLERANCES.single_gradients)
+    state = _state_differences(under, expected, TOLERANCES.single_gradients)
     if error <= TOLERANCES.single_gradients and not state:
         return
     limit = TOLERANCES.double
@@ -430,33 +427,33 @@ def _compare_exact(
         off = max((abs(share - 1.0) for share in shares), default=0.0)
         sure = off <= TOLERANCES.coefficient and rest <= TOLERANCES.residual
         limit = error if sure else TOLERANCES.single_gradients
-        state = _state_moved(under, expected, TOLERANCES.residual)
+        state = _state_differences(under, expected, TOLERANCES.residual)
     else:
         error = max(differences([both[0][0]], both[1][0]), default=0.0)
-        state = _state_moved(*both, TOLERANCES.double)
+        state = _state_differences(*both, TOLERANCES.double)
     if state and not _communicates(root.module):
-        unsteady = _asked(root, applied, batch, _unsteady) or frozenset()
+        unsteady = _on_samples_that_fit(root, applied, batch, _unsteady) or frozenset()
         state = [name for name in state if name not in unsteady]
-    _refuse_moved(state)
+    _refuse_state(state)
     if error > limit:
-        raise Refused(_differ(f"by {error:.1e}, {limit:.1e} allowed"))
+        raise Refused(_difference_text(f"by {error:.1e}, {limit:.1e} allowed"))
 
 
-def _state_moved(under: Effects, expected: Effects, exact: float) -> list[str]:
+def _state_differences(under: Effects, expected: Effects, exact: float) -> list[str]:
     return different_updates(under[1], expected[1], exact=exact)
 
 
 def _unsteady(root: CheckedRoot, samples: Batch) -> frozenset[str]:
-    """Return what the plain root changes otherwise each time: a time that was taken, say."""
+    """Return the state that differs between two plain runs, such as a stored time."""
     one, other = (_gradients(root, root.plain, samples) for _ in range(2))
-    return frozenset(_state_moved(one, other, TOLERANCES.single_gradients))
+    return frozenset(_state_differences(one, other, TOLERANCES.single_gradients))
 
 
 def _in_float64(root: CheckedRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
-    """Return what samples do under the plan and without it, in float64; ``None`` if they cannot.
+    """Return the effects in float64, under the plan and without it; ``None`` if it cannot run.
 
-    Compiled code does not show the modes below autograd what it computes. A model in whose forward
-    the ranks meet would wait for those that see no reason to look.
+    Compiled code hides its operations from the modes that widen them. A model whose forward
+    communicates would wait for ranks that do not run this.
     """
     if applied["compile"] != AS_IS or _communicates(root.module):
         return None
@@ -467,7 +464,7 @@ def _in_float64(root: CheckedRoot, applied: Plan, batch: Batch) -> tuple[Effects
             root.take_back()
             with saved(), in_float64(root.module):
                 plain = _gradients(root, root.plain, samples)
-            root.apply(applied)  # outside: what a plan sets on modules is to stay
+            root.apply(applied)  # outside the context, which restores attributes of modules
             with saved(), in_float64(root.module):
                 return _gradients(root, root.forward, samples), plain
         except CannotRun:
@@ -492,19 +489,19 @@ def _compare_rounded(
     expected: Effects,
     batch: Batch,
 ) -> bool:
-    """Raise ``Refused`` unless gradients differ by no more than rounding may make of them.
+    """Raise ``Refused`` unless the gradients differ by no more than rounding explains.
 
-    Returns whether the gradients' direction was compared: see ``_compare``.
+    Returns whether the direction of the gradients was compared: see ``_compare``.
     """
     (found, moved), (gradients, once) = under, expected
     error = mean_difference(found, gradients)
     otherwise = different_updates(moved, once)
     alone = facts.world_size == 1
     doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
-    if not alone:  # others may see no reason to look: none does where the model communicates
+    if not alone:  # all ranks must decide alike: an extra forward would hang collectives
         doubtful = _normalised(root) and not _communicates(root.module)
     if doubtful and root.proof.sensitivity is None:
-        root.proof.found_sensitivity(_asked(root, applied, batch, _sensitivity))
+        root.proof.found_sensitivity(_on_samples_that_fit(root, applied, batch, _sensitivity))
     allowed, chaos = TOLERANCES.rounding, False
     if (noise := root.proof.sensitivity) is not None:
         most = TOLERANCES.noise * noise.gradients
@@ -512,7 +509,7 @@ def _compare_rounded(
         allowed = max(allowed, min(most, TOLERANCES.most))
         far = different_updates(moved, once, None if chaos else TOLERANCES.most)
         otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
-    _refuse_moved(otherwise)
+    _refuse_state(otherwise)
     if error <= allowed:
         return alone or not doubtful
     figures = f"by {error:.1e}, {allowed:.1e} allowed"
@@ -521,29 +518,29 @@ def _compare_rounded(
         if factor <= TOLERANCES.factor:
             return False
         figures = f"in size, {factor:.2g} times, {TOLERANCES.factor} allowed"
-    raise Refused(_differ(figures))
+    raise Refused(_difference_text(figures))
 
 
-def _refuse_moved(otherwise: list[str]) -> None:
+def _refuse_state(otherwise: list[str]) -> None:
     if otherwise:
         raise Refused(f"the model's {otherwise[0]} would not change as it does")
 
 
-def _differ(figures: str) -> str:
+def _difference_text(figures: str) -> str:
     return f"the gradients differ from the plain model's {figures}"
 
 
 def _as_cast(root: CheckedRoot, facts: Facts) -> Facts:
-    """Return ``facts`` of a script that enters autocast if the root does."""
+    """Return ``facts``, with autocast if the root enters it by itself."""
     return replace(facts, autocast=facts.autocast or root.proof.autocasts)
 
 
 def _sensitivity(root: CheckedRoot, samples: Batch) -> Sensitivity:
-    """Return what the plain root makes of the samples once all is rounded to bf16.
+    """Return how the plain root reacts when weights and inputs are rounded to bf16 once.
 
-    Of weights and inputs, once and before all else; the computation stays the script's own. What a
-    model does to so small a difference it does to that of any lower precision: BatchNorm at random
-    initialisation makes tens of per cent of it.
+    The computation itself keeps the script's precision. A model amplifies this small difference as
+    it amplifies the rounding of any lower precision. With BatchNorm at random initialisation, the
+    gradients differ by tens of per cent.
     """
     plain, once = _gradients(root, root.plain, samples)
     with weights_rounded(root.module.parameters()):
@@ -553,12 +550,12 @@ def _sensitivity(root: CheckedRoot, samples: Batch) -> Sensitivity:
     return Sensitivity(mean_difference(found, plain), buffers)
 
 
-def _asked(
+def _on_samples_that_fit(
     root: CheckedRoot, plan: Plan, batch: Batch, ask: Callable[[CheckedRoot, Batch], Answer]
 ) -> Answer | None:
-    """Return what ``ask`` finds of the plain root on some samples; ``None`` where none fits.
+    """Return the result of ``ask`` for the plain root on samples that fit; ``None`` if none do.
 
-    ``plan``: applied again afterwards.
+    ``plan`` is applied again afterwards.
     """
     root.take_back()
     size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
@@ -567,7 +564,7 @@ def _asked(
             try:
                 with saved():
                     return ask(root, _samples(batch, most))
-            except Exception as error:  # too few for the model, as they may be, or too many
+            except Exception as error:  # the model may need more samples, or less memory
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
                 clear_frames(error.__traceback__)
@@ -576,7 +573,7 @@ def _asked(
         root.apply(plan)
 
 
-def _shown(plan: Plan) -> Plan:
+def _in_calls(plan: Plan) -> Plan:
     return plan.in_calls
 
 
@@ -585,18 +582,18 @@ def _layout(batch: Batch) -> Layout:
 
 
 def _size(batch: Batch) -> int:
-    """Return the samples in a call; none where no argument shows them."""
+    """Return the samples in a call; 0 if no argument shows them."""
     layout = _layout(batch)
     return layout.size(batch) if layout.batched else 0
 
 
 def _samples(batch: Batch, most: int) -> Batch:
-    """Return a copy of the first samples: the model may change its arguments."""
+    """Return a copy of the first samples, because the model may change its arguments."""
     return few(batch, _layout(batch), range(min(most, _size(batch))))
 
 
 def _chunk(plan: Plan, batch: Batch) -> int:
-    """Return the samples that will run at a time, all of one size."""
+    """Return the samples in a chunk when all chunks have one size."""
     size = _size(batch)
     if not size or plan["micro_batch"] == AS_IS:
         return size
@@ -605,11 +602,10 @@ def _chunk(plan: Plan, batch: Batch) -> int:
 
 
 def _gradients(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
-    """Return the gradients of all that the root returns, and what that moved in it.
+    """Return the gradients of all outputs of the root, and the changes of its state.
 
-    The random draws are the same each time.
-
-    Under ``DistributedDataParallel`` inside ``no_sync``: nothing is reduced, no hook is armed.
+    The random draws are the same each time. ``DistributedDataParallel`` runs inside ``no_sync``, so
+    that no gradient is reduced.
     """
     args, kwargs = batch.call(batch.leaves)
     quiet = getattr(root.outer, "no_sync", nullcontext)
