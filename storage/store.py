@@ -67,6 +67,8 @@ class Store:
         self._writer = engine.writing(self._reader)
         self.say: Callable[[str], object] | None = None
         """Is told, once, which rows cannot be read and are left out where several are returned."""
+        self.writes = 0
+        """Transactions that this object has begun. What was read before the last one may be old."""
         self._told: set[str] = set()
         self._claimed: set[str] = set()
         self._pid = os.getpid()
@@ -473,6 +475,7 @@ class Store:
         return self._session(write=False)
 
     def _write(self) -> contextlib.AbstractContextManager[Session]:
+        self.writes += 1
         return self._session(write=True)
 
     def _study(self, session: Session, identifier: str) -> Study:

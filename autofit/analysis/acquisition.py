@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autofit.analysis.cost_model import CostModel
-from autofit.analysis.ranking import fits
+from autofit.analysis.verdicts import fits
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts

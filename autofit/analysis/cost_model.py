@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from autofit import strategies
 from autofit.analysis import pruning
 from autofit.plan import Plan
-from autofit.space.static_memory import WASTE, Static
+from autofit.space.static_memory import Static, total_bytes
 from autofit.space.static_memory import context as context_of
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
@@ -190,8 +190,8 @@ class CostModel:
         activations = slope * factor[Memory.ACTIVATIONS] * samples
         one = np.maximum(activations, gradients)
         work = np.where(samples >= whole, one, activations + gradients)
-        waste = 1.0 + WASTE * factor[Memory.WORKSPACE]
-        return np.asarray((weights + kept + work) * waste + context)
+        held = weights + kept + work
+        return np.asarray(total_bytes(held, factor[Memory.WORKSPACE], context))
 
     def _seconds(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
         """Return the step seconds of each row of ``design`` under each row of ``theta``."""

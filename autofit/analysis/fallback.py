@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autofit import strategies
-from autofit.analysis.pruning import refused, tainted
 from autofit.analysis.ranking import ranked_sound
+from autofit.analysis.verdicts import refused, tainted
 from autofit.plan import Plan
-from autofit.space.catalogue import clash, expected
-from autofit.space.static_memory import KINDS, Static, remaining_share
+from autofit.space.catalogue import clash
+from autofit.space.order import expected, trades_speed
+from autofit.space.static_memory import chunk_samples, freed_bytes
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Memory
+from autofit.strategies import Facts, Fidelity, Hardware, Memory
 
 MAX_PEAK_SHARE = 0.95
 """A measured plan is a fallback only if its peak was below this share of the current plan's."""
@@ -88,16 +89,17 @@ def next_fallback(
     seen = {plan, *tried}
     faithful = max(plan.fidelity(context.facts), Fidelity.REDRAW)
 
+    def freed(fallback: Plan) -> float:
+        return freed_bytes(plan, fallback, context.facts, context.budget)
+
     def order(fallback: Plan) -> tuple[bool, bool, float]:
-        freed = _freed(plan, fallback, context)
+        bytes_ = freed(fallback)
         lower = fallback.fidelity(context.facts) > faithful
-        return lower, freed < missing, -freed if freed < missing else expected(fallback)
+        return lower, bytes_ < missing, -bytes_ if bytes_ < missing else expected(fallback)
 
     derived = sorted(_derived(plan, context, activations=activations), key=order)
-    if not activations:  # these sizes are computed: drop what frees too little
-        derived = [
-            fallback for fallback in derived if _freed(plan, fallback, context) >= max(missing, 1)
-        ]
+    if not activations:  # arithmetic predicts these bytes: a plan that frees too little cannot help
+        derived = [fallback for fallback in derived if freed(fallback) >= max(missing, 1)]
     fallbacks = (*_measured(plan, context), *derived)
     return next(
         (each for each in fallbacks if each not in seen and not context.was_refused(each)), None
@@ -139,7 +141,7 @@ def _measured(plan: Plan, context: FallbackContext) -> Iterator[Plan]:
 
 def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iterator[Plan]:
     """Yield the plans that differ by one level and trade speed for memory."""
-    size = _samples(plan, context)
+    size = chunk_samples(plan, context.facts)
     if activations and size is not None and size > 1:
         half = str(-(-size // 2))
         if context.allows("micro_batch", half):
@@ -151,33 +153,8 @@ def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iter
         for level in strategy.levels:
             lowered = strategy.lowered(level.name)
             helps = bool(lowered if activations else lowered - {Memory.ACTIVATIONS})
-            slower = level.slowdown >= max(1.0, now.slowdown) and level.keeps < now.keeps
-            if helps and slower and context.allows(strategy.name, level.name):
+            if helps and trades_speed(level, now) and context.allows(strategy.name, level.name):
                 fallback = plan.replace(**{strategy.name: level.name})
                 fallback = fallback.unsized if clash(fallback) else fallback
                 if not clash(fallback):
                     yield fallback
-
-
-def _samples(plan: Plan, context: FallbackContext) -> int | None:
-    """Return the samples in a chunk; ``None`` if the batch size is not known."""
-    return context.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
-
-
-def _freed(plan: Plan, fallback: Plan, context: FallbackContext) -> float:
-    """Return the bytes that ``fallback`` is expected to free.
-
-    Bytes of weights, gradients and optimizer state are computed. The activations are taken to fill
-    the rest of the budget. Each level multiplies a kind of memory by its expected share.
-    """
-    static = Static.of(context.facts)
-    held = dict(zip(KINDS, (static.weights, static.gradients, static.state), strict=True))
-    held[Memory.ACTIVATIONS] = max(0.0, context.budget - sum(held.values()))
-    size, smaller = _samples(plan, context), _samples(fallback, context)
-    freed = 0.0
-    for kind, size_of_kind in held.items():
-        before, after = remaining_share(plan, kind), remaining_share(fallback, kind)
-        if kind is Memory.ACTIVATIONS and size and smaller:
-            after *= smaller / size
-        freed += size_of_kind * (before - after) / before
-    return freed

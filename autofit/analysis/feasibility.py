@@ -16,10 +16,11 @@ from functools import lru_cache
 from autofit import strategies
 from autofit.analysis.pruning import FRAGMENTED, fragmentation
 from autofit.plan import Plan
-from autofit.space.catalogue import Space, clash, expected
-from autofit.space.static_memory import KINDS, expected_bytes, least_bytes, remaining_share
+from autofit.space.catalogue import Space, clash
+from autofit.space.order import by_activations, by_change
+from autofit.space.static_memory import KINDS, expected_bytes, least_bytes
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Memory
+from autofit.strategies import AS_IS, Facts
 from autofit.strategies.allocator import EXPANDABLE
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import Verdict
@@ -72,10 +73,7 @@ class LevelSet:
             for plan in self.plans(space)
             if plan.unsized == plan and plan["allocator"] == plan["data_loading"] == AS_IS
         ]
-        order = {
-            plan: (remaining_share(plan, Memory.ACTIVATIONS), expected(plan)) for plan in found
-        }
-        plan = min(found, key=order.__getitem__, default=None)
+        plan = min(found, key=by_activations, default=None)
         return plan.replace(allocator=EXPANDABLE) if plan is not None and grows else plan
 
 
@@ -109,7 +107,7 @@ def level_sets_within(
         plan = Plan.of(levels)
         if least_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
             room = budget - expected_bytes(plan, facts, budget, cuda=cuda)
-            order = (room <= 0, *_order(plan, facts))
+            order = (room <= 0, *by_change(plan, facts))
             found.append((order, LevelSet(tuple(levels.items()), room)))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
 
@@ -184,9 +182,3 @@ def _lowering(name: str, choices: tuple[str, ...]) -> tuple[str, ...]:
     strategy = strategies.get(name)
     first, *others = choices
     return first, *(each for each in others if not strategy.lowered(each).isdisjoint(KINDS))
-
-
-def _order(plan: Plan, facts: Facts) -> tuple[bool, int, bool, float]:
-    """Return what sets are sorted by; of a whole batch the activations need more."""
-    others = sum(s.fidelity(level, facts) is Fidelity.RECIPE for s, level in plan)
-    return plan["adapters"] != AS_IS, others, plan["micro_batch"] == AS_IS, expected(plan)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from autofit.analysis.pruning import tainted
 from autofit.analysis.result import Result
+from autofit.analysis.verdicts import TIE, best_plan, corrected, fits, tainted
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
-from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import (
     HORIZON,
-    Measurement,
-    OutOfMemory,
     Script,
-    TrialReport,
     Verdict,
 )
 
-TIE = 0.03
-"""Speeds that differ by no more than this are the same: launches of one plan differ as much."""
 FAR = 0.1
 """By how much another plan was faster than the kept one turned out, for it to be measured again."""
 LEANER = 0.05
@@ -162,60 +155,6 @@ def _left(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[Tria
     ]
 
 
-def corrected(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> TrialRecord:
-    """Return a trial as its plan was when it was measured again, where memory made it another.
-
-    Slower, where it hardly fits. Where it did not fit, it counts with the next smaller size that
-    was measured, as far as that one holds; without such a size as one that ran out of memory.
-
-    ``again``: the trials in which plans were measured again; ``budget``: in bytes of a device.
-    """
-    while trial.report is not None and (first := trial.measurement) is not None:
-        mine = [each for each in again if each.plan == best_plan(trial)]
-        if held := [each.measurement for each in mine if fits(each, budget)]:
-            return _slower(trial, first, held[-1])
-        short = [e.report.out_of_memory for e in mine if e.report and e.report.out_of_memory]
-        if trial.verdict is not Verdict.MEASURED or not short:
-            break
-        trial = replace(trial, report=_without(trial.report, short[-1]))
-    return trial
-
-
-def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) -> TrialRecord:
-    """Return a trial with what was measured ``last``, if memory made that slower than ``first``."""
-    assert trial.report is not None, "it was measured"
-    assert last is not None, "it fitted"
-    if not last.strained or last.samples_per_second >= (1 - TIE) * first.samples_per_second:
-        return trial
-    measured = (*trial.report.measurements[:-1], last)
-    return replace(trial, report=replace(trial.report, measurements=measured))
-
-
-def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
-    """Return the report of a trial whose winner, in a process of its own, ran out of memory."""
-    size = report.measurements[-1].micro_batch
-    own = report.plan["micro_batch"] == AUTO and report.plan.unsized == report.plan
-    smaller = [each for each in report.measurements if own and each.micro_batch < size]
-    short = replace(short, micro_batch=size)
-    if not smaller:
-        return replace(
-            report,
-            verdict=Verdict.OUT_OF_MEMORY,
-            reason=short.message,
-            best=None,
-            measurements=(),
-            out_of_memory=short,
-        )
-    smaller.sort(key=lambda each: each.samples_per_second)
-    best = report.plan.replace(micro_batch=str(smaller[-1].micro_batch))
-    return replace(report, best=best, measurements=(*smaller,), out_of_memory=short)
-
-
-def best_plan(trial: TrialRecord) -> Plan:
-    """Return the plan that a measured trial is worth: with the micro-batch size that won."""
-    return (trial.report.best if trial.report else None) or trial.plan
-
-
 def ranked(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> list[TrialRecord]:
     """Return the search's trials that fit, fastest first.
 
@@ -237,13 +176,6 @@ def ranked_sound(
     searched = [trial for trial in trials if trial.purpose is Purpose.SEARCH]
     fitting = ranked(trials, budget, horizon)
     return [trial for trial in fitting if not tainted(best_plan(trial), drifted, searched)]
-
-
-def fits(trial: TrialRecord, budget: int) -> bool:
-    """Return whether a trial was measured within ``budget`` bytes of device memory."""
-    measurement = trial.measurement
-    measured = trial.verdict is Verdict.MEASURED and measurement is not None
-    return measured and measurement is not None and measurement.peak_device <= budget
 
 
 def _speed(trial: TrialRecord, horizon: int = HORIZON) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from autofit import strategies
 from autofit.analysis.fallback import FallbackContext
 from autofit.plan import Plan
+from autofit.space.static_memory import chunk_samples
 from autofit.strategies import AS_IS, Memory
 from autofit.units import format_size
 from autofit.worker.records.trials import CHECK, CHECK_STARVED, OutOfMemory
@@ -92,7 +93,7 @@ def _left(kind: Memory, plan: Plan, context: FallbackContext) -> Iterator[str]:
     """
     for strategy in strategies.REGISTRY:
         if strategy.name == "micro_batch":
-            size = context.facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+            size = chunk_samples(plan, context.facts)
             splits = size is not None and size > 1 and kind in strategy.lowers
             levels = [str(-(-size // 2))] if size is not None and splits else []
         else:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autofit.analysis.fallback import FallbackContext
-from autofit.analysis.ranking import best, best_plan, ranked_sound
+from autofit.analysis.ranking import best, ranked_sound
+from autofit.analysis.verdicts import best_plan
 from autofit.evidence.lookup import Evidence, key_of, stored
 from autofit.evidence.verify import Checked, verify
 from autofit.exceptions import StorageError, UsageError

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autofit.analysis.fallback import FallbackContext, fallbacks_below
-from autofit.analysis.ranking import best_plan, ranked_sound
+from autofit.analysis.ranking import ranked_sound
+from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.running.advice import advice, where
 from autofit.strategies import Facts

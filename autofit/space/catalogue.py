@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autofit import strategies
 from autofit.plan import Plan
+from autofit.space.order import by_cost
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Strategy
 from autofit.strategies.micro_batch import AUTO
 
@@ -119,25 +119,3 @@ def clash(plan: Plan) -> str | None:
     levels = plan.levels
     reasons = (strategy.clashes(level, levels) for strategy, level in plan)
     return next((reason for reason in reasons if reason), None)
-
-
-def by_cost(plan: Plan) -> tuple[float, float, float]:
-    """Return what plans are sorted by: the least loss of speed for memory first.
-
-    The first figure is what the plan trades for memory, its slowdowns alone; the second, which
-    decides between equals, is the step time expected against the script as it is. So every
-    precision comes before any of them with more checkpointing. The third lets a level that depends
-    on the batch's size follow the same plan without it, which finds that size.
-    """
-    slowdowns = [strategy.level(level).slowdown for strategy, level in plan]
-    sized = [strategy.level(level).slowdown for strategy, level in plan if strategy.sized]
-    return (
-        math.prod(max(1.0, each) for each in slowdowns),
-        expected(plan.unsized),
-        -math.prod(sized),
-    )
-
-
-def expected(plan: Plan) -> float:
-    """Return the step time expected of a plan, that of the script as it is being one."""
-    return math.prod(strategy.level(level).slowdown for strategy, level in plan)

@@ -1,14 +1,24 @@
-"""The order of retreat: which plans need less memory, and what they are expected to cost.
+"""Which of two plans is leaner: the only module that orders plans by memory or expected speed.
 
-Leaner is a partial order: a plan is leaner than another when it goes at least as far in every
-strategy and further in one. Only some strategies are ordered so; the order holds between levels of
-one strategy as the catalogue lists them.
+Five questions need five orders:
+
+- ``leaner``: surely needs less memory? A partial order; one trial then speaks for other plans.
+- ``only_saves``: differs by optional levels that cannot gain speed?
+- ``by_cost``: a sort key over all plans, by the speed that a plan gives up for memory.
+- ``by_activations``: a sort key for plans that keep the same weights, gradients and state.
+- ``trades_speed``: is one level of a strategy a fallback from another one?
+
+A plan that was measured has a peak; ``autofit/analysis`` compares peaks where there are some.
 """
 
 from __future__ import annotations
 
+import math
+
+from autofit import strategies
 from autofit.plan import Plan
-from autofit.strategies import AS_IS
+from autofit.space.static_memory import remaining_share
+from autofit.strategies import AS_IS, Facts, Fidelity, Level, Memory
 
 ORDERED = {"checkpointing": (AS_IS, "third", "half", "all"), "optimizer": ("fused", "eight_bit")}
 """Levels of which each always needs less memory, and more time, than those before it.
@@ -19,7 +29,7 @@ fused optimizer itself is leaner than the script's own, but not slower.
 
 
 def leaner(plan: Plan, than: Plan) -> bool:
-    """Return whether ``plan`` differs from ``than`` by going further down, and by nothing else."""
+    """Return whether ``plan`` differs from ``than`` only by leaner levels of ordered strategies."""
     differing = [name for name, level in plan.levels.items() if than[name] != level]
     return bool(differing) and all(
         name in ORDERED and plan[name] in lower(name, than[name]) for name in differing
@@ -32,3 +42,54 @@ def lower(name: str, level: str) -> tuple[str, ...]:
     if level == AS_IS:
         return ordered[1:]
     return ordered[ordered.index(level) + 1 :] if level in ordered else ()
+
+
+def only_saves(plan: Plan, than: Plan) -> bool:
+    """Return whether ``plan`` differs by levels that refine, none of which should gain speed."""
+    known = [(strategies.get(name), level) for name, level in plan.levels.items()]
+    found = [(s.level(level), s.level(than[s.name])) for s, level in known if level != than[s.name]]
+    return bool(found) and all(
+        new.refines and new.slowdown >= max(1.0, old.slowdown) for new, old in found
+    )
+
+
+def by_cost(plan: Plan) -> tuple[float, float, float]:
+    """Return what plans are sorted by: the least loss of speed for memory first.
+
+    The first figure is what the plan trades for memory, its slowdowns alone; the second, which
+    decides between equals, is the step time expected against the script as it is. So every
+    precision comes before any of them with more checkpointing. The third lets a level that depends
+    on the batch's size follow the same plan without it, which finds that size.
+    """
+    slowdowns = [strategy.level(level).slowdown for strategy, level in plan]
+    sized = [strategy.level(level).slowdown for strategy, level in plan if strategy.sized]
+    return (
+        math.prod(max(1.0, each) for each in slowdowns),
+        expected(plan.unsized),
+        -math.prod(sized),
+    )
+
+
+def expected(plan: Plan) -> float:
+    """Return the step time expected of a plan, that of the script as it is being one."""
+    return math.prod(strategy.level(level).slowdown for strategy, level in plan)
+
+
+def by_activations(plan: Plan) -> tuple[float, float]:
+    """Return the sort key of plans that differ in their activations: least memory, then time."""
+    return remaining_share(plan, Memory.ACTIVATIONS), expected(plan)
+
+
+def by_change(plan: Plan, facts: Facts) -> tuple[bool, int, bool, float]:
+    """Return the sort key of plans that fit alike: least change of the training, then time.
+
+    Plans without adapters come first, then those with few levels that train otherwise. Plans that
+    split the batch come before those that do not, because splitting leaves most memory free.
+    """
+    others = sum(s.fidelity(level, facts) is Fidelity.RECIPE for s, level in plan)
+    return plan["adapters"] != AS_IS, others, plan["micro_batch"] == AS_IS, expected(plan)
+
+
+def trades_speed(level: Level, now: Level) -> bool:
+    """Return whether ``level`` needs less memory than ``now``, and is not expected to be faster."""
+    return level.slowdown >= max(1.0, now.slowdown) and level.keeps < now.keeps

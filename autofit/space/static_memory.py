@@ -1,12 +1,18 @@
-"""Bytes that a script holds whatever its batch: arithmetic on what is known of it."""
+"""The memory of a plan by arithmetic: the only module that predicts bytes.
+
+``expected_bytes`` is the best guess before a launch, ``least_bytes`` the lower bound, and
+``freed_bytes`` the difference of two plans. ``autofit/analysis/cost_model.py`` fits the factors of
+the same structure to trials.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from autofit.plan import Plan
-from autofit.strategies import Facts, Memory
+from autofit.strategies import AS_IS, Facts, Memory
 
 STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
 """Of Adam and its kin, and of others: numbers kept a parameter, and how unsure that is."""
@@ -14,6 +20,8 @@ KINDS = (Memory.WEIGHTS, Memory.GRADIENTS, Memory.OPTIMIZER_STATE)
 """What a script holds whatever its batch."""
 CONTEXT = 0.6 * 2**30
 """Bytes that a CUDA context and its libraries hold, before one was measured."""
+CPU_CONTEXT = 0.02
+"""Share of the budget that stands for the context on the CPU."""
 WASTE = 0.06
 """Share of the memory lost to fragmentation, where the allocator is as it is."""
 
@@ -55,24 +63,64 @@ def remaining_share(plan: Plan, kind: Memory) -> float:
     return math.prod(strategy.keeps(level, kind, levels) for strategy, level in plan)
 
 
+def total_bytes(held: Any, waste: Any, context: Any) -> Any:
+    """Return the peak of a process that holds these bytes: every prediction adds up this way.
+
+    ``waste``: the share of ``WASTE`` that the allocator still loses to fragmentation. All are
+    numbers, or NumPy arrays as in the cost model.
+    """
+    return held * (1.0 + WASTE * waste) + context
+
+
 def expected_bytes(plan: Plan, facts: Facts, budget: int, *, cuda: bool) -> float:
-    """Return the bytes a plan is expected to hold before there is any activation."""
+    """Return the bytes a plan is expected to hold before there is any activation.
+
+    The best guess: ``autofit/analysis/feasibility.py`` orders sets of levels by it.
+    """
     static = Static.of(facts)
     most = max(static.under(plan), static.made(plan, cuda=cuda))
-    return most * (1 + WASTE) + context(budget, cuda=cuda)
+    return float(total_bytes(most, 1.0, context(budget, cuda=cuda)))
 
 
 def least_bytes(plan: Plan, facts: Facts, *, cuda: bool) -> float:
-    """Return the bytes a plan holds at least: state only of an optimizer that surely has some."""
+    """Return the bytes a plan holds at least.
+
+    Unlike ``expected_bytes`` it counts neither context nor waste, and optimizer state only if the
+    optimizer surely has some: a plan that exceeds the budget by this figure is never launched.
+    """
     static = Static.of(facts)
     known = bool(facts.optimizers) and _is_adam(facts)
     static = static if known else Static(static.weights, static.gradients, 0.0, static.unsure)
     return max(static.under(plan), static.made(plan, cuda=cuda))
 
 
+def freed_bytes(plan: Plan, other: Plan, facts: Facts, budget: int) -> float:
+    """Return the bytes that ``other`` is expected to need less than ``plan``.
+
+    ``plan`` filled ``budget`` bytes. Activations are what the budget holds beside the static
+    memory; they shrink with the samples of a chunk.
+    """
+    static = Static.of(facts)
+    held = dict(zip(KINDS, (static.weights, static.gradients, static.state), strict=True))
+    held[Memory.ACTIVATIONS] = max(0.0, budget - sum(held.values()))
+    size, smaller = chunk_samples(plan, facts), chunk_samples(other, facts)
+    freed = 0.0
+    for kind, size_of_kind in held.items():
+        before, after = remaining_share(plan, kind), remaining_share(other, kind)
+        if kind is Memory.ACTIVATIONS and size and smaller:
+            after *= smaller / size
+        freed += size_of_kind * (before - after) / before
+    return freed
+
+
+def chunk_samples(plan: Plan, facts: Facts) -> int | None:
+    """Return the samples in a chunk; ``None`` if the batch is not known."""
+    return facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+
+
 def context(budget: int, *, cuda: bool) -> float:
     """Return the bytes that a process holds before it trains anything."""
-    return CONTEXT if cuda else 0.02 * budget
+    return CONTEXT if cuda else CPU_CONTEXT * budget
 
 
 def _is_adam(facts: Facts) -> bool:

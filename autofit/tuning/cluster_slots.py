@@ -26,7 +26,7 @@ FIRST = 120.0
 OTHERS = 20.0
 """Seconds, once there is a worker, for which the others are waited for; late ones join then."""
 _PAUSE = 0.5
-NOBODY = f"none has started a worker within {FIRST:.0f} s; others may hold its CPUs or GPUs"
+NOBODY = f"none started a worker within {FIRST:.0f} s; other jobs may hold the CPUs or GPUs"
 
 
 def open_slots(options: SearchOptions, stack: ExitStack) -> LocalSlots:
@@ -181,13 +181,15 @@ class ClusterSlots(LocalSlots):
         for slot, arrived in self._cluster_pool.arrivals(0):
             back = slot in self._known
             if self._welcome(slot, arrived, say) and not back:
-                say(f"{self._cluster_pool.labels[slot]} has joined, and is used")
+                say(f"{self._cluster_pool.labels[slot]} has joined the search")
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
         alive = nodes.look()
         for slot in self._cluster_pool.gone(set(alive)):
-            why = f"{self._host(slot)} is gone, or Ray is there: it is not used any more"
+            why = (
+                f"{self._host(slot)} is gone from the cluster. The search does not use it any more."
+            )
             self._give_up(slot, why)
             say(why)
         new = [node for node in alive.values() if node.id not in self._tried]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autofit.analysis.ranking import best_plan
+from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import NothingFits
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
@@ -70,7 +70,8 @@ class Confirmation:
             plan = self._proposer.fallback() if tried < FINALISTS else None
             if plan is None:
                 raise NothingFits(
-                    "no plan that fitted in the search fitted again in a fresh process"
+                    "no plan that fitted in the search fitted in its confirmation run too;"
+                    " give more with --memory"
                 )
             self._again(plan)
             tried += 1

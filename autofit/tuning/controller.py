@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Self
 
-from autofit.analysis.pruning import within
 from autofit.analysis.ranking import result_of
 from autofit.analysis.result import Result
+from autofit.analysis.verdicts import within
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
@@ -53,7 +53,9 @@ PLAN_SECONDS = 900.0
 """A launch that spends longer on one plan, its start included, is ended."""
 HEARTBEAT = 10.0
 """Seconds between two renewals of the lease on running trials."""
-UNCONTAINED = "what the script writes to disk is really written: no overlay is allowed here"
+UNCONTAINED = (
+    "The files that the script writes are not removed after a trial: this system allows no overlay."
+)
 AGAIN = 2
 """Times that a plan is run again whose worker was lost under it."""
 KILLED_AGAIN = 1
@@ -371,14 +373,14 @@ class Search:
         self._release(launch)
         if times > AGAIN and not self._history.finished():
             raise WorkerError(
-                f"{error}; under {running[0].plan} the {times}th time,"
-                " and nothing else has run yet: the same command tries again"
+                f"{error}. This happened {times} times under {running[0].plan}, before another plan"
+                " ran: start the same command again"
             )
         if self._on_end >= BREAKS * self._slots.count:  # one machine may hold many
-            on_end = f"that makes {self._on_end} on end"
-            raise WorkerError(f"{error}; {on_end}: something else is wrong")
+            on_end = f"{self._on_end} workers were lost in a row"
+            raise WorkerError(f"{error}. {on_end}: run `autofit doctor`")
         if times <= AGAIN:
-            self._history.say(f"{error}; what ran there is tried again")
+            self._history.say(f"{error}. Its plan is tried again.")
 
     def _landed(self, slot: int, ended: LaunchEnded) -> None:
         """Close a launch: what it did not reach is planned again, unless it never can be."""
@@ -419,7 +421,7 @@ class Search:
         facts = self._history.study.facts
         report = within(report, facts, self._options.allow)
         trace = self._history.reference.adopt(trial, report, trace, facts) or trace
-        judged = self._history.reference.judged(report, trace, facts)
+        judged = self._history.reference.compared(report, trace, facts)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
         if judged is None:
             self._history.alone |= {trial.plan}
@@ -435,7 +437,7 @@ class Search:
         """Run the reference past the step at which the doubted trial failed or drifted."""
         self._release(launch, but=doubt.trial)
         steps = steps or LATE_STEPS
-        known = self._history.reference.repeats is not None or not doubt.drifted
+        known = self._history.reference.training.repeats is not None or not doubt.drifted
         if steps <= self._safe_steps and known:
             self._launches.pop(slot)
             self._settle(doubt, slot)
@@ -454,11 +456,11 @@ class Search:
         assert doubt is not None
         match happening:
             case Traced(trace=trace):
-                self._history.reference.again(trace)
+                self._history.reference.run_again(trace)
             case TrialReport(verdict=Verdict.SCRIPT_FAILED):
                 self._history.finish(doubt.trial, replace(happening, plan=doubt.trial.plan), slot)
             case TrialReport():
-                self._history.reference.longer(happening)
+                self._history.reference.run_longer(happening)
             case LaunchEnded():
                 self._safe_steps = max(self._safe_steps, launch.steps)
                 self._launches.pop(slot)
@@ -468,7 +470,7 @@ class Search:
 
     def _settle(self, doubt: Doubt, slot: int) -> None:
         """Finish a trial whose doubt another run of the reference has resolved."""
-        judged = self._history.reference.judged(
+        judged = self._history.reference.compared(
             doubt.report, doubt.trace, self._history.study.facts
         )
         self._history.finish(doubt.trial, judged or doubt.report, slot)

@@ -1,22 +1,13 @@
-"""What a search has found so far, in the store, in Optuna's mirror, and told to who listens."""
+"""What a search has found so far: in the store, in Optuna's study, and as notices."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from autofit.analysis.pruning import BLAMED, culprit, judged
-from autofit.analysis.ranking import (
-    best_plan,
-    corrected,
-    finalists,
-    fits,
-    overtaken,
-    overtaking,
-    ranked,
-    ranked_sound,
-    winning,
-)
+from autofit.analysis.ranking import finalists, overtaken, overtaking, ranked, ranked_sound, winning
+from autofit.analysis.verdicts import BLAMED, best_plan, corrected, culprit, fits, judged
 from autofit.evidence import lookup
 from autofit.evidence.lookup import Evidence
 from autofit.exceptions import ScriptError
@@ -30,6 +21,60 @@ from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, TrialReport, Verdict, Verified
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All trials of a study at one moment, and what follows from them."""
+
+    trials: tuple[TrialRecord, ...]
+    budget: int
+    """Bytes per device."""
+    horizon: int
+    """Optimizer steps over which the time to compile is charged."""
+
+    @cached_property
+    def all_finished(self) -> tuple[TrialRecord, ...]:
+        """The finished trials, confirmation runs included."""
+        return tuple(trial for trial in self.trials if trial.state is State.FINISHED)
+
+    @cached_property
+    def confirmations(self) -> tuple[TrialRecord, ...]:
+        """The finished confirmation runs."""
+        return tuple(t for t in self.all_finished if t.purpose is Purpose.CONFIRM)
+
+    @cached_property
+    def searched(self) -> tuple[tuple[TrialRecord, TrialRecord], ...]:
+        """The search's finished trials, each as it was and as its confirmation run corrects it."""
+        found = (trial for trial in self.all_finished if trial.purpose is Purpose.SEARCH)
+        return tuple((t, corrected(t, self.confirmations, self.budget)) for t in found)
+
+    @cached_property
+    def finished(self) -> tuple[TrialRecord, ...]:
+        """The search's finished trials, corrected."""
+        return tuple(after for _, after in self.searched)
+
+    @cached_property
+    def running(self) -> tuple[TrialRecord, ...]:
+        """The search's trials without a verdict."""
+        states = (t for t in self.trials if t.state is State.RUNNING)
+        return tuple(trial for trial in states if trial.purpose is Purpose.SEARCH)
+
+    @cached_property
+    def ranked(self) -> list[TrialRecord]:
+        """The finished trials that fit, the fastest first."""
+        return ranked(self.finished, self.budget, self.horizon)
+
+    @cached_property
+    def ranked_sound(self) -> list[TrialRecord]:
+        """Those of ``ranked`` that hold nothing that drifted in a confirmation run."""
+        return ranked_sound((*self.finished, *self.confirmations), self.budget, self.horizon)
+
+    @cached_property
+    def hardly_fit(self) -> frozenset[Plan]:
+        """The plans whose confirmation run was slower because memory was nearly full."""
+        changed = ((best_plan(b), a) for b, a in self.searched if a is not b)
+        return frozenset(p for p, a in changed if best_plan(a) == p and fits(a, self.budget))
 
 
 class History:
@@ -54,6 +99,8 @@ class History:
         self.reference = Reference(store.reference(study), self.say)
         self.optuna_study = OptunaStudy(store, study, horizon=options.horizon)
         self.optuna_study.catch_up(store.trials(study, purpose=Purpose.SEARCH))
+        self._snapshot: Snapshot | None = None
+        self._read_at = -1
         self._started = started
         self._stored_seconds = 0.0
         self._said: set[str] = set()
@@ -80,54 +127,64 @@ class History:
 
     # --- what is known ---------------------------------------------------------------------
 
-    def finished(self) -> tuple[TrialRecord, ...]:
-        """Return the search's finished trials, confirmations left out.
+    @property
+    def now(self) -> Snapshot:
+        """The study as it is: read again only after a write, so that a decision sees one state."""
+        if self._snapshot is None or self._read_at != self.store.writes:
+            self._read_at = self.store.writes
+            trials = self.store.trials(self.study)
+            self._snapshot = Snapshot(trials, self.study.budget, self.options.horizon)
+        return self._snapshot
 
-        One for which memory was short when it was measured again counts as it was then.
-        """
-        return tuple(after for _, after in self._as_they_were())
+    def finished(self) -> tuple[TrialRecord, ...]:
+        """Return the search's finished trials, each corrected by its confirmation run."""
+        return self.now.finished
 
     def running(self) -> tuple[TrialRecord, ...]:
-        """Return the search's trials that have no verdict yet, whether they run or wait for one."""
-        return self.store.trials(self.study, state=State.RUNNING, purpose=Purpose.SEARCH)
+        """Return the search's trials that have no verdict yet."""
+        return self.now.running
 
     def ranked(self) -> list[TrialRecord]:
         """Return the finished trials that fit, the fastest first."""
-        return ranked(self.finished(), self.study.budget, self.options.horizon)
+        return self.now.ranked
 
     def ranked_sound(self) -> list[TrialRecord]:
-        """Return those of ``ranked`` that hold nothing that drifted when it was measured again."""
-        trials = *self.finished(), *self._again()
-        return ranked_sound(trials, self.study.budget, self.options.horizon)
+        """Return those of ``ranked`` that hold nothing that drifted in a confirmation run."""
+        return self.now.ranked_sound
+
+    def ranked_before_confirmation(self) -> list[TrialRecord]:
+        """Return ``ranked_sound`` as if no confirmation run had been short of memory."""
+        now = self.now
+        return ranked_sound(now.all_finished, now.budget, now.horizon)
 
     def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
-        """Return the winner's plan and those that may take its place, ``most`` in all."""
-        terms = self.study.budget, self.options.horizon, most
-        return finalists(self.finished(), winner, *terms)
+        """Return the winner's plan and those that may replace it, ``most`` in all."""
+        now = self.now
+        return finalists(now.finished, winner, now.budget, now.horizon, most)
 
     def winner(self) -> TrialRecord | None:
         """Return the trial whose plan would be kept now."""
-        trials = self.store.trials(self.study, state=State.FINISHED)
-        return winning(trials, self.study.budget, self.options.horizon)
+        now = self.now
+        return winning(now.all_finished, now.budget, now.horizon)
 
     def overtaken(self) -> bool:
-        """Return whether the script as it is was faster than what would be kept instead."""
-        trials = self.store.trials(self.study, state=State.FINISHED)
-        return overtaken(trials, self.study.budget, self.options.horizon)
+        """Return whether the script without a plan was faster than the present winner."""
+        now = self.now
+        return overtaken(now.all_finished, now.budget, now.horizon)
 
     def overtaking(self) -> Plan | None:
-        """Return the plan that may be far faster than what would be kept turned out to be."""
-        trials = self.store.trials(self.study, state=State.FINISHED)
-        return overtaking(trials, self.study.budget, self.options.horizon)
+        """Return the plan that may be far faster than the present winner, if there is one."""
+        now = self.now
+        return overtaking(now.all_finished, now.budget, now.horizon)
 
     def baseline(self) -> Verdict | None:
-        """Return how the neutral plan ended, if it has."""
+        """Return the verdict of the neutral plan, if it has one."""
         return next((trial.verdict for trial in self.finished() if trial.plan.neutral), None)
 
     def require_baseline(self, *, reachable: bool = False) -> None:
-        """Raise when the script as it is says that no plan can help.
+        """Raise if the neutral plan's trial shows that no plan can help.
 
-        ``reachable``: where memory runs out before its model is called, there are plans that may.
+        ``reachable``: some plans lower the memory that is needed before the model is called.
         """
         seen = self.seen() or reachable
         messages.of_baseline(self.finished(), self.options.script, self.study.budget, seen=seen)
@@ -137,46 +194,26 @@ class History:
         return (self.study.facts or Facts()).called
 
     def confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
-        """Return the trials in which ``plan`` was measured again, those with these verdicts."""
-        mine = [trial for trial in self._again() if trial.plan == plan]
+        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
+        mine = [trial for trial in self.now.confirmations if trial.plan == plan]
         return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
 
     def drifted(self) -> list[TrialReport]:
-        """Return the reports of the plans that drifted when they were measured again."""
-        drifted = (t for t in self._again() if t.verdict is Verdict.DRIFTED)
+        """Return the reports of the confirmation runs that drifted."""
+        drifted = (t for t in self.now.confirmations if t.verdict is Verdict.DRIFTED)
         return [trial.report for trial in drifted if trial.report is not None]
 
-    def ranked_before_confirmation(self) -> list[TrialRecord]:
-        """Return what ``standing`` would, had no plan that was measured again run out of memory."""
-        trials = self.store.trials(self.study, state=State.FINISHED)
-        return ranked_sound(trials, self.study.budget, self.options.horizon)
-
     def failed(self, plan: Plan) -> bool:
-        """Return whether a plan did not fit when it was measured again."""
+        """Return whether ``plan`` was confirmed at least once and never fitted then."""
         return bool(self.confirmations(plan)) and not self.held(plan)
 
     def held(self, plan: Plan) -> bool:
-        """Return whether a plan fitted when it was measured again."""
+        """Return whether ``plan`` fitted in a confirmation run."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))
 
     def fitted_again(self) -> list[TrialRecord]:
-        """Return the trials in which plans fitted when they were measured again."""
-        return [trial for trial in self._again() if fits(trial, self.study.budget)]
-
-    def _hardly_fit(self) -> set[Plan]:
-        """Return the plans that memory made slower when they were measured again."""
-        changed = ((best_plan(b), a) for b, a in self._as_they_were() if a is not b)
-        return {plan for plan, a in changed if best_plan(a) == plan and fits(a, self.study.budget)}
-
-    def _as_they_were(self) -> list[tuple[TrialRecord, TrialRecord]]:
-        """Return the search's finished trials, and each as ``finished`` counts it."""
-        found = self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.SEARCH)
-        again = self._again()
-        return [(trial, corrected(trial, again, self.study.budget)) for trial in found]
-
-    def _again(self) -> tuple[TrialRecord, ...]:
-        """Return the finished trials in which plans were measured again."""
-        return self.store.trials(self.study, state=State.FINISHED, purpose=Purpose.CONFIRM)
+        """Return the confirmation runs that fitted."""
+        return [trial for trial in self.now.confirmations if fits(trial, self.study.budget)]
 
     # --- entering --------------------------------------------------------------------------
 
@@ -210,7 +247,7 @@ class History:
         if report.best is not None and self.study.facts is not None:
             report = replace(report, best=report.best.whole(self.study.facts))
         trace = trace if trace is self.reference.trace else None
-        before = self._hardly_fit()
+        before = self.now.hardly_fit
         if report.verdict in BLAMED:
             revoked = self.evidence.revoke(report.plan)
             self._new[revoked.key] = revoked
@@ -220,7 +257,7 @@ class History:
             self.optuna_study.tell(trial)
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
-            for plan in self._hardly_fit() - before:
+            for plan in self.now.hardly_fit - before:
                 self.say(messages.hardly_fits(plan))
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)

@@ -19,7 +19,10 @@ CPU_SLOTS = 1
 TAKEN = 5
 """Launches that others may take the memory from before the search gives up."""
 
-BLIND = "without NVML nobody says what others hold: the whole card is taken to be free"
+BLIND = (
+    "NVML is missing, so that the memory of other processes is unknown."
+    " The search takes the whole card to be free."
+)
 
 Say = Callable[[str], None]
 
@@ -53,7 +56,9 @@ class LocalSlots:
             meter.require_cap(self.device)
             self.count = CPU_SLOTS
             if options.gpus is not None:
-                self.lines = (f"--gpus {options.gpus}: no GPU is visible here, the CPU is used",)
+                self.lines = (
+                    f"--gpus {options.gpus}: no GPU is visible. The search uses the CPU.",
+                )
             self.hardware = meter.hardware(self.device)
             self.free = meter.free_bytes(self.device) // self.ranks
 
@@ -95,7 +100,7 @@ class LocalSlots:
     def _none_left(self) -> WorkerError:
         return WorkerError(
             f"no device is left: {'; '.join(dict.fromkeys(self._lost.values()))}."
-            " Finished trials are stored: the same command carries on from there"
+            " Finished trials are stored; the same command continues from there"
         )
 
     def update(self, say: Say, *, idle: bool) -> bool:
@@ -125,10 +130,12 @@ class LocalSlots:
         """
         if ended.taken:
             self.interrupted += 1
-            say(f"{ended.taken}; what ran there is tried again")
+            say(f"{ended.taken}. Its plan is tried again.")
         if ended.lost:
             self._give_up(slot, ended.lost)
-            say(f"{ended.lost}; it is not used any more")
+            say(f"{ended.lost}. The search does not use it any more.")
         if self.interrupted > TAKEN:
-            raise WorkerError(f"others keep taking the memory: {ended.taken or ended.lost}")
+            raise WorkerError(
+                f"other processes keep taking the memory: {ended.taken or ended.lost}"
+            )
         return bool(ended.taken or ended.lost)

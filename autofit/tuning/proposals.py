@@ -14,17 +14,12 @@ from autofit.analysis.feasibility import (
     level_sets_within,
     next_level_set,
 )
-from autofit.analysis.pruning import (
-    FRAGMENTED,
-    dominated,
-    fragmentation,
-    refused,
-    tainted,
-    waits_for_unsized,
-)
-from autofit.analysis.ranking import best_plan, ranked
+from autofit.analysis.pruning import FRAGMENTED, dominated, fragmentation, waits_for_unsized
+from autofit.analysis.ranking import ranked
+from autofit.analysis.verdicts import best_plan, refused, tainted
 from autofit.plan import Plan
-from autofit.space.catalogue import Reason, Space, by_cost, space
+from autofit.space.catalogue import Reason, Space, space
+from autofit.space.order import by_cost
 from autofit.space.static_memory import least_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
@@ -297,7 +292,9 @@ class Proposer:
         elif self._spent(len(history.finished())):
             limit = f"--trials {options.trials}"
         if limit:
-            history.say_unless_said(f"ended by {limit}: plans that were not tried may be faster")
+            history.say_unless_said(
+                f"The search ended by {limit}. Plans that were not tried may be faster."
+            )
 
     def _spent(self, trials: int) -> bool:
         most = self._history.options.trials

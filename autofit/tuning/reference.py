@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autofit.equivalence.compare import compare, finite, strays
+from autofit.analysis.verdicts import Training, compared, losses_of
+from autofit.equivalence.compare import compare, finite
 from autofit.plan import Plan
-from autofit.space.catalogue import by_cost, expected
+from autofit.space.order import by_cost, expected
 from autofit.storage import Purpose, TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity
+from autofit.strategies import Facts, Fidelity
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import TrialReport, Verdict
@@ -19,9 +20,10 @@ PARTS = 16
 SLOW = 0.6
 """Expected step time of a plan, as a share of another's, from which the other cannot win."""
 NOTHING_EXACT = (
-    "there is no exact plan to compare others with: only losses that are not finite are noticed"
+    "No exact plan fits, so that there is no reference to compare plans with."
+    " Only losses that are not finite are noticed."
 )
-OWN_LOSS = "the loss of the script as it is does not stay finite: no plan is judged by its loss"
+OWN_LOSS = "The script's own loss becomes infinite or NaN. The losses of plans are not compared."
 
 
 class Reference:
@@ -35,15 +37,20 @@ class Reference:
     ) -> None:
         self._say = say
         self._said: set[str] = set()
-        self.plan = Plan()
-        self.trace: Trace | None = None
-        self.repeats: bool | None = None
-        """Whether a second run under the same plan did the same; ``None`` before there was one."""
-        self._losses: list[float] = []
-        """Of its steps, as far as it has been run."""
+        self.training = Training(plan=Plan())
         if stored is not None:
             trial, trace = stored
             self._take(trial.plan, trial.report, trace)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the reference; the neutral one while there is none."""
+        return self.training.plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """The first steps of the reference."""
+        return self.training.trace
 
     def adopt(
         self, trial: TrialRecord, report: TrialReport, trace: Trace | None, facts: Facts | None
@@ -58,71 +65,49 @@ class Reference:
             return None
         self._take(trial.plan, report, trace)
         if not trial.plan.neutral:
-            self._tell(f"as it is it was not measured; plans are compared with {trial.plan}")
+            self._tell(f"The script does not fit as it is. Speeds are relative to: {trial.plan}.")
         return trace
 
     def _take(self, plan: Plan, report: TrialReport | None, trace: Trace) -> None:
-        self.plan, self.trace = plan, trace
-        self._losses = [sum(step.losses) for step in trace.steps] + _losses(report)
-        if not finite(self._losses):
+        losses = (*_start(trace), *losses_of(report))
+        self.training = replace(self.training, plan=plan, trace=trace, losses=losses)
+        if not finite(losses):
             self._tell(OWN_LOSS)
 
-    def judged(
+    def compared(
         self, report: TrialReport, trace: Trace | None, facts: Facts | None
     ) -> TrialReport | None:
-        """Return the report, as ``drifted`` where its training is not the reference's.
+        """Return the report, as ``drifted`` if its training is not the reference's.
 
-        ``trace``: of its first steps, where it came first in its process. Without one it began
-        with weights that other plans had trained: ``None`` is returned where its loss looks wrong
-        all the same, and it has to be launched first in a process to be judged.
+        ``None``: the plan has to come first in a process to be judged. See ``verdicts.compared``.
         """
-        if report.verdict is not Verdict.MEASURED:
-            return report
-        fidelity = report.plan.fidelity(facts)
-        if trace is not None and not report.plan.neutral and fidelity < Fidelity.RECIPE:
-            reason = self._compared(report.plan, trace, fidelity)
-            if reason is not None:
-                return _drifted(report, reason)
-        reason = self._strays(report)
-        if reason is None:
-            return report
-        return _drifted(report, reason) if trace is not None else None
-
-    def _compared(self, plan: Plan, trace: Trace, fidelity: Fidelity) -> str | None:
-        if self.trace is None:
+        found = compared(report, trace, self.training, facts)
+        if found.without_reference:
             self._tell(NOTHING_EXACT)
-            return None
-        if self.repeats is False:
-            return None
-        splits = any(each["micro_batch"] != AS_IS for each in (plan, self.plan))
-        comparison = compare(trace, self.trace, fidelity, splits=splits)
-        if comparison.steps == 0 and comparison.obstacle is not None:
-            self._tell(f"steps are not compared: {comparison.obstacle}; losses are watched")
-        return comparison.drifted
+        if found.obstacle:
+            self._tell(f"The steps cannot be compared: {found.obstacle}. Only losses are compared.")
+        return found.report
 
-    def _strays(self, report: TrialReport) -> str | None:
-        losses = _losses(report)
-        if self.trace is None:
-            return None if finite(losses) else "a loss that is not finite"
-        return strays(losses, self._losses)
-
-    # --- does it do the same again? --------------------------------------------------------
-
-    def again(self, trace: Trace) -> None:
+    def run_again(self, trace: Trace) -> None:
         """Learn from a second run whether the script repeats itself."""
         assert self.trace is not None
         other = compare(trace, self.trace, Fidelity.EXACT, splits=False)
-        self.repeats = other.drifted is None and other.steps > 0
-        if not self.repeats:
+        repeats = other.drifted is None and other.steps > 0
+        self.training = replace(self.training, repeats=repeats)
+        if not repeats:
             why = other.drifted or other.obstacle
-            self._tell(f"the script does not repeat itself ({why}): its steps are not compared")
+            self._tell(
+                f"The script does not repeat itself ({why}). The steps of plans are not compared."
+            )
 
-    def longer(self, report: TrialReport) -> None:
-        """Learn from a longer run how its loss goes on."""
+    def run_longer(self, report: TrialReport) -> None:
+        """Learn from a longer run how the reference's loss goes on."""
         if self.trace is not None and report.verdict is Verdict.MEASURED:
-            start = [sum(step.losses) for step in self.trace.steps]
-            self._losses = max(self._losses, start + _losses(report), key=len)
-            if not finite(self._losses):
+            longer = (*_start(self.trace), *losses_of(report))
+            self.training = replace(
+                self.training, losses=max(self.training.losses, longer, key=len)
+            )
+            if not finite(self.training.losses):
                 self._tell(OWN_LOSS)
 
     def _tell(self, line: str) -> None:
@@ -165,11 +150,6 @@ def slow(plan: Plan, others: Iterable[Plan]) -> bool:
     return any(expected(other) <= SLOW * expected(plan) for other in others)
 
 
-def _drifted(report: TrialReport, reason: str) -> TrialReport:
-    return replace(report, verdict=Verdict.DRIFTED, reason=reason)
-
-
-def _losses(report: TrialReport | None) -> list[float]:
-    if report is None:
-        return []
-    return [loss for each in report.measurements for loss in each.losses]
+def _start(trace: Trace) -> list[float]:
+    """Return the loss of each step in a trace."""
+    return [sum(step.losses) for step in trace.steps]

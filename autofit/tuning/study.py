@@ -69,8 +69,8 @@ def taken(
     study = found(fresh=options.fresh)
     if (other := store.holder(study)) is not None:
         raise UsageError(
-            f"process {other.pid} on {other.host} is searching this study already:"
-            " wait for it, or start another with --fresh"
+            f"process {other.pid} on {other.host} searches this study already:"
+            " wait until it ends, or open a new study with --fresh"
         )
     store.reclaim(study)
     before = store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)

@@ -65,7 +65,7 @@ def test_which_card_runs_what() -> None:
     assert second.startswith("  .. GPU 3: as it is")
     table(TrialDropped(slot=0, plan=Plan()))
     assert "\n" not in table.status().plain
-    assert "not waited for: as it is" in screen.getvalue()
+    assert "stopped early: as it is" in screen.getvalue()
 
 
 def test_a_real_terminal_gets_the_live_table() -> None:

@@ -83,7 +83,7 @@ not tried: tf32, fp16: no use here
 ##############   fits  <- best
   2  bf16, checkpointing, micro 8                             20.3    +13 %     12.0 \
 #######          fits  <- best
-measuring again, in a fresh process: bf16, checkpointing, micro 8
+confirming in a fresh process: bf16, checkpointing, micro 8
 measured again: 20.3 samples/s
 """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.analysis.pruning import culprit
+from autofit.analysis.verdicts import culprit
 from autofit.cli import main
 from autofit.equivalence.compare import compare, strays
 from autofit.plan import Plan
@@ -613,12 +613,12 @@ def test_without_any_exact_plan_only_losses_that_are_not_finite_are_noticed() ->
     nobody = Reference(None, said.append)
     for loss in (1e9, 2e9):
         report = ended(BF16, loss, loss)
-        assert nobody.judged(report, trace(), None) is report
+        assert nobody.compared(report, trace(), None) is report
     assert said == [NOTHING_EXACT]
-    drifted = nobody.judged(ended(BF16, math.nan, 1.0), trace(), None)
+    drifted = nobody.compared(ended(BF16, math.nan, 1.0), trace(), None)
     assert drifted is not None
     assert drifted.verdict is Verdict.DRIFTED
-    assert nobody.judged(ended(BF16, math.nan, 1.0), None, None) is None
+    assert nobody.compared(ended(BF16, math.nan, 1.0), None, None) is None
 
 
 @pytest.mark.quick

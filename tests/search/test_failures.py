@@ -322,8 +322,8 @@ def test_two_searches_of_one_study(
         assert main(["search", "train.py"]) == 2
         fails_with(
             capsys,
-            f"process {first.pid} on {_host()} is searching this study already:"
-            " wait for it, or start another with --fresh",
+            f"process {first.pid} on {_host()} searches this study already:"
+            " wait until it ends, or open a new study with --fresh",
         )
         assert main(["search", "train.py", "--fresh", "--trials", "1"]) == 0
         first.terminate()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from autofit.analysis.pruning import most
-from autofit.analysis.ranking import best_plan, result_of
+from autofit.analysis.ranking import result_of
+from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import NothingFits
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store
@@ -301,7 +302,7 @@ def test_it_is_told_why_a_plan_did_not_hold(
 ) -> None:
     ends(history, PLANS[0], None, Purpose.CONFIRM, short)
     told = did_not_hold(PLANS[0], history.confirmations(PLANS[0]))
-    assert told == f"{PLANS[0]} did not hold when measured again: {expected}"
+    assert told == f"{PLANS[0]} failed its confirmation run: {expected}"
 
 
 def test_what_a_search_has_learned_of_sizes_stays(
@@ -353,9 +354,9 @@ def test_plans_that_were_far_faster_than_the_winner_turned_out_are_measured_agai
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (None, "which ran out of memory when it was measured again"),
-        (1.3, "which is 15 % slower now that both are measured again"),
-        (1.1, "which is as fast when it is measured again (within 3 %) and needs 1.0 GiB more"),
+        (None, "which ran out of memory in its confirmation run"),
+        (1.3, "which was 15 % slower in the confirmation runs"),
+        (1.1, "which was as fast in its confirmation run (within 3 %) and needs 1.0 GiB more"),
         (1.0, None),
     ],
     ids=["out of memory", "slower", "more memory", "kept"],
@@ -374,8 +375,8 @@ def test_it_is_told_which_plan_takes_the_place_of_the_fastest(
     ends(history, second, lean, Purpose.SEARCH)
     again = None if seconds is None else measurement(32, seconds, 5 * GIB)
     Played(history, {first: again, second: measurement(32, 1.1, 4 * GIB)}).confirm()
-    changes = [line for line in told if "takes the place" in line]
-    assert changes == ([f"{second} takes the place of {first}, {said}"] if said else [])
+    changes = [line for line in told if " replaces " in line]
+    assert changes == ([f"{second} replaces {first}, {said}"] if said else [])
 
 
 def test_a_loss_that_is_no_number_makes_nothing_slower(

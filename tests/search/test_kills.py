@@ -290,7 +290,7 @@ def test_a_plan_whose_process_is_killed_from_outside_is_run_once_more(
     killer.end()
     auto = Plan.of({"micro_batch": "auto"})
     assert {(Plan(), False), (auto, False), (result.plan, True)} <= killer.killed
-    assert len([line for line in killer.lines if "it is run once more" in line]) == 3
+    assert len([line for line in killer.lines if "It is run once more" in line]) == 3
     found = [(str(trial.plan), trial.verdict) for trial in trials(path.parent)]
     assert found == [
         ("as it is", Verdict.OUT_OF_MEMORY),

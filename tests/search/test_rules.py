@@ -9,21 +9,13 @@ from dataclasses import replace
 import pytest
 
 from autofit import strategies
-from autofit.analysis.pruning import (
-    closest,
-    culprit,
-    dominated,
-    judged,
-    most,
-    refused,
-    tainted,
-    within,
-)
+from autofit.analysis.pruning import dominated, most
 from autofit.analysis.ranking import overtaken, ranked_sound, rivals, winning
+from autofit.analysis.verdicts import closest, culprit, judged, refused, tainted, within
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.space.catalogue import Space, by_cost, space
-from autofit.space.order import leaner
+from autofit.space.catalogue import Space, space
+from autofit.space.order import by_cost, leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.tuning.launches import RunningLaunch

@@ -84,7 +84,7 @@ class TestInARayThatRunsAlready:
         # Afresh, with a single trial: the old study is kept.
         assert main(["search", "train.py", "--fresh", "--trials", "1"]) == 0
         assert (
-            "ended by --trials 1: plans that were not tried may be faster"
+            "The search ended by --trials 1. Plans that were not tried may be faster."
             in capsys.readouterr().out
         )
         assert [trial.plan for trial in trials(folder)] == [Plan(), Plan()]

@@ -80,7 +80,7 @@ def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> 
     assert not slots.handle_end(0, ended(), said.append)
     assert slots.handle_end(0, ended(lost="GPU 0 has 1.0 GiB free"), said.append)
     assert slots.idle(()) == [1]
-    assert said == ["GPU 0 has 1.0 GiB free; it is not used any more"]
+    assert said == ["GPU 0 has 1.0 GiB free. The search does not use it any more."]
     assert slots.handle_end(1, ended(lost="GPU 1 has 2.0 GiB free"), said.append)
     assert slots.idle(()), "whoever has work left is told by the next launch"
     with (
@@ -97,7 +97,7 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
     for _ in range(local_slots.TAKEN):
         assert slots.handle_end(0, ended(taken="GPU 0: another process took memory"), said.append)
     assert slots.idle(()) == [0, 1]
-    with pytest.raises(WorkerError, match="others keep taking the memory: GPU 0: another"):
+    with pytest.raises(WorkerError, match="other processes keep taking the memory: GPU 0: another"):
         slots.handle_end(0, ended(taken="GPU 0: another process took memory"), said.append)
 
 
@@ -105,7 +105,7 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
 def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
     assert local_slots.LocalSlots(options).lines == ()
     said = local_slots.LocalSlots(replace(options, gpus=4)).lines
-    assert said == ("--gpus 4: no GPU is visible here, the CPU is used",)
+    assert said == ("--gpus 4: no GPU is visible. The search uses the CPU.",)
 
 
 @pytest.mark.full

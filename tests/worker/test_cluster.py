@@ -322,11 +322,11 @@ def test_machines_join_and_are_gone(ray_cluster: Any, temporary: Path, folder: P
         assert slots.idle([]) == [*range(before)]
         ray_cluster.add()
         update(slots, lambda: len(slots.idle([])) == before + 1, said)
-        assert said == [f"{socket.gethostname()} has joined, and is used"]
+        assert said == [f"{socket.gethostname()} has joined the search"]
         os.kill(raylet, signal.SIGKILL)
         update(slots, lambda: len(slots.idle([])) == before, said)
         assert said[1:] == [
-            f"{socket.gethostname()} is gone, or Ray is there: it is not used any more"
+            f"{socket.gethostname()} is gone from the cluster. The search does not use it any more."
         ]
         assert slots.handle_end(
             slots.idle([])[0], ended(lost="GPU 0 has 1.0 GiB free"), said.append

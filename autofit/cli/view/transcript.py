@@ -60,9 +60,13 @@ class Transcript:
             case TrialEnded():
                 return self._trial(notice, table.Columns.of(width))
             case TrialDropped(plan=plan):
-                return [Said(f"not waited for: {plan}: by now it promises nothing more", "dim")]
+                return [
+                    Said(
+                        f"stopped early: {plan}: it is no longer expected to be the fastest", "dim"
+                    )
+                ]
             case Remeasuring(plan=plan):
-                return [Said(f"measuring again, in a fresh process: {plan}", "dim")]
+                return [Said(f"confirming in a fresh process: {plan}", "dim")]
             case Line(text=text):
                 return [Said(text, "dim")]
             case SizeMeasured() | TrialStarted():
