@@ -70,7 +70,7 @@ class Confirmation:
             plan = self._proposer.fallback() if tried < FINALISTS else None
             if plan is None:
                 raise NothingFits(
-                    "no plan that fitted in the search fitted in its confirmation run too;"
+                    "no plan that fitted in the search fitted again in its confirmation run;"
                     " give more with --memory"
                 )
             self._again(plan)
