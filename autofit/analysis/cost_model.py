@@ -167,7 +167,7 @@ class CostModel:
         whole = self._wholes(plans)
         rest = self._peak(memory, design, np.zeros(len(plans)), whole)
         slope = np.maximum(self._peak(memory, design, np.ones(len(plans)), whole) - rest, 1.0)
-        most = np.array([pruning.most(plan, self._finished) for plan in plans])
+        most = np.array([pruning.max_micro_batch(plan, self._finished) for plan in plans])
         room = (self._budget / short - rest) / slope
         largest = np.floor(np.clip(room, 0.0, np.minimum(most, whole - 1)))
         splits = np.array([plan["micro_batch"] == AUTO for plan in plans])

@@ -1,9 +1,10 @@
-"""Levels that must stand together, where what a script holds whatever its batch does not fit.
+"""Sets of levels under which weights, gradients and optimizer state fit the budget.
 
-Weights, gradients and optimizer state are arithmetic, so no launch is spent on learning that one
-level alone does not lower them enough. Where they exceed the budget under every plan that a search
-would combine, the sets of levels under which they fit are its ground: each is launched where it
-needs least for the activations, and all that follows stands on one that has been seen to fit.
+The static memory of a script is what it holds at any batch size: weights, gradients and optimizer
+state. It is computed, so no launch is needed to learn that one level does not lower it enough. If
+the static memory exceeds the budget under every plan of the usual space, the search needs a set of
+levels that lowers it together. The search tries each set with the plan that needs the least memory
+for activations. All further plans contain a set that was measured to fit.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from autofit.strategies.allocator import EXPANDABLE
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import Verdict
 
-MORE = 0.05
-"""Share of the budget by which a set must leave more room than one that has run out of memory."""
-PATIENCE = 2
-"""Sets that may run out of memory before those that leave most room are tried, as the last."""
+MIN_EXTRA = 0.05
+"""After a set ran out of memory, the next must leave this share of the budget more free."""
+MAX_SHORT = 2
+"""Sets that may run out of memory before the search turns to those that leave the most free."""
 NAMES = tuple(
     strategy.name
     for strategy in strategies.REGISTRY
@@ -36,37 +37,41 @@ NAMES = tuple(
         strategy.keeps(each.name, kind, {}) < 1 for each in strategy.levels[1:] for kind in KINDS
     )
 )
-"""Strategies that lower what is held whatever the batch."""
+"""Strategies that lower static memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelSet:
-    """A set of levels under which what is held whatever the batch fits."""
+    """A set of levels under which the static memory fits the budget."""
 
     levels: tuple[tuple[str, str], ...]
     """A level for each of ``NAMES``, and whether the batch is split."""
-    room: float
-    """Bytes that are expected to be left for activations; below zero where that is not sure."""
+    free_bytes: float
+    """Expected bytes left for activations. Zero or less if the set may not fit."""
     alone: bool = False
-    """It is tried first in a process of its own, with segments that grow where there are any."""
+    """Whether to try the set in a process of its own, with expandable segments if available."""
 
     @classmethod
     def of(cls, plan: Plan) -> LevelSet:
-        """Return what a plan stands on; its room is not known."""
+        """Return the level set that a plan contains, with ``free_bytes`` zero for unknown."""
         split = AS_IS if plan["micro_batch"] == AS_IS else AUTO
         return cls((*((name, plan[name]) for name in NAMES), ("micro_batch", split)), 0.0)
 
     def plans(self, space: Space) -> tuple[Plan, ...]:
-        """Return the plans of a search that stand on it.
+        """Return the plans of a search that contain this set.
 
-        Weights in bf16 enter bf16 autocast, so that of both precisions the one that says so stays.
+        Weights in bf16 compute in bf16 with and without autocast. If the set has such weights, only
+        the plans with ``precision`` at ``bf16`` are returned.
         """
         levels = dict(self.levels)
         half = levels["weights"] != AS_IS and "bf16" in space.choices("precision")
         return space.plans({**levels, "precision": "bf16"} if half else levels)
 
     def leanest(self, space: Space) -> Plan | None:
-        """Return the plan on it that is expected to need least for activations, then least time."""
+        """Return the plan with this set that needs the least memory for activations.
+
+        The smaller expected step time decides between equals.
+        """
         grows = self.alone and EXPANDABLE in space.choices("allocator")
         found = [
             plan
@@ -80,10 +85,10 @@ class LevelSet:
 def level_sets_needed(
     space: Space, facts: Facts, budget: int, *, cuda: bool
 ) -> tuple[LevelSet, ...] | None:
-    """Return the sets of levels of which a plan needs one; ``None`` where it can do without.
+    """Return the level sets of which a plan needs one; ``None`` if no set is needed.
 
-    So it is where what a plan that a search would combine holds at least is within ``budget``, or
-    nothing is known of the model.
+    No set is needed if the static memory of a plan of the usual space may fit ``budget`` bytes.
+    ``None`` is also returned if nothing is known of the model.
     """
     plans = (Plan(), *space.plans())
     if not facts.roots or any(least_bytes(p, facts, cuda=cuda) <= budget for p in plans):
@@ -95,71 +100,77 @@ def level_sets_needed(
 def level_sets_within(
     space: Space, facts: Facts, budget: int, *, cuda: bool
 ) -> tuple[LevelSet, ...]:
-    """Return the sets of levels that bring what is held whatever the batch within ``budget``.
+    """Return the level sets under which the static memory may fit ``budget`` bytes.
 
-    Those that are expected to leave room come first, then those that may fit: how much an optimizer
-    keeps, or an allocator wastes, is not sure. Of either those that train all of the model, with
-    the fewest levels that train otherwise; then those that split the batch, which leaves most for
-    everything else, then the least loss of speed.
+    Sets that are expected to leave memory free come before sets that may not fit. The fit can be
+    uncertain, because the size of an optimizer's state and the allocator's waste are estimates.
+    Within both groups, four criteria follow: no adapters, fewer levels of fidelity ``recipe``, a
+    split batch, and the smaller expected step time.
     """
     found = []
     for levels in _sets(space):
         plan = Plan.of(levels)
         if least_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
-            room = budget - expected_bytes(plan, facts, budget, cuda=cuda)
-            order = (room <= 0, *by_change(plan, facts))
-            found.append((order, LevelSet(tuple(levels.items()), room)))
+            free_bytes = budget - expected_bytes(plan, facts, budget, cuda=cuda)
+            order = (free_bytes <= 0, *by_change(plan, facts))
+            found.append((order, LevelSet(tuple(levels.items()), free_bytes)))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
 
 
 def next_level_set(
     found: Sequence[LevelSet], space: Space, finished: Sequence[TrialRecord]
 ) -> LevelSet | None:
-    """Return the set to try next while no plan fits; ``None`` after the last.
+    """Return the level set to try next while no plan fits; ``None`` if none is left.
 
-    One that ran out of memory is followed by one that leaves clearly more room, or by itself alone
-    where the heap was in pieces. After ``PATIENCE`` of them comes the one that leaves most, alone:
-    of those that train all of the model, then of each kind of adapters, which may free less.
+    If a set ran out of memory in a fragmented heap, it is tried again in a process of its own.
+    Otherwise the next set must leave clearly more memory free. After ``MAX_SHORT`` sets ran out of
+    memory, the set that leaves the most is tried in a process of its own: first without adapters,
+    then for each level of ``adapters``.
     """
-    ended = _ended(found, space, finished)
+    ended = _trials_by_set(found, space, finished)
     short = [each for each in ended if ended[each][-1].verdict is Verdict.OUT_OF_MEMORY]
     left = [each for each in found if each not in ended]
     if not short:
         return next(iter(left), None)
-    doubted = [each for each in short if not _ruled_out(each, space, ended[each])]
-    for each in doubted:
+    uncertain = [each for each in short if not _ruled_out(each, space, ended[each])]
+    for each in uncertain:
         if fragmentation(ended[each][-1]) >= FRAGMENTED:
             return replace(each, alone=True)
-    enough = max(each.room for each in short) + MORE * max(trial.budget for trial in finished)
-    roomier = [each for each in left if each.room >= enough]
-    if roomier and len(short) < PATIENCE:
-        return roomier[0]
+    extra = MIN_EXTRA * max(trial.budget for trial in finished)
+    enough = max(each.free_bytes for each in short) + extra
+    larger = [each for each in left if each.free_bytes >= enough]
+    if larger and len(short) < MAX_SHORT:
+        return larger[0]
     for level in space.choices("adapters"):
-        alike = [each for each in (*short, *left) if ("adapters", level) in each.levels]
-        most = max(alike, key=lambda each: each.room, default=None)
-        if most is not None and (most in left or most in doubted):
-            return replace(most, alone=True)
+        same = [each for each in (*short, *left) if ("adapters", level) in each.levels]
+        largest = max(same, key=lambda each: each.free_bytes, default=None)
+        if largest is not None and (largest in left or largest in uncertain):
+            return replace(largest, alone=True)
     return None
 
 
-def _ended(
+def _trials_by_set(
     found: Sequence[LevelSet], space: Space, finished: Sequence[TrialRecord]
 ) -> dict[LevelSet, list[TrialRecord]]:
-    """Return the trials that were to show whether a set is enough, by set, each in their order."""
+    """Return the trials that tested each set, in the order in which they finished.
+
+    A trial tests a set if its plan is the set's leanest, whatever its allocator setting.
+    """
     known = {each.levels: each for each in found}
     ended: dict[LevelSet, list[TrialRecord]] = {}
     for trial in finished:
         level_set = known.get(LevelSet.of(trial.plan).levels)
-        plan = trial.plan.replace(allocator=AS_IS)  # alone or not
+        plan = trial.plan.replace(allocator=AS_IS)
         if level_set is not None and plan == level_set.leanest(space):
             ended.setdefault(level_set, []).append(trial)
     return ended
 
 
 def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord]) -> bool:
-    """Return whether a set ran out of memory by itself: no plan before it, no heap in pieces.
+    """Return whether another trial of a set, in a process of its own, cannot help.
 
-    So is one that by itself would be the very plan that ran out: a study tries no plan twice.
+    That is so if the set ran out of memory as the first plan of its process, without fragmentation.
+    It is also so if the other trial would repeat a plan, because a study tries no plan twice.
     """
     lean = replace(level_set, alone=True).leanest(space)
     if any(trial.plan == lean for trial in trials):
@@ -169,7 +180,7 @@ def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord])
 
 
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:
-    """Yield a level for each of ``NAMES``, beside a batch that is split and one that is not."""
+    """Yield every combination of levels of ``NAMES``, with the batch split and whole."""
     choices = dict(space.levels)
     splits = [AUTO, AS_IS] if AUTO in choices["micro_batch"] else [AS_IS]
     each = [_lowering(name, space.choices(name)) for name in NAMES]
@@ -178,7 +189,10 @@ def _sets(space: Space) -> Iterator[Mapping[str, str]]:
 
 
 def _lowering(name: str, choices: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what stands for ``as_is``, and the levels that lower something here."""
+    """Return the first choice and those that lower static memory.
+
+    The first choice is ``as_is`` or the level that a search takes in its place.
+    """
     strategy = strategies.get(name)
     first, *others = choices
     return first, *(each for each in others if not strategy.lowered(each).isdisjoint(KINDS))

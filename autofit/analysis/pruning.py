@@ -1,4 +1,4 @@
-"""What a finished trial says about the others: which are not worth a launch, and whose fault."""
+"""Pruning: which plans are not worth a trial, given the trials that have finished."""
 
 from __future__ import annotations
 
@@ -14,38 +14,46 @@ from autofit.units import parse_size
 from autofit.worker.records.trials import Verdict
 
 FRAGMENTED = 0.05
-"""Share of the memory lost to fragmentation from which another allocator setting is worth a try."""
-WAITING = 0.05
-"""Share of a step spent waiting for data from which another way to load it is worth a try."""
+"""Another allocator setting is tried if fragmentation wastes this share of the memory or more."""
+MIN_DATA_WAIT = 0.05
+"""Another way to load data is tried if waiting for data takes this share of a step or more."""
 UNALLOCATED = re.compile(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated")
-"""In the error of torch's CUDA allocator."""
+"""The size of unusable memory, in an error of PyTorch's CUDA allocator."""
 
 
 def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) -> str | None:
-    """Return why ``plan`` cannot win, or cannot fit, given what is known; ``None`` if it may.
+    """Return why ``plan`` is not worth a trial now; ``None`` if it is.
 
-    ``batch``: samples in a call of the model, as the script has it.
+    A plan is not worth a trial if it cannot win, cannot fit, or must wait for another plan.
+
+    Args:
+        plan: The plan to check.
+        finished: The finished trials of the search.
+        batch: Samples in one call of the model in the script, if known.
     """
     finished = tuple(finished)
     if plan["micro_batch"] != AS_IS and any(s.leaves_out(level) for s, level in plan):
-        return "its batch is split: as many samples at a time need as much memory"
+        return "its batch is split already, so a smaller batch saves no memory"
     for trial in finished:
-        if (leaner(plan, trial.plan) or only_saves(plan, trial.plan)) and _whole(trial, batch):
-            return f"{trial.plan} fits with the whole batch; this would only be slower"
+        if (leaner(plan, trial.plan) or only_saves(plan, trial.plan)) and _fits_whole_batch(
+            trial, batch
+        ):
+            return f"{trial.plan} fits with the whole batch, and this plan is slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
-            return f"{trial.plan} needs less and does not fit"
+            return f"{trial.plan} needs less memory and does not fit"
     return (
-        _needless(plan, finished, batch)
+        _allocator_suffices(plan, finished, batch)
         or _data_is_fast_enough(plan, finished)
-        or _too_early(plan, finished)
+        or _lacks_size(plan, finished)
     )
 
 
-def most(plan: Plan, finished: Iterable[TrialRecord]) -> float:
-    """Return how many samples a part of the batch has at most under ``plan``, by what was measured.
+def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
+    """Return an upper bound on the micro-batch size of ``plan``, from the finished trials.
 
-    What is made for one size gets the one that was found without it. What needs more than a plan
-    that ran out of memory at a size gets less than that.
+    If a leaner plan ran out of memory at a size, ``plan`` needs a smaller size. A plan with levels
+    made for one size, such as ``compile``, uses the size that its ``unsized`` plan found. Both
+    bounds grow if such levels lower the activations. The bound is infinite if the batch is whole.
     """
     limits = [math.inf]
     for trial in finished if plan["micro_batch"] != AS_IS else ():
@@ -56,37 +64,39 @@ def most(plan: Plan, finished: Iterable[TrialRecord]) -> float:
         for same, keeps in ((plan, 1.0), (plan.unsized, plan.sized_keeps)):
             if found < larger and leaner(trial.plan, same):
                 limits.append((larger - 1) / keeps)
-        if trial.plan == plan.unsized != plan and not trial.report.reason:  # it was not cut short
+        if trial.plan == plan.unsized != plan and not trial.report.reason:  # its ramp was complete
             limits.append(found / plan.sized_keeps)
     return min(limits)
 
 
-def _too_early(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
-    """Return why what is made for one size of batch has to wait, or has no size.
+def _lacks_size(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
+    """Return why a plan made for one batch size has no size yet; ``None`` if it has one.
 
-    The same plan without it finds the size, and shows what there is to gain from.
+    The ``unsized`` plan must be measured first: its trial finds the size.
     """
     unsized = plan.unsized
     if waits_for_unsized(plan, finished):
         return f"{unsized} comes first"
-    twin = next((trial for trial in finished if trial.plan == unsized != plan), None)
-    if twin is None or twin.verdict is Verdict.MEASURED:
+    trial = next((trial for trial in finished if trial.plan == unsized != plan), None)
+    if trial is None or trial.verdict is Verdict.MEASURED:
         return None
-    if twin.verdict is Verdict.OUT_OF_MEMORY and plan.sized_keeps < 1.0:
+    if trial.verdict is Verdict.OUT_OF_MEMORY and plan.sized_keeps < 1.0:
         return None if plan["micro_batch"] == AS_IS else f"{unsized} fits at no size"
     return f"{unsized} could not be measured"
 
 
 def waits_for_unsized(plan: Plan, finished: Sequence[TrialRecord]) -> bool:
-    """Return whether ``plan`` has to wait for the same one without what is made for one size."""
+    """Return whether the ``unsized`` plan of ``plan`` must be measured before it."""
     return plan.unsized != plan and all(trial.plan != plan.unsized for trial in finished)
 
 
-def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:
-    """Return why another setting of the allocator would gain nothing, or cannot be known yet.
+def _allocator_suffices(
+    plan: Plan, finished: Sequence[TrialRecord], batch: int | None
+) -> str | None:
+    """Return why another allocator setting is not worth a trial; ``None`` if it is.
 
-    It costs a launch of its own, so it is tried where the same plan without it has shown that
-    memory was short and that fragmentation lost a part of it.
+    An allocator setting costs a launch of its own. It is tried only if the same plan with the
+    default setting was short of memory and lost a part of it to fragmentation.
     """
     if plan["allocator"] == AS_IS:
         return None
@@ -94,15 +104,15 @@ def _needless(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) ->
     trial = next((each for each in finished if each.plan == plain), None)
     if trial is None:
         return f"{plain} comes first"
-    if _whole(trial, batch):
+    if _fits_whole_batch(trial, batch):
         return f"{plain} fits with the whole batch"
     if fragmentation(trial) < FRAGMENTED:
-        return f"{plain} loses next to nothing to fragmentation"
+        return f"{plain} loses less than {FRAGMENTED:.0%} of the memory to fragmentation"
     return None
 
 
 def _data_is_fast_enough(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
-    """Return why another way to load the data would gain nothing, or cannot be known yet."""
+    """Return why another way to load data is not worth a trial; ``None`` if it is."""
     if plan["data_loading"] == AS_IS:
         return None
     plain = plan.replace(data_loading=AS_IS)
@@ -111,15 +121,16 @@ def _data_is_fast_enough(plan: Plan, finished: Sequence[TrialRecord]) -> str | N
         return f"{plain} comes first"
     if trial.measurement is None:
         return f"{plain} could not be measured"
-    if trial.measurement.data_wait < WAITING:
-        return f"{plain} waits for data less than {WAITING:.0%} of the time"
+    if trial.measurement.data_wait < MIN_DATA_WAIT:
+        return f"{plain} waits for data less than {MIN_DATA_WAIT:.0%} of the time"
     return None
 
 
 def fragmentation(trial: TrialRecord) -> float:
-    """Return the share of the memory that the allocator held and could not use.
+    """Return the share of memory that the allocator held but could not use.
 
-    When it ran out, if it did, under the plan or at a larger size; else at its peak.
+    If the trial ran out of memory, at any size, the share is that of the moment when it did.
+    Otherwise it is the share at the peak.
     """
     short = trial.report.out_of_memory if trial.report else None
     if short is not None and (found := UNALLOCATED.search(short.message)):
@@ -130,8 +141,8 @@ def fragmentation(trial: TrialRecord) -> float:
     return 1.0 - measured.peak_allocated / measured.peak_reserved
 
 
-def _whole(trial: TrialRecord, batch: int | None) -> bool:
-    """Whether a trial was measured with ease, and its winner runs the batch in one piece."""
+def _fits_whole_batch(trial: TrialRecord, batch: int | None) -> bool:
+    """Return whether a trial fits well and its winner runs the whole batch at once."""
     measurement = trial.measurement
     if trial.verdict is not Verdict.MEASURED or measurement is None or measurement.strained:
         return False

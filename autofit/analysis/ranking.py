@@ -1,4 +1,4 @@
-"""The best of a study, out of the store."""
+"""Ranks the trials of a study and finds its best plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autofit.worker.records.trials import (
     Verdict,
 )
 
-FAR = 0.1
+CLEARLY_FASTER = 0.1
 """By how much another plan was faster than the kept one turned out, for it to be measured again."""
 LEANER = 0.05
 """What a plan must save in memory to be preferred to one that is as fast."""
@@ -50,10 +50,10 @@ def best(
 
 
 def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Result | None:
-    """Return the best of a study; ``None`` where nothing fits, or the script itself fails."""
+    """Return the best result of a study; ``None`` if no plan fits or the script itself failed."""
     trials = store.trials(study, state=State.FINISHED)
     if any(trial.verdict is Verdict.SCRIPT_FAILED for trial in trials):
-        return None  # what was measured before it failed is worth nothing
+        return None  # earlier measurements are of a script that does not work
     winner = winning(trials, study.budget, horizon)
     if winner is None or winner.report is None or winner.report.measurement is None:
         return None
@@ -85,15 +85,16 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
 def winning(
     trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
 ) -> TrialRecord | None:
-    """Return the trial to keep: of those measured again, else the fastest that fits and stands.
+    """Return the trial whose plan is the result; ``None`` if no plan fits.
 
-    Of those that are as fast as the fastest within ``TIE``, the one that needs least memory. None
-    that did not fit when it was measured again.
+    If confirmation runs fit, the winner is one of them: of those within ``TIE`` of the fastest, the
+    one with the lowest peak. Otherwise it is the fastest trial of the search whose plan has no
+    confirmation run and did not drift.
     """
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = [trial for trial in confirmed if fits(trial, budget)]
     if not again:
-        return next(iter(_left(trials, budget, horizon)), None)
+        return next(iter(_unconfirmed(trials, budget, horizon)), None)
     fastest = max(_speed(trial, horizon) for trial in again)
     tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
     return min(tied, key=_peak)
@@ -102,9 +103,9 @@ def winning(
 def rivals(
     trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int = HORIZON
 ) -> list[TrialRecord]:
-    """Return the search's trials that tie with ``winner`` and need clearly less memory.
+    """Return the search's trials that are as fast as ``winner`` and need clearly less memory.
 
-    Only these may take its place once all are measured again; the fastest first.
+    The fastest comes first. Only these plans can replace the winner after confirmation runs.
     """
     enough = (1 - TIE) * _speed(winner, horizon)
     tied = [t for t in ranked(trials, budget, horizon) if _speed(t, horizon) >= enough]
@@ -114,14 +115,15 @@ def rivals(
 def finalists(
     trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int, most: int
 ) -> list[Plan]:
-    """Return the winner's plan and those that may take its place, ``most`` in all."""
+    """Return the plans to confirm: the winner's and its rivals', at most ``most``."""
     return [best_plan(trial) for trial in (winner, *rivals(trials, winner, budget, horizon))[:most]]
 
 
-def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> bool:
-    """Return whether the script as it is was faster than what is kept turned out to be later.
+def baseline_was_faster(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> bool:
+    """Return whether the script as it is was faster than the confirmed winner.
 
-    Then it is measured again too: figures from two times on a machine are not compared.
+    The script as it is then needs a confirmation run too, because speeds measured at different
+    times are not comparable. Returns ``False`` if it has one, or if the winner has none.
     """
     winner = winning(trials, budget, horizon)
     again = any(t.plan.neutral and t.purpose is Purpose.CONFIRM for t in trials)
@@ -131,21 +133,23 @@ def overtaken(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
     return as_is is not None and _speed(as_is, horizon) > _speed(winner, horizon)
 
 
-def overtaking(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> Plan | None:
-    """Return the fastest plan that may be faster than what is kept turned out to be, if one may.
+def faster_unconfirmed(
+    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+) -> Plan | None:
+    """Return the fastest unconfirmed plan if it may beat the confirmed winner, else ``None``.
 
-    Not measured again so far, and faster by ``FAR`` when it was: a few steps may scatter by more.
+    Its trial must be faster by ``CLEARLY_FASTER``, because the speeds of a few steps vary.
     """
     winner = winning(trials, budget, horizon)
     if winner is None or winner.purpose is not Purpose.CONFIRM:
         return None
-    enough = (1 + FAR) * _speed(winner, horizon)
-    left = _left(trials, budget, horizon)
+    enough = (1 + CLEARLY_FASTER) * _speed(winner, horizon)
+    left = _unconfirmed(trials, budget, horizon)
     return best_plan(left[0]) if left and _speed(left[0], horizon) > enough else None
 
 
-def _left(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[TrialRecord]:
-    """Return the search's trials whose plans were not measured again and stand, fastest first."""
+def _unconfirmed(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[TrialRecord]:
+    """Return the search's sound trials whose plans have no confirmation run, the fastest first."""
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = {trial.plan for trial in confirmed}
     searched = (trial for trial in trials if trial.purpose is Purpose.SEARCH)
@@ -167,9 +171,9 @@ def ranked(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -
 def ranked_sound(
     trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
 ) -> list[TrialRecord]:
-    """Return those of ``ranked`` that hold nothing that drifted when it was measured again.
+    """Return those of ``ranked`` without a level that drifted in a confirmation run.
 
-    ``trials``: the finished ones, those measured again among them.
+    ``trials``: all finished trials, confirmation runs included.
     """
     again = [t for t in trials if t.purpose is Purpose.CONFIRM and t.verdict is Verdict.DRIFTED]
     drifted = [trial.report for trial in again if trial.report is not None]
@@ -187,23 +191,24 @@ def _peak(trial: TrialRecord) -> int:
 
 
 def _differences(key: StudyKey, script: Script, ranks: int | None) -> list[str]:
-    """Return what differs between a study and what is asked now, in words.
+    """Return the differences between a study and the given script, in words.
 
-    A script given without a launch line is taken as it was launched when it was searched.
+    If the script is given without a launcher, the variables of the study's launcher are accepted.
     """
-    asked = StudyKey.of(script, gpu=key.gpu, gpus=key.gpus, memory=key.memory, allow=key.allow)
+    now = StudyKey.of(script, gpu=key.gpu, gpus=key.gpus, memory=key.memory, allow=key.allow)
     found = []
-    if key.digest != asked.digest:
+    if key.digest != now.digest:
         found.append("the file was edited since")
-    if key.args != asked.args:
+    if key.args != now.args:
         found.append(f"searched with arguments {' '.join(key.args) or '(none)'}")
     if ranks is not None and key.gpus != ranks:
         found.append(f"searched with {key.gpus} ranks a training")
-    if script.launcher and key.environment != asked.environment:
-        found.append(f"searched with {_set(key, asked) or 'nothing set by a launcher'}")
+    if script.launcher and key.environment != now.environment:
+        variables = _different_variables(key, now) or "nothing set by a launcher"
+        found.append(f"searched with {variables}")
     return found
 
 
-def _set(key: StudyKey, asked: StudyKey) -> str:
-    """Return the variables that a launcher set for a study, and sets otherwise now."""
-    return " ".join(f"{k}={v}" for k, v in key.environment if (k, v) not in asked.environment)
+def _different_variables(key: StudyKey, now: StudyKey) -> str:
+    """Return the launcher's variables in the study that have other values now."""
+    return " ".join(f"{k}={v}" for k, v in key.environment if (k, v) not in now.environment)

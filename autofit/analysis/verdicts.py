@@ -22,15 +22,15 @@ from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import CHECK, Measurement, OutOfMemory, TrialReport, Verdict
 
 BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
-"""Verdicts that rule a level out, where it is known which."""
+"""Verdicts that rule out a level, if the level at fault is known."""
 
 
 PHASES = ("outside the model", CHECK, "forward", "backward", "optimizer step", "the whole step")
-"""Of a step, in their order."""
+"""The phases of a step, in their order."""
 
 
 TIE = 0.03
-"""Speeds that differ by no more than this are the same: launches of one plan differ as much."""
+"""Speeds that differ by this share or less count as equal. Launches of one plan differ as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +95,16 @@ def _strays(report: TrialReport, expected: Training) -> str | None:
 
 
 def within(report: TrialReport, facts: Facts | None, allow: Fidelity) -> TrialReport:
-    """Return the report as refused where a level has turned out to change more than is allowed.
+    """Return the report as ``refused`` if a level of its plan exceeds the allowed fidelity.
 
-    What a model draws by hand, say, shows in the proof of how its batch is split.
+    The fidelity of a level can depend on facts that only the trial revealed. For example, the check
+    of a split batch reveals that the model draws its own random numbers.
     """
-    beyond = [(s, s.fidelity(level, facts)) for s, level in report.plan]
-    beyond = [(strategy, fidelity) for strategy, fidelity in beyond if fidelity > allow]
-    if report.verdict is not Verdict.MEASURED or not beyond:
+    found = [(s, s.fidelity(level, facts)) for s, level in report.plan]
+    excessive = [(strategy, fidelity) for strategy, fidelity in found if fidelity > allow]
+    if report.verdict is not Verdict.MEASURED or not excessive:
         return report
-    strategy, fidelity = beyond[0]
+    strategy, fidelity = excessive[0]
     return replace(
         report,
         verdict=Verdict.REFUSED,
@@ -126,11 +127,14 @@ def losses_of(report: TrialReport | None) -> list[float]:
 
 
 def judged(report: TrialReport, baseline: Verdict | None) -> TrialReport:
-    """Return the report with the fault of a failure where it belongs.
+    """Return the report as ``script_failed`` if its failure is the script's own fault.
 
-    ``baseline``: how the neutral plan ended, if it has. A plan that fails where the neutral one
-    was measured is to blame. Where the neutral one ran out of memory it cannot decide; an error
-    that the script's own line raised, with no strategy on the stack, is then the script's.
+    If the neutral plan was measured, the plan is at fault. Otherwise the script is at fault if its
+    own code raised the error and no strategy's code was on the stack.
+
+    Args:
+        report: The report of a trial.
+        baseline: The verdict of the neutral plan; ``None`` before it has one.
     """
     if report.verdict is not Verdict.PLAN_FAILED or baseline is Verdict.MEASURED:
         return report
@@ -140,7 +144,7 @@ def judged(report: TrialReport, baseline: Verdict | None) -> TrialReport:
 
 
 def best_plan(trial: TrialRecord) -> Plan:
-    """Return the plan that a measured trial is worth: with the micro-batch size that won."""
+    """Return the plan of a trial, with the micro-batch size that won if it was measured."""
     return (trial.report.best if trial.report else None) or trial.plan
 
 
@@ -152,12 +156,16 @@ def fits(trial: TrialRecord, budget: int) -> bool:
 
 
 def corrected(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> TrialRecord:
-    """Return a trial as its plan was when it was measured again, where memory made it another.
+    """Return a trial with the result of its confirmation run, if that one was short of memory.
 
-    Slower, where it hardly fits. Where it did not fit, it counts with the next smaller size that
-    was measured, as far as that one holds; without such a size as one that ran out of memory.
+    If the plan barely fitted and was slower, the confirmation's measurement replaces the search's.
+    If the plan ran out of memory, the trial counts with the fastest of its smaller micro-batch
+    sizes. Without a smaller size, its verdict becomes ``OUT_OF_MEMORY``.
 
-    ``again``: the trials in which plans were measured again; ``budget``: in bytes of a device.
+    Args:
+        trial: A trial of the search.
+        again: The confirmation runs of the study.
+        budget: Bytes of a device.
     """
     while trial.report is not None and (first := trial.measurement) is not None:
         mine = [each for each in again if each.plan == best_plan(trial)]
@@ -171,9 +179,9 @@ def corrected(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> 
 
 
 def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) -> TrialRecord:
-    """Return a trial with what was measured ``last``, if memory made that slower than ``first``."""
-    assert trial.report is not None, "it was measured"
-    assert last is not None, "it fitted"
+    """Return a trial with ``last`` in place of ``first``, if a lack of memory made it slower."""
+    assert trial.report is not None, "the trial was measured"
+    assert last is not None, "the confirmation run fitted"
     if not last.strained or last.samples_per_second >= (1 - TIE) * first.samples_per_second:
         return trial
     measured = (*trial.report.measurements[:-1], last)
@@ -181,7 +189,7 @@ def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) ->
 
 
 def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
-    """Return the report of a trial whose winner, in a process of its own, ran out of memory."""
+    """Return a report without its winning size, which ran out of memory when confirmed."""
     size = report.measurements[-1].micro_batch
     own = report.plan["micro_batch"] == AUTO and report.plan.unsized == report.plan
     smaller = [each for each in report.measurements if own and each.micro_batch < size]
@@ -201,10 +209,11 @@ def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
 
 
 def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[str, str] | None:
-    """Return the strategy and level that a trial rules out by its end, if it is one.
+    """Return the ``(strategy, level)`` that a failed trial rules out; ``None`` if it is not clear.
 
-    The one blamed, the only one, or the only one besides a plan that was measured; where training
-    drifted, one whose own was compared with the reference's and found to be the same.
+    It is the level of the blamed strategy, or the only level of the plan. For a plan that failed or
+    drifted, it can also be the only level that a successful plan lacks. After drift, only plans
+    whose first steps were compared with the reference count as successful.
     """
     plan = report.plan.searched
     if report.blamed is not None:
@@ -220,23 +229,32 @@ def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[
 
 
 def _suspected(changed: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the levels without those that stand in every plan, in the place of ``as_is``."""
+    """Return the levels that may be at fault.
+
+    Levels that every plan has in place of ``as_is`` are left out, unless there are no others.
+    """
     return {each for each in changed if not strategies.get(each[0]).level(each[1]).instead} or (
         changed
     )
 
 
 def refused(finished: Iterable[TrialRecord]) -> list[TrialReport]:
-    """Return the reports of the plans that could not keep their promise."""
+    """Return the reports of the trials that were refused."""
     found = (trial.report for trial in finished if trial.verdict is Verdict.REFUSED)
     return [report for report in found if report is not None]
 
 
 def tainted(plan: Plan, ended: Iterable[TrialReport], finished: Sequence[TrialRecord]) -> bool:
-    """Return whether ``plan`` holds what made another drift, or be refused.
+    """Return whether ``plan`` contains the levels that made another plan drift or be refused.
 
-    ``ended``: the reports of those. The level that did it, or all of them together. In a plan that
-    drifted, the size of a part of the batch aside, which is found anew for each plan.
+    If the level at fault is known, it is enough that ``plan`` has it. Otherwise ``plan`` must have
+    all levels of the other plan. After drift, ``micro_batch`` is not compared, because each trial
+    finds its own size.
+
+    Args:
+        plan: The plan to check.
+        ended: Reports of plans that drifted or were refused.
+        finished: Finished trials, from which the level at fault is derived.
     """
     for report in ended:
         found = culprit(report, finished)
@@ -249,24 +267,25 @@ def tainted(plan: Plan, ended: Iterable[TrialReport], finished: Sequence[TrialRe
 
 
 def _went_well(trial: TrialRecord, *, compared: bool) -> bool:
+    """Return whether a trial was measured; with ``compared``, as the first of its process."""
     first = trial.report is not None and trial.report.index == 0
     return trial.verdict is Verdict.MEASURED and (first or not compared)
 
 
 def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:
-    """Return the trial that came furthest before it ran out of memory; of several, the leanest.
+    """Return the trial that got furthest before it ran out of memory; of several, the leanest.
 
-    One whose process had taken a step had the optimizer's state to hold as well, whichever part of
-    a later step it came to; within a step, the later part is the further.
+    A trial that completed a step got further than one that did not, because it also held the
+    optimizer's state. Otherwise the later phase of the step decides.
     """
     short = [trial for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
-    return max(short, key=lambda trial: (_reached(trial), by_cost(trial.plan)), default=None)
+    return max(short, key=lambda trial: (_progress(trial), by_cost(trial.plan)), default=None)
 
 
-def _reached(trial: TrialRecord) -> tuple[bool, int]:
-    """Return whether a trial came past its first step, and how far into one.
+def _progress(trial: TrialRecord) -> tuple[bool, int]:
+    """Return whether a trial completed its first step, and the index of its last phase.
 
-    The bytes it asked for last say nothing of it.
+    The size of the failed allocation is no measure of progress.
     """
     shortage = trial.report.out_of_memory if trial.report else None
     if shortage is None:

@@ -37,10 +37,10 @@ class Confirmation:
             if not history.late() and not history.confirmations(plan):
                 self._again(plan)
         for _ in range(FINALISTS):
-            if history.late() or (faster := history.overtaking()) is None:
+            if history.late() or (faster := history.faster_unconfirmed()) is None:
                 break
             self._again(faster)
-        if history.overtaken():
+        if history.baseline_was_faster():
             self._again(Plan())
         for plan in fastest:
             self._tell_change(plan)

@@ -6,7 +6,14 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autofit.analysis.ranking import finalists, overtaken, overtaking, ranked, ranked_sound, winning
+from autofit.analysis.ranking import (
+    baseline_was_faster,
+    faster_unconfirmed,
+    finalists,
+    ranked,
+    ranked_sound,
+    winning,
+)
 from autofit.analysis.verdicts import BLAMED, best_plan, corrected, culprit, fits, judged
 from autofit.evidence import lookup
 from autofit.evidence.lookup import Evidence
@@ -167,15 +174,15 @@ class History:
         now = self.now
         return winning(now.all_finished, now.budget, now.horizon)
 
-    def overtaken(self) -> bool:
+    def baseline_was_faster(self) -> bool:
         """Return whether the script without a plan was faster than the present winner."""
         now = self.now
-        return overtaken(now.all_finished, now.budget, now.horizon)
+        return baseline_was_faster(now.all_finished, now.budget, now.horizon)
 
-    def overtaking(self) -> Plan | None:
+    def faster_unconfirmed(self) -> Plan | None:
         """Return the plan that may be far faster than the present winner, if there is one."""
         now = self.now
-        return overtaking(now.all_finished, now.budget, now.horizon)
+        return faster_unconfirmed(now.all_finished, now.budget, now.horizon)
 
     def baseline(self) -> Verdict | None:
         """Return the verdict of the neutral plan, if it has one."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.analysis.pruning import most
+from autofit.analysis.pruning import max_micro_batch
 from autofit.analysis.ranking import result_of
 from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import NothingFits
@@ -258,7 +258,9 @@ def test_the_size_below_takes_the_place_of_one_that_does_not_fit_again(
     assert report is not None
     assert report.measurements[-1] == found
     assert report.out_of_memory == replace(SHORT, micro_batch=4)
-    assert most(Plan.of({"micro_batch": "auto"}), history.finished()) == 3, "it needs more"
+    assert max_micro_batch(Plan.of({"micro_batch": "auto"}), history.finished()) == 3, (
+        "it needs more"
+    )
     result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == two
@@ -321,14 +323,14 @@ def test_what_a_search_has_learned_of_sizes_stays(
         out_of_memory=replace(SHORT, micro_batch=24),
     )
     history.finish(trial, report, 0)
-    before = most(more, history.finished())
+    before = max_micro_batch(more, history.finished())
     again = tight(measurement(16, 1.5, 5 * GIB))
     ends(history, split.replace(micro_batch="16"), again, Purpose.CONFIRM)
     (found,) = history.finished()
     assert found.measurement == again
     assert found.report is not None
     assert len(found.report.measurements) == 3
-    assert most(more, history.finished()) == before == 23
+    assert max_micro_batch(more, history.finished()) == before == 23
 
 
 @pytest.mark.parametrize(("seconds", "measured"), [(1.15, 1), (1.3, 2), (9.0, 4)])
