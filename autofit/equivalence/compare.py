@@ -1,9 +1,9 @@
-"""Is what a plan trains the reference's training? Two traces compared, within what rounding may do.
+"""Compares two traces: did a plan train what the reference trained, but for rounding?
 
-Both begin from the same weights, batches and draws, so that the first step's gradients agree up to
-the order of sums; from the second step on each follows its own weights, and small differences
-grow. Adam is the hard case: its first update is the *sign* of each gradient, so that rounding
-turns around the smallest ones whatever the precision. Norms hold up where directions do not.
+Both runs begin with the same weights, batches and random numbers. The first step's gradients then
+agree up to the order of sums. From the second step on each run has its own weights, and small
+differences grow. Adam is the hard case: its first update is the *sign* of each gradient, so that
+rounding reverses the smallest ones in any precision. Norms stay comparable when directions do not.
 Imports no torch.
 """
 
@@ -15,124 +15,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autofit.equivalence.norms import Pair, pairs, total
+from autofit.equivalence.tolerances import ALLOWED, Tolerance
 from autofit.strategies import Fidelity
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.records.traces import Trace, TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """What may differ in one step, relative to the reference's own figures."""
-
-    loss: float
-    gradients: float
-    """Norm of the difference, over all parameters together."""
-    scale: float
-    """Norm of the gradients."""
-    row: float
-    """As ``gradients``, of a single parameter."""
-    noise: float
-    """Gradients below this share of the typical size are rounding themselves: not compared."""
-    changes: float
-    """Norm of the difference of the parameters' change."""
-    length: float
-    """Norm of that change."""
-    row_length: float
-    """The same, of a single parameter."""
-
-
-# Found with examples/char_lm.py, a GPT with Adam and SGD at learning rates up to 0.01 and 5, a
-# convolutional network, a perceptron and a GAN on the CPU; each bound is the worst figure seen,
-# with room of ten times for exact plans and five for rounding ones.
-FIRST = Tolerance(
-    loss=1e-4,
-    gradients=1e-3,
-    scale=1e-3,
-    row=1e-2,
-    noise=1e-4,
-    changes=0.05,
-    length=0.01,
-    row_length=0.1,
-)
-"""Of an exact plan's first step. Seen: gradients 6e-7, changes 7e-6 (float32)."""
-LATER = Tolerance(
-    loss=0.02,
-    gradients=0.1,
-    scale=0.05,
-    row=1.0,
-    noise=1e-2,
-    changes=0.25,
-    length=0.05,
-    row_length=0.5,
-)
-"""Of the steps after it. Seen: gradients 1e-3, changes 2e-3 (Adam, learning rate 0.001)."""
-ROUNDED = Tolerance(
-    loss=0.05,
-    gradients=0.25,
-    scale=0.05,
-    row=1.5,
-    noise=0.1,
-    changes=0.8,
-    length=0.06,
-    row_length=2.0,
-)
-"""Of a plan in lower precision. Seen: gradients 0.04, their norm 0.003, changes 0.2 and 0.011."""
-ROUNDED_LATER = Tolerance(
-    loss=0.1,
-    gradients=0.5,
-    scale=0.2,
-    row=2.5,
-    noise=0.1,
-    changes=1.0,
-    length=0.15,
-    row_length=3.0,
-)
-"""The same, after the first step."""
-REDRAWN = Tolerance(
-    loss=0.5,
-    gradients=1.8,
-    scale=2.0,
-    row=math.inf,
-    noise=0.0,
-    changes=1.8,
-    length=1.0,
-    row_length=math.inf,
-)
-"""Of a step in which the model drew other random numbers: the size of things, and their sign."""
-CHAOTIC = replace(REDRAWN, loss=ROUNDED.loss, scale=0.6, length=0.6)
-"""Of lower precision's first step where rounding, whatever rounds, makes another direction of it.
-
-Then it is as if other numbers had been drawn. Seen: gradients 1.5, their norm 0.16 (ResNets).
-"""
-CHAOTIC_LATER = replace(CHAOTIC, loss=REDRAWN.loss, scale=REDRAWN.scale, length=REDRAWN.length)
-"""The same, after the first step."""
-
-COARSE = 2.0**-12
-"""Scripts that compute with larger rounding errors than this are compared as rounding plans."""
-SAME_START = 1e-5
-"""Relative difference of the weights at the start beyond which two runs cannot be compared."""
-SAME_INPUTS = {False: 1e-3, True: 0.1}
-"""The same of a step's inputs, which may be another model's rounded output (``True``)."""
-FEW = 16
-"""Elements of a parameter whose change alone says little, under rounding."""
-STRAY = 0.5
-"""How far beyond its worst so far the loss may go, relative to that and beside its own spread."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What two traces say of each other."""
+    """The result of comparing two traces."""
 
     drifted: str | None = None
-    """How the found training left the expected one, in one line; ``None`` if it did not."""
+    """How the trainings differ, in one line; ``None`` if they do not."""
     steps: int = 0
     """Steps that could be compared."""
     obstacle: str | None = None
-    """Why no more could be."""
+    """Why no more steps could be compared."""
 
 
 class _Drift(Exception):
-    """A difference beyond what is allowed."""
+    """A difference beyond the tolerance."""
 
 
 class _Obstacle(Exception):
@@ -143,15 +45,18 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
     """Compare the trace of a plan with the reference's.
 
     ``fidelity``: what the plan may change, at most ``ROUNDING``. ``splits``: the plan or the
-    reference splits the batch, so that a model that draws draws otherwise.
+    reference splits the batch, so that a model with random numbers draws others.
     """
-    rounding = fidelity >= Fidelity.ROUNDING or expected.epsilon > COARSE
+    rounding = fidelity >= Fidelity.ROUNDING or expected.epsilon > ALLOWED.coarse
     noise = TOLERANCES.noise * found.sensitivity
     chaotic = fidelity >= Fidelity.ROUNDING and noise > TOLERANCES.most
     compared = 0
     try:
-        if total(pairs(found.start, expected.start, expected.buckets)).relative > SAME_START:
-            raise _Obstacle("the script begins with other weights each time")
+        if (
+            total(pairs(found.start, expected.start, expected.buckets)).relative
+            > ALLOWED.same_start
+        ):
+            raise _Obstacle("the script begins with other weights in each run")
         same = (found.names, found.sizes) == (expected.names, expected.sizes)
         if len(found.steps) == len(expected.steps) and not same:
             raise _Drift("the optimizers step other parameters")
@@ -170,16 +75,16 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
 def _tolerance(
     number: int, rounding: bool, redrawn: bool, chaotic: bool, sensitivity: float
 ) -> Tolerance:
-    """Return what may differ; ``sensitivity``: what rounding once does to the gradients."""
+    """Return the tolerance of a step; ``sensitivity``: how far one rounding moves the gradients."""
     if redrawn:
-        return REDRAWN
+        return ALLOWED.redrawn
     if not rounding:
-        return LATER if number else FIRST
-    usual = ROUNDED_LATER if number else ROUNDED
+        return ALLOWED.later if number else ALLOWED.first
+    usual = ALLOWED.rounded_later if number else ALLOWED.rounded
     if chaotic:
-        return CHAOTIC_LATER if number else CHAOTIC
-    noise = TOLERANCES.noise * sensitivity / ROUNDED.gradients
-    more = min(max(1.0, noise), TOLERANCES.most / ROUNDED.gradients)
+        return ALLOWED.chaotic_later if number else ALLOWED.chaotic
+    noise = TOLERANCES.noise * sensitivity / ALLOWED.rounded.gradients
+    more = min(max(1.0, noise), TOLERANCES.most / ALLOWED.rounded.gradients)
     return replace(
         usual,
         gradients=min(1.0, more * usual.gradients),
@@ -190,7 +95,7 @@ def _tolerance(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step of both, and what may differ in it."""
+    """One step of both runs, and its tolerance."""
 
     number: int
     found: Trace
@@ -203,7 +108,7 @@ class _Step:
     @property
     def redrawn(self) -> bool:
         """Whether the model drew other random numbers."""
-        return self.allowed is REDRAWN
+        return self.allowed is ALLOWED.redrawn
 
     def check(self) -> None:
         """Raise ``_Drift`` or ``_Obstacle``."""
@@ -224,12 +129,14 @@ class _Step:
     def _inputs(self) -> None:
         ours, theirs = self.ours.inputs, self.theirs.inputs
         if bool(ours) != bool(theirs):
-            raise _Obstacle("the model is given other arguments each time")
+            raise _Obstacle("the model gets other arguments in each run")
         if not ours:
             return
         apart = total(pairs(ours, theirs, len(ours))).relative
-        if not apart <= SAME_INPUTS[self.rounding or self.number > 0]:
-            raise _Obstacle("the script trains on other batches each time")
+        if not apart <= (
+            ALLOWED.rounded_inputs if self.rounding or self.number > 0 else ALLOWED.inputs
+        ):
+            raise _Obstacle("the script trains on other batches in each run")
 
     def _losses(self, slope: float) -> None:
         """Compare the losses; ``slope``, the gradients' norm, says how much rounding moves one."""
@@ -245,7 +152,7 @@ class _Step:
     def _gradients(self) -> list[Pair]:
         ours, theirs = self.ours.gradients, self.theirs.gradients
         if not ours and theirs and self.rounding:
-            raise _Obstacle("its loss scaling leaves the first steps out")
+            raise _Obstacle("its loss scaling skips the first steps")
         if bool(ours) != bool(theirs):
             self._leave("gradients" if ours else "no gradients", "none" if ours else "some")
         found = self._pairs(ours, theirs) if ours else []
@@ -303,7 +210,7 @@ class _Step:
             figure = f"{everything.ratio:.3g} times as large"
             self._leave("the parameters' change is", figure, allowed.length)
         for change, floor, index in kept:
-            few = self.rounding and self.expected.sizes[index] < FEW
+            few = self.rounding and self.expected.sizes[index] < ALLOWED.few
             stands = change.found == 0.0 and change.norm > 10 * floor and not self.redrawn
             row = math.inf if few else allowed.row_length
             if stands or _longer(change) > _times(row, change.norm) + 10 * floor:
@@ -335,9 +242,10 @@ def finite(losses: Iterable[float]) -> bool:
 
 
 def strays(found: Sequence[float], expected: Sequence[float]) -> str | None:
-    """Return how the losses of some steps leave those of the reference, coarsely; ``None`` if not.
+    """Return how losses exceed the reference's by far; ``None`` if they do not.
 
-    The steps need not be the same ones: only what is not finite, or far above the worst seen.
+    The steps need not be the same ones, so that only a loss counts that is not finite, or far above
+    the reference's worst.
     """
     if not found or not expected or not finite(expected):
         return None
@@ -345,7 +253,7 @@ def strays(found: Sequence[float], expected: Sequence[float]) -> str | None:
         if not math.isfinite(loss):
             return f"the loss becomes {loss}"
     worst, level = max(expected), statistics.median(found)
-    bound = worst + (worst - min(expected)) + STRAY * abs(worst)
+    bound = worst + (worst - min(expected)) + ALLOWED.stray * abs(worst)
     if level > bound:
         return f"the loss is {level:.4g} after the first steps, the reference's at most {worst:.4g}"
     return None

@@ -390,7 +390,7 @@ class TestASearch:
         assert main([*asked, "--", "--clock"]) == 0  # another plan begins a process, and is traced
         assert {trial.verdict for trial in trials(styles)} == {Verdict.MEASURED}
         printed = capsys.readouterr().out
-        assert printed.count("the script begins with other weights each time") == 1
+        assert printed.count("the script begins with other weights in each run") == 1
 
     @pytest.mark.full
     def test_where_the_script_does_not_fit_the_leanest_exact_plan_is_the_reference(
@@ -508,11 +508,11 @@ def test_what_is_drift(found: Trace, fidelity: Fidelity, said: str | None) -> No
 @pytest.mark.parametrize(
     ("found", "expected", "fidelity", "obstacle", "steps"),
     [
-        (trace(loss=9.0, start=1.1), trace(), EXACT, "begins with other weights each time", 0),
-        (trace(loss=9.0, inputs=1.1), trace(), EXACT, "trains on other batches each time", 0),
+        (trace(loss=9.0, start=1.1), trace(), EXACT, "begins with other weights in each run", 0),
+        (trace(loss=9.0, inputs=1.1), trace(), EXACT, "trains on other batches in each run", 0),
         (trace(loss=math.nan), trace(loss=math.nan), EXACT, "own loss is not finite", 0),
         (trace(only(1, math.inf)), trace(only(1, math.inf)), EXACT, "own gradients are", 0),
-        (trace(None), trace(), ROUNDING, "its loss scaling leaves the first steps out", 0),
+        (trace(None), trace(), ROUNDING, "its loss scaling skips the first steps", 0),
         (trace(steps=2), trace(), EXACT, None, 2),
     ],
 )
