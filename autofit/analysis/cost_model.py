@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from autofit import strategies
 from autofit.analysis import pruning
+from autofit.analysis.priors import PRIORS
 from autofit.plan import Plan
 from autofit.space.static_memory import Static, total_bytes
 from autofit.space.static_memory import context as context_of
@@ -44,22 +45,10 @@ Array: TypeAlias = NDArray[np.float64]
 
 DRAWS = 400
 """From the posterior."""
-LAUNCH = 0.0015
-"""Seconds that launching the kernels of a block on a GPU takes, forward and backward."""
-BLOCKS = 12
-"""Of a model in which none were recognised."""
-DEVIATION = 0.04
-"""Of a plan from the structure, as a share, before there are enough plans to see it."""
-NOISE = 0.03
-"""Of a step time or a peak at one size, as a share: what the line through sizes leaves over."""
-STRAINED = 1.0
-"""Of a step time where the plan hardly fits (``Measurement.strained``): it says little of it."""
 SHORT = 2
 """Steps of a window that only gives a point of the line: a noisy one."""
 KNEE = 4.0
 """How sharply overhead gives way to compute as chunks grow: one would add them up."""
-ALIKE = 0.8
-"""Correlation of what is unsure about two levels of one strategy."""
 EFFECTS = tuple(
     (strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:]
 )
@@ -87,7 +76,7 @@ class Row:
     whole: float
     """Samples in a batch under the plan."""
     figure: float
-    noise: float = NOISE
+    noise: float = PRIORS.noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +112,9 @@ class CostModel:
         self._horizon, self._compile_seconds = horizon, _compile_seconds(finished)
         self._rng = np.random.default_rng(0)
         context = context_of(budget, cuda=cuda)
-        slope = (budget - min(0.9 * budget, self._static.weights)) / self._batch
+        slope = (
+            budget - min((1.0 - PRIORS.least_activations) * budget, self._static.weights)
+        ) / self._batch
         keeps = [np.log(strategy.leaves(level.name, facts)) for strategy, level in EFFECTS]
         slowdowns = [np.log(strategy.takes(level.name, facts)) for strategy, level in EFFECTS]
         launches = [float(effect) for effect in slowdowns * KERNELS]
@@ -134,18 +125,32 @@ class CostModel:
         self._memory = _Fit(
             self._peak,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
-            _unsure([0.7 if cuda else 2.0, 3.0, self._static.unsure], KEEPS, 0.3),
+            _unsure(
+                [PRIORS.context.of(cuda=cuda), PRIORS.slope, self._static.unsure],
+                KEEPS,
+                PRIORS.memory_effects,
+            ),
             [Row(p.plan, p.samples, self._whole(p.plan), p.peak) for p in points],
             bounds,
         )
-        blocks = sum(root.blocks for root in facts.roots) or BLOCKS
-        launch = LAUNCH * blocks if cuda else 0.01 * seconds
+        blocks = sum(root.blocks for root in facts.roots) or PRIORS.blocks
+        launch = PRIORS.launch * blocks if cuda else PRIORS.cpu_launch * seconds
         self._time = _Fit(
             self._seconds,
-            np.array([np.log(seconds), np.log(0.15), np.log(launch), *slowdowns, *launches]),
+            np.array(
+                [np.log(seconds), np.log(PRIORS.rerun), np.log(launch), *slowdowns, *launches]
+            ),
             _apart(
-                _unsure([3.0 if first else 0.01, 1.0, 0.7 if cuda else 1.5], slowdowns, 0.5),
-                _unsure([], launches, 2.0),
+                _unsure(
+                    [
+                        PRIORS.first_seconds if first else PRIORS.no_seconds,
+                        PRIORS.rerun_width,
+                        PRIORS.launch_width.of(cuda=cuda),
+                    ],
+                    slowdowns,
+                    PRIORS.time_effects,
+                ),
+                _unsure([], launches, PRIORS.launch_effects),
             ),
             [Row(p.plan, p.samples, self._whole(p.plan), p.seconds, p.noise) for p in points],
             [],
@@ -240,7 +245,7 @@ class _Fit:
         target = np.log([row.figure for row in rows])
         whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
         tie = np.linalg.inv(np.linalg.cholesky(unsure))
-        scale = DEVIATION
+        scale = PRIORS.deviation
 
         def residuals(theta: Array) -> Array:
             pull = (theta - prior) @ tie.T
@@ -258,7 +263,7 @@ class _Fit:
             self.mean, inverse = _least_squares(residuals, self.mean)
         left = np.log(predict(self.mean[None], design, samples, whole))[0] - target
         off = np.array([_mean(plan, points, left) for plan in {row.plan for row in points}])
-        self.deviation = max(DEVIATION, float(np.sqrt(np.mean(off**2))) if points else 0.0)
+        self.deviation = max(PRIORS.deviation, float(np.sqrt(np.mean(off**2))) if points else 0.0)
         """Of a plan that was not measured from what the structure says, as a share."""
         self._spread = np.linalg.cholesky(inverse)
 
@@ -302,7 +307,7 @@ def _covariance(points: Sequence[Row]) -> Array:
     """Return how points deviate together, in deviations: those of one plan share its own."""
     same = np.array([[one.plan == other.plan for other in points] for one in points], dtype=float)
     noise = np.array([point.noise for point in points])
-    return same.reshape(len(points), len(points)) + np.diag((noise / DEVIATION) ** 2)
+    return same.reshape(len(points), len(points)) + np.diag((noise / PRIORS.deviation) ** 2)
 
 
 def _design(plans: Sequence[Plan]) -> Array:
@@ -340,9 +345,9 @@ def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> A
     ``plain``: deviations of those without a level. An effect is the less known the larger it is,
     and levels of one strategy are off the same way: where bf16 gains more than usual, so does tf32.
     """
-    widths = np.array([*plain, *(share * abs(effect) + 0.05 for effect in effects)])
+    widths = np.array([*plain, *(share * abs(effect) + PRIORS.least_effect for effect in effects)])
     names = [*range(len(plain)), *(strategy.name for strategy, _ in EFFECTS)]
-    alike = np.array([[ALIKE * (one == other) for other in names] for one in names])
+    alike = np.array([[PRIORS.alike * (one == other) for other in names] for one in names])
     np.fill_diagonal(alike, 1.0)
     return np.asarray(alike * np.outer(widths, widths))
 
@@ -386,5 +391,5 @@ def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
 
 def _noise(measurement: Measurement) -> float:
     if measurement.strained:
-        return STRAINED
-    return NOISE if len(measurement.step_seconds) > SHORT else 3 * NOISE
+        return PRIORS.strained_noise
+    return PRIORS.noise if len(measurement.step_seconds) > SHORT else PRIORS.short_noise
