@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from autofit.exceptions import Refused
 from autofit.strategies.base import Deferred
 from autofit.worker.harness.torch_state.pytree import flatten
-from autofit.worker.harness.torch_state.reachable_state import Place
+from autofit.worker.harness.torch_state.reachable_state import Place, equal
 
 Cut = tuple[int, int]
 """A range of samples: the first one, and the one after the last."""
@@ -219,7 +219,7 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
     if join.scalar:
         return _total(column, weights)
     first = column[0]
-    if all(same(part, first) for part in column[1:]):
+    if all(equal(part, first) for part in column[1:]):
         return first
     raise Refused("what was the same for all parts of a batch depends on the samples now")
 
@@ -246,20 +246,6 @@ def _total(column: Sequence[Any], weights: Sequence[float]) -> Any:
         return type(column[0])(total)
     scaled = [part if weight == 1.0 else part * weight for part, weight in pairs]
     return torch.stack(scaled).sum(0).to(column[0].dtype)
-
-
-def same(value: Any, expected: Any) -> bool:
-    """Return whether two outputs or attributes are equal; NaN equals NaN."""
-    if isinstance(expected, torch.Tensor):
-        return (
-            isinstance(value, torch.Tensor)
-            and value.shape == expected.shape
-            and value.dtype == expected.dtype
-            and bool(torch.allclose(value, expected, rtol=0.0, atol=0.0, equal_nan=True))
-        )
-    if type(value) is not type(expected):
-        return False
-    return bool(value == expected) or (value != value and expected != expected)
 
 
 def cuts(start: int, stop: int, largest: int) -> list[Cut]:

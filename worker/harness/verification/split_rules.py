@@ -14,8 +14,9 @@ from torch.utils._pytree import TreeSpec
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.batch.layout import Batch, Cut, Join, Labels, Layout, Rule, joined, same
+from autofit.worker.harness.batch.layout import Batch, Cut, Join, Labels, Layout, Rule, joined
 from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.torch_state.reachable_state import equal
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.fixed_draws import FixedDraws
 from autofit.worker.harness.verification.gradient_digest import (
@@ -436,13 +437,13 @@ def is_number(leaf: Any) -> bool:
 def close(found: Any, expected: Any, tolerance: float) -> bool:
     """Return whether two outputs are equal up to the order of sums."""
     if isinstance(expected, float) and isinstance(found, float):
-        return same(found, expected) or abs(found - expected) <= tolerance * abs(expected)
+        return equal(found, expected) or abs(found - expected) <= tolerance * abs(expected)
     if not is_number(expected):
-        return same(found, expected)
+        return equal(found, expected)
     if not is_number(found) or found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     distance, scale = _distance(found.detach(), expected.detach())
-    return distance <= tolerance * scale or same(found, expected)
+    return distance <= tolerance * scale or equal(found, expected)
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
