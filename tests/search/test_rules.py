@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autofit import strategies
-from autofit.analysis.pruning import dominated, most
+from autofit.analysis.pruning import dominated, max_micro_batch
 from autofit.analysis.ranking import baseline_was_faster, ranked_sound, rivals, winning
 from autofit.analysis.verdicts import closest, culprit, judged, refused, tainted, within
 from autofit.exceptions import UsageError
@@ -251,17 +251,21 @@ def test_measurements_limit_the_size_of_what_was_not_measured(
         out_of_memory=short,
     )
     trials = [finished(report)]
-    assert most(compiled["regional"], trials) == 4, "of the size that was found"
-    assert most(compiled["budget"], trials) == 8, "or what half of its activations leave room for"
-    assert most(SPLIT.replace(checkpointing="third"), trials) == 4, "less than ran out"
-    assert most(SPLIT.replace(compile="regional"), trials) == 4, "by what it is without"
-    assert most(SPLIT.replace(checkpointing="all"), trials) == math.inf
+    assert max_micro_batch(compiled["regional"], trials) == 4, "of the size that was found"
+    assert max_micro_batch(compiled["budget"], trials) == 8, (
+        "or what half of its activations leave room for"
+    )
+    assert max_micro_batch(SPLIT.replace(checkpointing="third"), trials) == 4, "less than ran out"
+    assert max_micro_batch(SPLIT.replace(compile="regional"), trials) == 4, "by what it is without"
+    assert max_micro_batch(SPLIT.replace(checkpointing="all"), trials) == math.inf
     whole = finished(replace(report, out_of_memory=replace(short, micro_batch=1)))
-    assert most(SPLIT, [whole]) == math.inf, "parts hold gradients that the whole does not"
+    assert max_micro_batch(SPLIT, [whole]) == math.inf, (
+        "parts hold gradients that the whole does not"
+    )
     cut = finished(replace(report, reason="the script ended first"))
-    assert most(compiled["regional"], [cut]) == math.inf, "larger sizes were not reached"
+    assert max_micro_batch(compiled["regional"], [cut]) == math.inf, "larger sizes were not reached"
     unsplit = [finished(replace(report, plan=HALF, out_of_memory=None))]
-    assert most(HALF.replace(compile="regional"), unsplit) == math.inf, "it runs whole"
+    assert max_micro_batch(HALF.replace(compile="regional"), unsplit) == math.inf, "it runs whole"
 
 
 def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> None:
