@@ -105,7 +105,7 @@ class Level:
     """Share expected to be left of the memory that the strategy lowers: a prior as well."""
     lowers: frozenset[Memory] | None = None
     """The kinds of memory it lowers, where that is not all that its strategy lowers."""
-    once: float = 0.0
+    setup_seconds: float = 0.0
     """Seconds that it is expected to take before the first step, charged over ``--horizon``."""
     made: float = 1.0
     """Share of the weights that a GPU holds while the model is made, where it has no room for all:
@@ -114,7 +114,7 @@ class Level:
     """Can be taken back at a step boundary, so that several plans are measured in one launch."""
     late: bool = False
     """Cannot be taken back, but can be put in place in a launch that has begun without it."""
-    instead: bool = False
+    replaces_as_is: bool = False
     """Never slower nor larger than ``as_is``, and exact: a search tries it in its place."""
     refines: bool = False
     """Tried beside plans that a search has measured, one such level at a time, rather than in
@@ -321,7 +321,7 @@ class Strategy(ABC):
         """Return the samples of a call that train under ``level``, of ``batch``."""
         return batch
 
-    def leaves_out(self, level: str) -> bool:
+    def drops_samples(self, level: str) -> bool:
         """Return whether samples of a large batch do not train under ``level``."""
         large = 1 << 20
         return self.samples(level, large) < large
@@ -353,11 +353,11 @@ class Strategy(ABC):
         """
         return self.level(level).keeps if kind in self.lowered(level) else 1.0
 
-    def leaves(self, level: str, facts: Facts) -> float:
+    def expected_share(self, level: str, facts: Facts) -> float:
         """Return the share that ``level`` is expected to leave of what it lowers in this script."""
         return self.level(level).keeps
 
-    def takes(self, level: str, facts: Facts) -> float:
+    def expected_slowdown(self, level: str, facts: Facts) -> float:
         """Return the step time expected of ``level`` in this script, against ``as_is``."""
         return self.level(level).slowdown
 
@@ -381,7 +381,7 @@ class Strategy(ABC):
         """Return why ``level`` cannot stand beside a plan's other ``levels``, or ``None``."""
         return None
 
-    def telling(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def checkable_call(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return a call of the root on which a proof of ``level`` tells something.
 
         ``args``, ``kwargs``: of the call at hand, which may be none that the level changes.

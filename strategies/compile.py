@@ -70,28 +70,33 @@ class Compile(Strategy):
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(
-            name="regional", summary="the repeated blocks, compiled once", slowdown=0.85, once=10.0
+            name="regional",
+            summary="the repeated blocks, compiled once",
+            slowdown=0.85,
+            setup_seconds=10.0,
         ),
-        Level(name="full", summary="the whole model as one graph", slowdown=0.84, once=30.0),
+        Level(
+            name="full", summary="the whole model as one graph", slowdown=0.84, setup_seconds=30.0
+        ),
         Level(
             name="budget",
             summary="the same, and half of what backward needs is made again there",
             slowdown=0.93,
             keeps=0.5,
-            once=45.0,
+            setup_seconds=45.0,
             refines=True,
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),
     )
 
-    def takes(self, level: str, facts: Facts) -> float:
+    def expected_slowdown(self, level: str, facts: Facts) -> float:
         """The whole model has more to fuse than its blocks: the layout of pictures, wide logits."""
         if level == "full":
             if any(root.convolves for root in facts.roots):
                 return 0.55
             if any(root.classes >= WIDE for root in facts.roots):
                 return 0.78
-        return super().takes(level, facts)
+        return super().expected_slowdown(level, facts)
 
     def describe(self, level: str) -> str:
         """Return ``"regional compile"``."""

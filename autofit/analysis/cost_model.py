@@ -11,8 +11,8 @@ twice where only one chunk's graph is kept; ``overhead`` is the launching of ker
 small chunks wait. A plan that trains on fewer samples has a smaller batch, and is no other in a
 chunk of as many. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
 plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
-own: ``Strategy.leaves`` and ``Strategy.takes`` until trials say otherwise. One chunk frees
-activations while gradients come; it holds the larger of the two.
+own: ``Strategy.expected_share`` and ``Strategy.expected_slowdown`` until trials say otherwise. One
+chunk frees activations while gradients come; it holds the larger of the two.
 
 The logarithms of all factors are fitted at once (least squares, each pulled towards its prior);
 what the structure leaves over is a deviation of each plan, of a size that the fit shows. Every size
@@ -115,8 +115,10 @@ class CostModel:
         slope = (
             budget - min((1.0 - PRIORS.least_activations) * budget, self._static.weights)
         ) / self._batch
-        keeps = [np.log(strategy.leaves(level.name, facts)) for strategy, level in EFFECTS]
-        slowdowns = [np.log(strategy.takes(level.name, facts)) for strategy, level in EFFECTS]
+        keeps = [np.log(strategy.expected_share(level.name, facts)) for strategy, level in EFFECTS]
+        slowdowns = [
+            np.log(strategy.expected_slowdown(level.name, facts)) for strategy, level in EFFECTS
+        ]
         launches = [float(effect) for effect in slowdowns * KERNELS]
         first = points[0] if points else None
         seconds = first.seconds if first else 1.0
@@ -322,7 +324,7 @@ def _lowers() -> dict[Memory, Array]:
     None of those that leave samples out: the others need as much as before.
     """
     lowered = [
-        frozenset() if strategy.leaves_out(level.name) else strategy.lowered(level.name)
+        frozenset() if strategy.drops_samples(level.name) else strategy.lowered(level.name)
         for strategy, level in EFFECTS
     ]
     acts = [each - {Memory.WORKSPACE} or each for each in lowered]
@@ -360,7 +362,7 @@ def _apart(one: Array, other: Array) -> Array:
 
 def _compile_seconds(finished: Sequence[TrialRecord]) -> Array:
     """Return the seconds that each level takes once: as it last did, or as it says itself."""
-    seconds = {(strategy.name, level.name): level.once for strategy, level in EFFECTS}
+    seconds = {(strategy.name, level.name): level.setup_seconds for strategy, level in EFFECTS}
     for trial in finished:
         slow = [change for change in trial.plan.changes if seconds.get(change)]
         if trial.measurement is not None and len(slow) == 1:

@@ -32,7 +32,7 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
         batch: Samples in one call of the model in the script, if known.
     """
     finished = tuple(finished)
-    if plan["micro_batch"] != AS_IS and any(s.leaves_out(level) for s, level in plan):
+    if plan["micro_batch"] != AS_IS and any(s.drops_samples(level) for s, level in plan):
         return "its batch is split already, so a smaller batch saves no memory"
     for trial in finished:
         if (leaner(plan, trial.plan) or only_saves(plan, trial.plan)) and _fits_whole_batch(

@@ -15,7 +15,7 @@ from autofit.resilience import out_of_memory, switches
 from autofit.resilience.arguments import Arguments, Place, inject
 from autofit.resilience.call_key import key_of
 from autofit.resilience.checkpoint import Checkpoint, named
-from autofit.resilience.fallback import Ladder
+from autofit.resilience.fallback import Fallback
 from autofit.resilience.outer_models import Gradients
 from autofit.resilience.ranks import (
     BROKEN,
@@ -27,7 +27,7 @@ from autofit.resilience.ranks import (
     Ranks,
     in_use,
 )
-from autofit.resilience.records import Hook, Retry, Rung
+from autofit.resilience.records import Hook, Retry, Setting
 from autofit.resilience.remembered import Memory
 from autofit.resilience.side_effects import Steps
 from autofit.worker.harness.torch_state.rng import RandomState
@@ -44,7 +44,7 @@ class Protected:
 
     function: Callable[..., Any]
     name: str
-    ladder: Ladder
+    fallback: Fallback
     places: tuple[Place, ...]
     memory: Memory | None
     """``None`` when every call shall start where it was asked to."""
@@ -60,7 +60,7 @@ class Protected:
 
     def unprotected(self, arguments: Arguments) -> Arguments:
         """Return what the function is given while the decorators are off."""
-        return inject(self.places, self.ladder.off().values, arguments)
+        return inject(self.places, self.fallback.off().values, arguments)
 
 
 class Call:
@@ -72,7 +72,7 @@ class Call:
         self._arguments = arguments
         self._key = key_of(arguments)
         self.ranks = Ranks() if in_use() else None
-        self.rung = protected.ladder.start(self._remembered())
+        self.setting = protected.fallback.start(self._remembered())
         self._random = RandomState.now(elsewhere=False)
         self._gradients = Gradients(protected.function, arguments)
         self._checkpoint = self._taken()
@@ -104,13 +104,13 @@ class Call:
     @property
     def arguments(self) -> Arguments:
         """What the function is given in this attempt."""
-        return inject(self.of.places, self.rung.values, self._arguments)
+        return inject(self.of.places, self.setting.values, self._arguments)
 
     def ran_out(self, error: Exception) -> bool:
         """Return whether memory ran out, or a technique is refused; all else is not ours."""
         found = out_of_memory.diagnose(error, self._witness)
         how = SHORT if found.kind is Kind.OOM else BROKEN
-        if isinstance(error, Refused) and self.of.ladder.refused(self.rung):
+        if isinstance(error, Refused) and self.of.fallback.refused(self.setting):
             found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), SHORT
         elif self.ranks is not None and how is BROKEN and self.ranks.lost(error):
             found, how = ANOTHER, LOST
@@ -122,19 +122,19 @@ class Call:
         return True
 
     def held(self) -> bool:
-        """Remember the rung; return whether the call is over, on every rank."""
+        """Remember the setting; return whether the call is over, on every rank."""
         if self.ranks is not None:
             self.ranks.say(HELD)
             ended = self.ranks.heard(FINISHED_PATIENCE)
             if ended is not None and SHORT in ended:
                 return False  # others start over, and need this rank
         if self.of.memory is not None:
-            kept = self.of.ladder.kept(self.rung)
+            kept = self.of.fallback.to_remember(self.setting)
             self.of.memory.remember(self._key, kept, news=self.attempt > 1)
         return True
 
     def retry(self) -> None:
-        """Get ready for the next attempt, one rung leaner; raise where there can be none.
+        """Get ready for the next attempt, one setting leaner; raise where there can be none.
 
         Outside any ``except``, so that nothing holds what the failed attempt has made.
         """
@@ -145,10 +145,10 @@ class Call:
             out_of_memory.forget(error)
         ended = () if self.ranks is None else self._left(self.ranks, error)
         out_of_memory.give_back()  # waits for the device: not before a stuck collective is aborted
-        rung = self._agreed(error)
+        setting = self._agreed(error)
         del error, failure
         out_of_memory.give_back()  # what the traceback held
-        tried, self.rung = self.rung, rung
+        tried, self.setting = self.setting, setting
         self._random.restore()
         record = self._record(tried, found, seconds)
         short = tuple(rank for rank, how in enumerate(ended) if how == SHORT)
@@ -168,16 +168,16 @@ class Call:
             raise error or CannotRetry(f"{self.of.name} cannot start over: a rank is gone")
         return ended
 
-    def _agreed(self, error: Exception | None) -> Rung:
-        """Return the next rung, the same on every rank; raise where one cannot start over."""
+    def _agreed(self, error: Exception | None) -> Setting:
+        """Return the next setting, the same on every rank; raise where one cannot start over."""
         objection = self._objection(error)
         if self.ranks is None:
             if objection:
                 raise CannotRetry(objection) from error
             assert error is not None
             return self._next(error)
-        rung = self.of.ladder.leaner(self.rung) if self.attempt < self.of.attempts else None
-        kept = None if rung is None else self.of.ladder.kept(rung)
+        setting = self.of.fallback.leaner(self.setting) if self.attempt < self.of.attempts else None
+        kept = None if setting is None else self.of.fallback.to_remember(setting)
         try:
             objection, kept = self.ranks.agree(objection, kept)
         except TimeoutError:
@@ -187,7 +187,7 @@ class Call:
         if kept is None:
             raise error or CannotRetry(f"{self.of.name}: nothing leaner is left on another rank")
         self.ranks.join_again()
-        return rung if rung is not None and self.ranks.first else self.of.ladder.start(kept)
+        return setting if setting is not None and self.ranks.first else self.of.fallback.start(kept)
 
     def _objection(self, error: Exception | None) -> str:
         """Undo what the attempt did outside the function; say why, where that cannot be done."""
@@ -213,25 +213,29 @@ class Call:
             )
         return ""
 
-    def _next(self, error: Exception) -> Rung:
-        rung = self.of.ladder.leaner(self.rung)
-        if rung is not None and self.attempt < self.of.attempts:
-            return rung
-        why = "nothing leaner is left" if rung is None else f"{self.attempt} attempts are the limit"
-        error.add_note(f"autofit: {self.of.name} ran out of memory at {self.rung.shown}; {why}")
+    def _next(self, error: Exception) -> Setting:
+        setting = self.of.fallback.leaner(self.setting)
+        if setting is not None and self.attempt < self.of.attempts:
+            return setting
+        why = (
+            "nothing leaner is left"
+            if setting is None
+            else f"{self.attempt} attempts are the limit"
+        )
+        error.add_note(f"autofit: {self.of.name} ran out of memory at {self.setting.label}; {why}")
         raise error
 
-    def _record(self, tried: Rung, found: Diagnosis, seconds: float) -> Retry:
+    def _record(self, tried: Setting, found: Diagnosis, seconds: float) -> Retry:
         return Retry(
             function=self.of.name,
             attempt=self.attempt,
-            tried=tried.shown,
-            next=self.rung.shown,
+            tried=tried.label,
+            next=self.setting.label,
             message=found.message,
             requested=found.requested,
             seconds=seconds,
             memory=out_of_memory.held(),
-            warning=self.rung.warning,
+            warning=self.setting.warning,
             refused=found.kind is not Kind.OOM,
         )
 
@@ -272,7 +276,7 @@ def run(protected: Protected, arguments: Arguments) -> Any:
                 return result
             del result
         finally:
-            protected.ladder.finished(call.rung)
+            protected.fallback.finished(call.setting)
         call.retry()
 
 
@@ -294,7 +298,7 @@ async def run_async(protected: Protected, arguments: Arguments) -> Any:
                 return result
             del result
         finally:
-            protected.ladder.finished(call.rung)
+            protected.fallback.finished(call.setting)
         call.retry()
 
 

@@ -15,7 +15,7 @@ from autofit.plan import Plan
 from autofit.resilience import switches
 from autofit.resilience.active_plan import ActivePlan, check_given
 from autofit.resilience.arguments import Place, name_of, parameters, without
-from autofit.resilience.fallback import BatchSizes, Ladder, Reduce
+from autofit.resilience.fallback import BatchSizes, Fallback, Reduce
 from autofit.resilience.records import Hook
 from autofit.strategies import Fidelity
 
@@ -37,7 +37,7 @@ class Accumulating(Protocol[P, R_co]):
         """Train."""
 
 
-class TakesBatchSize(Protocol):
+class BatchSizeDecorator(Protocol):
     """Decorates a function, or a method, whose first argument is the batch size."""
 
     @overload
@@ -50,7 +50,7 @@ class TakesBatchSize(Protocol):
     ) -> Callable[Concatenate[S, P], R]: ...
 
 
-class TakesPlan(Protocol):
+class PlanDecorator(Protocol):
     """Decorates a function, or a method, whose first argument is the plan."""
 
     @overload
@@ -99,7 +99,7 @@ class Resilient:
         on_retry: Hook | Iterable[Hook] = (),
         checkpoint: object = None,
         remember: bool = True,
-    ) -> TakesPlan: ...
+    ) -> PlanDecorator: ...
     @overload
     def __call__(
         self,
@@ -112,7 +112,7 @@ class Resilient:
         on_retry: Hook | Iterable[Hook] = (),
         checkpoint: object = None,
         remember: bool = True,
-    ) -> TakesBatchSize: ...
+    ) -> BatchSizeDecorator: ...
     def __call__(
         self,
         function: Any = None,
@@ -295,8 +295,10 @@ def _sized(
     accumulation = Place.named("accumulation", found)
     if accumulation is not None:
         places.append(accumulation)
-    ladder = BatchSizes(batch_size, smallest=smallest, reduce=reduce, accumulates=len(places) == 2)
-    return _wrapped(function, lambda: ladder, places, options)
+    fallback = BatchSizes(
+        batch_size, smallest=smallest, reduce=reduce, accumulates=len(places) == 2
+    )
+    return _wrapped(function, lambda: fallback, places, options)
 
 
 def _planned(
@@ -313,7 +315,7 @@ def _planned(
         raise UsageError(f"allow={allow!r}: give one of {names}")
     check_given(given)
 
-    def ladder() -> Ladder:
+    def fallback() -> Fallback:
         from autofit.resilience.plan_fallback import Plans
 
         return Plans(
@@ -321,12 +323,12 @@ def _planned(
         )
 
     place = Place.first("plan", function, parameters(function))
-    return _wrapped(function, ladder, [place], options)
+    return _wrapped(function, fallback, [place], options)
 
 
 def _wrapped(
     function: Callable[..., Any],
-    make_ladder: Callable[[], Ladder],
+    make_fallback: Callable[[], Fallback],
     places: list[Place],
     options: Options,
 ) -> Callable[..., Any]:
@@ -340,7 +342,7 @@ def _wrapped(
         return Protected(
             function=function,
             name=name,
-            ladder=make_ladder(),
+            fallback=make_fallback(),
             places=tuple(places),
             memory=_memory(name, options),
             attempts=options.attempts,

@@ -92,16 +92,16 @@ def modules(function: Callable[..., Any], arguments: Arguments) -> Iterator[nn.M
 
 def _values(function: Callable[..., Any], arguments: Arguments) -> Iterator[Any]:
     args, kwargs = arguments
-    yield from _opened(args)
-    yield from _opened(kwargs.values())
+    yield from _with_contents(args)
+    yield from _with_contents(kwargs.values())
     inner = _inner(function)
     for cell in inner.__closure__ or () if inner else ():
         try:
-            yield from _opened((cell.cell_contents,))
+            yield from _with_contents((cell.cell_contents,))
         except ValueError:  # not assigned yet
             continue
     for name in _names(inner.__code__) if inner else ():
-        yield from _opened((inner.__globals__.get(name),) if inner else ())
+        yield from _with_contents((inner.__globals__.get(name),) if inner else ())
 
 
 def _inner(function: Callable[..., Any]) -> types.FunctionType | None:
@@ -120,7 +120,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in _names(each)))))
 
 
-def _opened(values: Iterable[Any]) -> Iterator[Any]:
+def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the values, and what lists, dictionaries and plain objects among them hold."""
     for value in values:
         if isinstance(value, _PLAIN):

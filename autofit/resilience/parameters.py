@@ -15,7 +15,7 @@ from autofit.worker.harness.torch_state.graph import differentiated
 _State = tuple[int, int] | None
 
 
-class Leaves:
+class StepParameters:
     """The parameters of one step function, found once and looked for again after a failure."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The rungs of ``@autofit.resilient`` on ``train(plan, ...)``: plans, leaner and leaner."""
+"""The plans that ``@autofit.resilient`` tries on ``train(plan, ...)``, each with less memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autofit.analysis.ranking import best
 from autofit.exceptions import AutofitError, UsageError
 from autofit.plan import Plan
 from autofit.resilience.active_plan import ON_OPTIMIZERS, ActivePlan, staying
-from autofit.resilience.fallback import Ladder
-from autofit.resilience.records import Rung
+from autofit.resilience.fallback import Fallback
+from autofit.resilience.records import Setting
 from autofit.storage import default_url
 from autofit.storage.url import exists
 from autofit.strategies import AS_IS, Fidelity, RootFacts
@@ -25,11 +25,11 @@ from autofit.worker.records.trials import Script
 log = logging.getLogger("autofit.resilient")
 
 UNKNOWN = RootFacts(name="", parameters=0, parameter_bytes=0, trainable=0, dtype="float32")
-"""A model that has shown nothing of itself yet."""
+"""Stands for a model that has not been called yet."""
 
 
-class Plans(Ladder):
-    """Plans from the one given, or the stored best of the running script, down the ladder."""
+class Plans(Fallback):
+    """Starts with the given plan, or the stored best of the running script; then leaner plans."""
 
     def __init__(
         self,
@@ -43,25 +43,25 @@ class Plans(Ladder):
         self._storage = storage
         self._allow = allow
         self._effective_batch = effective_batch
-        self._ground: FallbackContext | None = None
+        self._context: FallbackContext | None = None
         self._refused: set[tuple[str, str]] = set()
 
-    def start(self, remembered: Mapping[str, int | str] | None) -> Rung:
-        """Return the plan that is known to hold, else the one given, else the stored best."""
+    def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
+        """Return the remembered plan, else the given one, else the stored best."""
         if remembered is not None:
             try:
-                return self._rung(Plan.of(json.loads(str(remembered["plan"]))))
+                return self._setting(Plan.of(json.loads(str(remembered["plan"]))))
             except (UsageError, ValueError, KeyError):
                 pass  # of another version
-        return self._rung(self._given if self._given is not None else self._stored())
+        return self._setting(self._given if self._given is not None else self._stored())
 
-    def off(self) -> Rung:
+    def off(self) -> Setting:
         """Return the script as it is."""
-        return self._rung(self._given or Plan())
+        return self._setting(self._given or Plan())
 
-    def leaner(self, rung: Rung) -> Rung | None:
-        """Return the next plan that changes something the function follows."""
-        active = rung.values[0]
+    def leaner(self, setting: Setting) -> Setting | None:
+        """Return the next plan that changes a technique which the function uses."""
+        active = setting.values[0]
         assert isinstance(active, ActivePlan)
         plan, short = active.reached, active.short
         if active.refused is not None:
@@ -69,59 +69,62 @@ class Plans(Ladder):
             self._refused.add((strategy, level))
             plan = self._allowed(active.plan)
             if plan not in short:
-                return self._rung(plan, short)
+                return self._setting(plan, short)
         short |= {plan, active.plan} if active.refused is None else {plan}
         context, skipped = self._found(active), set(short)
         while (following := next_fallback(plan, context, skipped)) is not None:
             changed = {name for name in following.levels if following[name] != plan[name]}
             follows = changed & active.used and changed & ON_OPTIMIZERS <= active.used
             if follows and following == self._allowed(following):
-                return self._rung(following, short)
+                return self._setting(following, short)
             skipped.add(following)
         return None
 
-    def finished(self, rung: Rung) -> None:
-        """Take the plan off the models of the attempt."""
-        active = rung.values[0]
+    def finished(self, setting: Setting) -> None:
+        """Undo the plan on the models of the attempt."""
+        active = setting.values[0]
         assert isinstance(active, ActivePlan)
         active.end()
 
-    def refused(self, rung: Rung) -> bool:
-        """Return whether a technique of the plan does not keep its promise on the model."""
-        active = rung.values[0]
+    def refused(self, setting: Setting) -> bool:
+        """Return whether a technique of the plan was refused on the model."""
+        active = setting.values[0]
         return isinstance(active, ActivePlan) and active.refused is not None
 
-    def kept(self, rung: Rung) -> Mapping[str, int | str]:
-        """Return the plan that the attempt ended on."""
-        active = rung.values[0]
+    def to_remember(self, setting: Setting) -> Mapping[str, int | str]:
+        """Return the plan that the attempt ended with."""
+        active = setting.values[0]
         assert isinstance(active, ActivePlan)
         return {"plan": json.dumps(dict(active.reached.changes), sort_keys=True)}
 
-    def _rung(self, plan: Plan, short: frozenset[Plan] = frozenset()) -> Rung:
-        """Return the rung of a plan; ``short``: those that have run out of memory in this call."""
+    def _setting(self, plan: Plan, short: frozenset[Plan] = frozenset()) -> Setting:
+        """Return the setting of a plan.
+
+        ``short``: the plans that ran out of memory in this call.
+        """
         plan = self._allowed(plan)
         active = ActivePlan(plan, self._effective_batch, short)
-        return Rung(values=(active,), shown=f"plan: {plan}")
+        return Setting(values=(active,), label=f"plan: {plan}")
 
     def _allowed(self, plan: Plan) -> Plan:
-        """Return the plan without what was refused before, and without what would stay."""
+        """Return the plan without refused techniques and those that cannot be undone."""
         refused = [name for name, level in plan.changes if (name, level) in self._refused]
         stays = [name for name, _ in staying(plan).changes]
         return plan.replace(**dict.fromkeys((*refused, *stays), AS_IS))
 
     def _found(self, active: ActivePlan) -> FallbackContext:
-        """Return what the next plan is chosen from, with what this attempt has shown."""
-        if self._ground is None:
+        """Return the context for choosing the next plan, with the facts of this attempt."""
+        if self._context is None:
             device = meter.default_device()
-            self._ground = FallbackContext(hardware=meter.hardware(device), allow=self._allow)
+            self._context = FallbackContext(hardware=meter.hardware(device), allow=self._allow)
         facts = active.facts
         batch = facts.batch or self._effective_batch
         roots = facts.roots or (UNKNOWN,)
         known = replace(facts, roots=(replace(roots[0], batch=batch), *roots[1:]))
-        return replace(self._ground, facts=known)
+        return replace(self._context, facts=known)
 
     def _stored(self) -> Plan:
-        """Return the stored best of the script that is running; as it is where there is none."""
+        """Return the stored best plan of the running script, or the empty plan."""
         script = running_script()
         if script is None or not exists(self._storage):
             return Plan()
@@ -134,8 +137,8 @@ class Plans(Ladder):
         left = {*early, *(name for name, _ in staying(result.plan).changes)}
         if left:
             log.warning(
-                "%s: left out of the stored plan, since it is for a process from its start to its"
-                " end: `autofit run` has it",
+                "%s: left out of the stored plan, because it needs a whole process:"
+                " use `autofit run`",
                 Plan.of({name: result.plan[name] for name in left}),
             )
         return result.plan.replace(**dict.fromkeys(left, AS_IS))

@@ -42,13 +42,13 @@ Hook = Callable[[Retry], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One thing to try: the values a function is given, and how to name them."""
+class Setting:
+    """The values that one attempt of a function gets, and how they are named."""
 
     values: tuple[object, ...]
-    """In the order of ``Ladder.names``."""
-    shown: str
-    kept: tuple[tuple[str, int | str], ...] = ()
-    """What to remember when it holds, plain JSON."""
+    """In the order of the decorated function's parameters."""
+    label: str
+    to_remember: tuple[tuple[str, int | str], ...] = ()
+    """What the store remembers after a call that succeeded, as plain JSON."""
     warning: str = ""
-    """What is not as it was asked."""
+    """A difference to what was requested; empty if none."""

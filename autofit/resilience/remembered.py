@@ -23,7 +23,7 @@ from autofit.worker.meter.cpu import ShimMeter
 log = logging.getLogger("autofit.resilient")
 
 T = TypeVar("T")
-Kept = Mapping[str, int | str]
+Remembered = Mapping[str, int | str]
 
 
 class Memory:
@@ -32,16 +32,16 @@ class Memory:
     def __init__(self, function: str, storage: str | None = None) -> None:
         self._function = function
         self._storage = storage
-        self._known: dict[Key, Kept | None] = {}
+        self._known: dict[Key, Remembered | None] = {}
         self._complained = False
 
-    def recall(self, key: Key) -> Kept | None:
+    def recall(self, key: Key) -> Remembered | None:
         """Return what held last for such a call."""
         if key not in self._known:
             self._known[key] = self._guarded(lambda: self._read(key))
         return self._known[key]
 
-    def remember(self, key: Key, kept: Kept, *, news: bool, alone: bool = False) -> None:
+    def remember(self, key: Key, kept: Remembered, *, news: bool, alone: bool = False) -> None:
         """Keep what held. ``news``: it is not what the function was asked to start with.
 
         ``alone``: this rank has come to know it, and not the first one too, which else writes.
@@ -56,7 +56,7 @@ class Memory:
         """Start every call where it was asked to, for the rest of this process."""
         self._known = dict.fromkeys(self._known)
 
-    def _read(self, key: Key) -> Kept | None:
+    def _read(self, key: Key) -> Remembered | None:
         if not exists(self._storage):
             return None
         from autofit.storage import Store
@@ -65,7 +65,7 @@ class Memory:
             found = store.fitted(self._key(key))
         return None if found is None else found.kept
 
-    def _write(self, key: Key, kept: Kept, alone: bool) -> None:
+    def _write(self, key: Key, kept: Remembered, alone: bool) -> None:
         if not (alone or _writes()):
             return
         from autofit.storage import Store

@@ -43,7 +43,7 @@ class _Stepped:
             return False
         if self.completed or not self.counted:
             return True
-        return any(_moved(each) for each in (*self.parameters, *self.state))
+        return any(_has_changed(each) for each in (*self.parameters, *self.state))
 
     def undo(self) -> None:
         """Drop the state that the interrupted step had begun to make."""
@@ -112,6 +112,6 @@ def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _moved(pair: tuple[weakref.ref[torch.Tensor], int]) -> bool:
+def _has_changed(pair: tuple[weakref.ref[torch.Tensor], int]) -> bool:
     tensor = pair[0]()
     return tensor is not None and tensor._version != pair[1]

@@ -23,7 +23,7 @@ from autofit.resilience import out_of_memory, outer_models, ranks, switches
 from autofit.resilience.arguments import Arguments, Place, inject, taken
 from autofit.resilience.batch import Batch, Cut, Weight, detached, joined, loss_of
 from autofit.resilience.call_key import Key, key_of
-from autofit.resilience.parameters import Gradients, Leaves
+from autofit.resilience.parameters import Gradients, StepParameters
 from autofit.resilience.part_limit import Limit
 from autofit.resilience.records import Hook, Retry
 from autofit.resilience.remembered import Memory
@@ -57,7 +57,7 @@ class Step:
     """Split even where the model looks at the batch as a whole (BatchNorm)."""
     hooks: tuple[Hook, ...]
     memory: Memory | None
-    leaves: Leaves = field(default_factory=Leaves)
+    parameters: StepParameters = field(default_factory=StepParameters)
     limits: dict[Key, Limit] = field(default_factory=dict)
 
     def forget(self) -> None:
@@ -174,8 +174,8 @@ class _Run:
         weight = self._weight(cut)
         try:
             if loss.requires_grad and weight:
-                step.leaves.learn(loss, step.function, self._whole())
-                self.before = step.leaves.now()
+                step.parameters.learn(loss, step.function, self._whole())
+                self.before = step.parameters.now()
                 if self.done and self.before.empty and self.start is not None:
                     raise UsageError(
                         f"{step.name} empties the gradients or steps: leave both to its caller,"
@@ -241,7 +241,7 @@ class _Run:
         none has. Raises where nothing smaller is left, or the part cannot be taken back.
         """
         received = self._failed is not None
-        unknown = self._failed is not None and self.step.leaves.unknown(self._failed)
+        unknown = self._failed is not None and self.step.parameters.unknown(self._failed)
         self._failed = None
         out_of_memory.give_back(error)
         self.attempt += 1
@@ -372,7 +372,7 @@ async def run_async(step: Step, arguments: Arguments) -> Any:
             except StopIteration as end:
                 return end.value
             outcome = None
-            outcome = await _awaited(step.function, answers, *given)
+            outcome = await _attempt_async(step.function, answers, *given)
             del given
 
 
@@ -388,7 +388,7 @@ def _called(function: Callable[..., Any], answers: Answers, args: Any, kwargs: A
     return [value, None]
 
 
-async def _awaited(
+async def _attempt_async(
     function: Callable[..., Any], answers: Answers, args: Any, kwargs: Any
 ) -> Outcome:
     try:

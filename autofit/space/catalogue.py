@@ -63,7 +63,7 @@ class Space:
     def choices(self, name: str) -> tuple[str, ...]:
         """Return the levels of a strategy; what is never worse than ``as_is`` in its place."""
         levels = dict(self.levels)[name]
-        better = any(strategies.get(name).level(each).instead for each in levels)
+        better = any(strategies.get(name).level(each).replaces_as_is for each in levels)
         return tuple(each for each in levels if not (better and each == AS_IS))
 
     def _tried(self, name: str) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class ActivationOffload(Strategy):
         from autofit.strategies.activation_offload import saved_tensors
 
         offload = saved_tensors.Offload(root.module, SHARES[level])
-        if not offload.room.known:
+        if not offload.host_budget.known:
             raise Refused("the system does not say how much memory the host has free")
         take_back = root.around_forward(offload.around)
 

@@ -37,7 +37,7 @@ LOOK = 1.0
 """Seconds between two looks at how much is free."""
 
 
-class Room:
+class HostBudget:
     """How much of the host's memory may be taken. Pinned memory comes in powers of two."""
 
     def __init__(self) -> None:
@@ -72,45 +72,45 @@ class Room:
         self._held -= taken
 
 
-class Lane(Protocol):
+class Transfer(Protocol):
     """The way of tensors between a device and the host."""
 
-    def out(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy ``source`` to the host; return the content and a ticket for that copy."""
 
-    def gone(self, ticket: Any) -> None:
+    def wait_copied_out(self, ticket: Any) -> None:
         """Let what is computed next wait for a copy out: then it may overwrite the source."""
 
-    def back(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_device(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy ``content`` to the device; return the tensor and a ticket for that copy."""
 
-    def here(self, tensor: torch.Tensor, ticket: Any) -> None:
+    def wait_copied_back(self, tensor: torch.Tensor, ticket: Any) -> None:
         """Let what is computed next wait for a copy back."""
 
 
-class Beside:
+class StreamTransfer:
     """On a stream of its own. A ticket: the copy's end, and the stream that it was made for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def out(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy to pinned memory, which torch does not give away before the copy has ended."""
         content = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         return content, self._copy(content, source)
 
-    def gone(self, ticket: Any) -> None:
+    def wait_copied_out(self, ticket: Any) -> None:
         """The source's memory goes back to the stream that it was used on."""
         event, stream = ticket
         stream.wait_event(event)
 
-    def back(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_device(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Into memory of the present stream, whose earlier use of it the copy waits for."""
         tensor = torch.empty(content.shape, dtype=content.dtype, device=self._device)
         return tensor, self._copy(tensor, content)
 
-    def here(self, tensor: torch.Tensor, ticket: Any) -> None:
+    def wait_copied_back(self, tensor: torch.Tensor, ticket: Any) -> None:
         """Mind that backward may run on another stream than the one that asked for it."""
         event, stream = ticket
         present = torch.cuda.current_stream(self._device)
@@ -126,31 +126,31 @@ class Beside:
         return self._stream.record_event(), present
 
 
-class InTurn:
+class BlockingTransfer:
     """Where a CPU stands in for a device: to memory of Python's own, which no cap counts."""
 
-    def out(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy at once."""
         memory = bytearray(source.numel() * source.element_size())
         return torch.frombuffer(memory, dtype=source.dtype).copy_(source), None
 
-    def gone(self, ticket: Any) -> None:
+    def wait_copied_out(self, ticket: Any) -> None:
         """Nothing is under way."""
 
-    def back(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_device(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy at once."""
         return torch.empty_like(content, device="cpu").copy_(content), None
 
-    def here(self, tensor: torch.Tensor, ticket: Any) -> None:
+    def wait_copied_back(self, tensor: torch.Tensor, ticket: Any) -> None:
         """Nothing is under way."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Away:
+class OffloadedTensor:
     """A tensor in host memory, and what it takes to make it again."""
 
-    lane: Lane
-    room: Room
+    transfer: Transfer
+    host_budget: HostBudget
     taken: int
     content: torch.Tensor
     ticket: Any
@@ -166,13 +166,13 @@ class Away:
     def leave(self) -> None:
         """Hold the source no longer."""
         if self.source is not None:
-            self.lane.gone(self.ticket)
+            self.transfer.wait_copied_out(self.ticket)
             self.source = None
 
     def load(self) -> None:
         """Begin to bring it back."""
         if self.source is None and self.there is None:
-            self.there, self.ticket = self.lane.back(self.content)
+            self.there, self.ticket = self.transfer.to_device(self.content)
 
     def use(self) -> torch.Tensor:
         """Return the tensor."""
@@ -181,17 +181,17 @@ class Away:
             return self.source.as_strided(self.shape, self.stride)
         self.load()
         assert self.there is not None
-        self.lane.here(self.there, self.ticket)
+        self.transfer.wait_copied_back(self.there, self.ticket)
         tensor = self.there.as_strided(self.shape, self.stride)
         if self.uses <= 0:
             self.there = None
         return tensor
 
     def __del__(self) -> None:
-        self.room.give_back(self.taken)
+        self.host_budget.give_back(self.taken)
 
 
-class Journey:
+class SavedTensors:
     """What one forward saves."""
 
     def __init__(self, offload: Offload, stay: set[int]) -> None:
@@ -199,42 +199,42 @@ class Journey:
         self._offload = offload
         self._stay = stay
         self._seen = self._gone = 0
-        self._known: dict[Any, tuple[StorageWeakRef, ref[Away]]] = {}
+        self._known: dict[Any, tuple[StorageWeakRef, ref[OffloadedTensor]]] = {}
         """Tensors that were saved before, by all that makes them the same."""
-        self._order: list[ref[Away]] = []
-        self._leaving: deque[ref[Away]] = deque()
+        self._order: list[ref[OffloadedTensor]] = []
+        self._leaving: deque[ref[OffloadedTensor]] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Send a tensor away, if that is worth it; return what autograd is to keep for it."""
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
-        if storage is None or not self._travels(tensor, storage):
+        if storage is None or not self._worth_offloading(tensor, storage):
             return tensor
         what = storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
         key = *what, tensor.dtype, tensor._version
         known = self._known.get(key)
-        away = known[1]() if known is not None and not known[0].expired() else None
-        if away is None:
-            away = self._send(tensor, min(tensor.nbytes, storage.nbytes()))
-            if away is None:
+        offloaded = known[1]() if known is not None and not known[0].expired() else None
+        if offloaded is None:
+            offloaded = self._send(tensor, min(tensor.nbytes, storage.nbytes()))
+            if offloaded is None:
                 self._stay.add(storage.data_ptr())
                 return tensor
-            self._known[key] = StorageWeakRef(storage), ref(away)
-        away.uses += 1
-        self._order.append(ref(away))
-        return away, len(self._order) - 1
+            self._known[key] = StorageWeakRef(storage), ref(offloaded)
+        offloaded.uses += 1
+        self._order.append(ref(offloaded))
+        return offloaded, len(self._order) - 1
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor; begin to bring those back that were saved before it."""
         if isinstance(packed, torch.Tensor):
             return packed
-        away, index = packed
-        tensor: torch.Tensor = away.use()
+        offloaded, index = packed
+        tensor: torch.Tensor = offloaded.use()
         for before in self._order[max(0, index - AHEAD) : index][::-1]:
             if (other := before()) is not None and other.uses > 0:
                 other.load()
         return tensor
 
-    def _travels(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    def _worth_offloading(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return (
             tensor.layout is torch.strided
             and tensor.device.type == self._offload.kind
@@ -244,21 +244,25 @@ class Journey:
             and not (self._offload.compiled and gapped(tensor))
         )
 
-    def _send(self, tensor: torch.Tensor, size: int) -> Away | None:
-        """Send a tensor away; not beyond the level's share, nor where the host has no room."""
+    def _send(self, tensor: torch.Tensor, size: int) -> OffloadedTensor | None:
+        """Copy a tensor to the host; ``None`` beyond the level's share or the host's memory."""
         offload = self._offload
         self._seen += size
-        if self._gone + size > offload.share * self._seen or not (taken := offload.room.take(size)):
+        if self._gone + size > offload.share * self._seen or not (
+            taken := offload.host_budget.take(size)
+        ):
             return None
         self._gone += size
-        lane = offload.lane(tensor.device)
+        transfer = offload.transfer(tensor.device)
         source, stride = laid_out(tensor)
-        content, ticket = lane.out(source)
-        away = Away(lane, offload.room, taken, content, ticket, source, tensor.shape, stride)
-        self._leaving.append(ref(away))
+        content, ticket = transfer.to_host(source)
+        offloaded = OffloadedTensor(
+            transfer, offload.host_budget, taken, content, ticket, source, tensor.shape, stride
+        )
+        self._leaving.append(ref(offloaded))
         if len(self._leaving) > WINDOW and (oldest := self._leaving.popleft()()) is not None:
             oldest.leave()
-        return away
+        return offloaded
 
 
 class Offload:
@@ -266,13 +270,13 @@ class Offload:
 
     def __init__(self, module: nn.Module, share: float) -> None:
         self.share = share
-        self.room = Room()
+        self.host_budget = HostBudget()
         self.kind = "cuda" if any(each.is_cuda for each in module.parameters()) else "cpu"
         """Of the device whose tensors travel."""
         self.compiled = False
         """A part of the root is: its backward takes tensors in no other strides."""
         self._module = ref(module)
-        self._lanes: dict[torch.device, Lane] = {}
+        self._transfers: dict[torch.device, Transfer] = {}
 
     def around(self, forward: Forward) -> Forward:
         """Run each call with gradients under the hooks."""
@@ -280,25 +284,27 @@ class Offload:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            self.room.look()
+            self.host_budget.look()
             module = self._module()
             parts = [] if module is None else module.modules()
             self.compiled = any(each._compiled_call_impl is not None for each in parts)
-            journey = Journey(self, self._residents(args, kwargs))
-            with saved_tensors_hooks(journey.pack, journey.unpack):
+            saved = SavedTensors(self, self._residents(args, kwargs))
+            with saved_tensors_hooks(saved.pack, saved.unpack):
                 return forward(*args, **kwargs)
 
         return call
 
-    def lane(self, device: torch.device) -> Lane:
+    def transfer(self, device: torch.device) -> Transfer:
         """Return the way between ``device`` and the host."""
-        if device not in self._lanes:
-            self._lanes[device] = Beside(device) if device.type == "cuda" else InTurn()
-        return self._lanes[device]
+        if device not in self._transfers:
+            self._transfers[device] = (
+                StreamTransfer(device) if device.type == "cuda" else BlockingTransfer()
+            )
+        return self._transfers[device]
 
     def release(self) -> None:
         """Give the pinned memory that torch keeps for later back to the system."""
-        for device in self._lanes:
+        for device in self._transfers:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # torch keeps what a copy may still use
         if torch.cuda.is_initialized():

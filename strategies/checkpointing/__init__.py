@@ -51,7 +51,7 @@ class Checkpointing(Strategy):
         Level(name="all", summary="every block", slowdown=1.25, keeps=0.15),
     )
 
-    def leaves(self, level: str, facts: Facts) -> float:
+    def expected_share(self, level: str, facts: Facts) -> float:
         """The logits stay, whatever the blocks keep."""
         logits = share_of_logits(facts) or 0.0
         return logits + (1.0 - logits) * self.level(level).keeps

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 
-MOVED = "a block ran in evaluation, and other batches were counted before its backward"
+STATISTICS_CHANGED = "a block ran in evaluation, and other batches were counted before its backward"
 
 
 @contextlib.contextmanager
@@ -91,11 +91,11 @@ def _as_at_first(
             lists.update({at: copy(each) for at, each in given if type(each) in (list, dict)})
             return forward(*args, **kwargs)
         if evaluates and batches() > counted:
-            raise Refused(MOVED, "checkpointing")
+            raise Refused(STATISTICS_CHANGED, "checkpointing")
         # Tensors are those that come now: they may have been elsewhere meanwhile.
         again = [copy(lists[at]) if at in lists else each for at, each in enumerate(args)]
         named = {at: copy(lists[at]) if at in lists else each for at, each in kwargs.items()}
-        with _in_modes(modes), _statistics_kept(block):
+        with _in_modes(modes), _statistics_on_copies(block):
             return forward(*again, **named)
 
     return call
@@ -115,7 +115,7 @@ def _in_modes(modes: Modes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _statistics_kept(block: nn.Module) -> Iterator[None]:
+def _statistics_on_copies(block: nn.Module) -> Iterator[None]:
     """Have the norms in ``block`` write their statistics to copies."""
     norms = [each for each in block.modules() if isinstance(each, _NormBase)]
     before = [dict(norm._buffers) for norm in norms]

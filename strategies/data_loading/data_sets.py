@@ -64,7 +64,7 @@ def positions() -> dict[int, int]:
     return found
 
 
-def moved(before: Mapping[int, int], after: Mapping[int, int]) -> bool:
+def was_read(before: Mapping[int, int], after: Mapping[int, int]) -> bool:
     """Return whether a file that was open before has been read since."""
     return any(after.get(each, place) != place for each, place in before.items())
 
@@ -145,7 +145,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def too_much(batch: Any, batches: int) -> str | None:
     """Return why so many batches cannot wait in shared memory, or ``None``."""
-    tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor)]
+    tensors = [each for each in _flat(batch) if isinstance(each, torch.Tensor)]
     if any(each.device.type != "cpu" for each in tensors):
         return "the batches are made on a device, which workers cannot use"
     if len(tensors) * batches > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
@@ -159,7 +159,7 @@ def too_much(batch: Any, batches: int) -> str | None:
     return None
 
 
-def _leaves(batch: Any) -> Sequence[Any]:
+def _flat(batch: Any) -> Sequence[Any]:
     leaves: Sequence[Any] = torch.utils._pytree.tree_leaves(
         dict(batch) if hasattr(batch, "keys") else batch
     )

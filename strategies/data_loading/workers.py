@@ -28,10 +28,10 @@ from autofit.strategies.data_loading.data_sets import (
     Draws,
     connection,
     marks,
-    moved,
     positions,
     same,
     too_much,
+    was_read,
 )
 
 NAME = "data_loading"
@@ -242,7 +242,7 @@ class Ahead:
                     self._source = chain((index,), self._source)
                 return DRAWS
             self._ready.append((index, batch))
-            if len(self._ready) > 1 and moved(places, positions()):
+            if len(self._ready) > 1 and was_read(places, positions()):
                 return SHARED
         return None
 

@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.gradient_release import BY_ITSELF
-from autofit.strategies.optimizer_offload.host_steps import ROOM
+from autofit.strategies.optimizer_offload.host_steps import HOST_BUDGET
 
 CLASSES: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in BY_ITSELF if hasattr(torch.optim, name)
 )
-IN_FLIGHT = 2
+MAX_PENDING = 2
 """Gradients on their way to the host before the next one waits for the first of them."""
 
 
@@ -103,13 +103,13 @@ class Hosted:
         self._sums.clear()
         self._full.clear()
         while self._taken:
-            ROOM.give_back(self._taken.pop())
+            HOST_BUDGET.give_back(self._taken.pop())
 
     def _leave(self, key: int, gradient: torch.Tensor) -> None:
         """Add a gradient on the device, beside what else runs there."""
         main = torch.cuda.current_stream(gradient.device)
         stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
-        if len(self._leaving) >= IN_FLIGHT:
+        if len(self._leaving) >= MAX_PENDING:
             through, _ = self._leaving.pop(0)
             main.wait_event(through)
         stream.wait_stream(main)
@@ -120,10 +120,10 @@ class Hosted:
     def _add(self, key: int, gradient: torch.Tensor) -> None:
         sums = self._sums.get(key)
         if sums is None:
-            ROOM.look()
-            if ROOM.known and not (taken := ROOM.take(gradient.nbytes)):
+            HOST_BUDGET.look()
+            if HOST_BUDGET.known and not (taken := HOST_BUDGET.take(gradient.nbytes)):
                 raise Refused("the host's memory has no room for the gradients", "gradient_release")
-            self._taken += [taken] if ROOM.known else []
+            self._taken += [taken] if HOST_BUDGET.known else []
             sums = self._sums[key] = torch.empty_like(
                 gradient, device="cpu", pin_memory=gradient.is_cuda
             )

@@ -38,11 +38,11 @@ class Loss(Strategy):
         ),
     )
 
-    def leaves(self, level: str, facts: Facts) -> float:
+    def expected_share(self, level: str, facts: Facts) -> float:
         """Chunks of logits are a tenth of them or less."""
         logits = share_of_logits(facts)
         if logits is None:
-            return super().leaves(level, facts)
+            return super().expected_share(level, facts)
         return 1.0 - 0.9 * logits
 
     def describe(self, level: str) -> str:

@@ -60,7 +60,7 @@ class Optimizer(Strategy):
             name="fused",
             summary="one kernel for all parameters (Adam, AdamW, SGD, Adagrad)",
             slowdown=0.97,
-            instead=True,
+            replaces_as_is=True,
         ),
         Level(
             name="single",
@@ -111,14 +111,14 @@ class Optimizer(Strategy):
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
         """State in 8 bits is no smaller beside weights that halve it otherwise."""
         halved = kind is Memory.OPTIMIZER_STATE and levels.get("weights", AS_IS) == "bf16"
-        once = super().keeps(level, kind, levels)
-        return 2 * once if halved and level == "eight_bit" else once
+        share = super().keeps(level, kind, levels)
+        return 2 * share if halved and level == "eight_bit" else share
 
     def describe(self, level: str) -> str:
         """Return ``"fused optimizer"``, ``"8-bit optimizer"``, ``"Lion for Adam"``."""
         said = {"eight_bit": "8-bit optimizer", "single": "one-at-a-time optimizer"}
-        instead = {"lion": "Lion", "sgd": "SGD", "adafactor": "Adafactor"}
-        other = f"{instead[level]} for Adam" if level in OTHERS else f"{level} optimizer"
+        algorithms = {"lion": "Lion", "sgd": "SGD", "adafactor": "Adafactor"}
+        other = f"{algorithms[level]} for Adam" if level in OTHERS else f"{level} optimizer"
         return said.get(level, other)
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:

@@ -118,8 +118,8 @@ class EightBit:
         for parameter in parameters(optimizer):
             state = optimizer.state.get(parameter)
             if state:
-                shown = self.show(parameter, state)
-                optimizer.state[parameter] = self._settled(parameter, shown)
+                state_dict_view = self.show(parameter, state)
+                optimizer.state[parameter] = self._settled(parameter, state_dict_view)
         if self._algorithm is ADAM:
             place_steps(optimizer, on_device=False)
 
@@ -225,14 +225,14 @@ class EightBit:
     def _settled(self, parameter: torch.Tensor, state: State) -> State:
         """Return a plain state on the parameter's device, its counter as the plain one has it."""
         dtype = self._algorithm.of(parameter)
-        moved = {
+        converted = {
             name: value.to(device=parameter.device, dtype=dtype)
             for name, value in state.items()
             if name != "step"
         }
         step = state.get("step", 0)
         counted = isinstance(step, torch.Tensor) and self._algorithm.counter is not None
-        return {**({"step": step} if counted else self._algorithm.counted(int(step))), **moved}
+        return {**({"step": step} if counted else self._algorithm.counted(int(step))), **converted}
 
     def _load_begins(self, optimizer: Any, document: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from being put on the device in 32 bits."""

@@ -20,7 +20,7 @@ from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer import FOREACH, FUSED
 
 CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FUSED)
-AT_ONCE: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FOREACH)
+FOREACH_CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FOREACH)
 DEVICES = ("cpu", "cuda")
 ADAGRAD_ON_CUDA = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
@@ -48,16 +48,16 @@ def one_at_a_time(handle: OptimizerHandle) -> Undo:
     """Take each step one parameter after the other, where torch takes all at once."""
     optimizer = handle.optimizer
     name = type(optimizer).__name__
-    if type(optimizer) not in AT_ONCE:
+    if type(optimizer) not in FOREACH_CLASSES:
         raise Refused(f"{name} has no implementation that takes all parameters at once")
     if any(group.get("fused") for group in optimizer.param_groups):
         raise Refused("the script uses the fused kernels, which need no workspace")
-    if not any(_all_at_once(group) for group in optimizer.param_groups):
+    if not any(_uses_foreach(group) for group in optimizer.param_groups):
         raise Refused(f"{name} takes one parameter at a time here already")
     return handle.around_step(single_step)
 
 
-def _all_at_once(group: dict[str, Any]) -> bool:
+def _uses_foreach(group: dict[str, Any]) -> bool:
     """Whether torch steps a group with lists of tensors, as it does on CUDA unless told."""
     if group["foreach"] is not None:
         return bool(group["foreach"])

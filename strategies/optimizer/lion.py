@@ -66,9 +66,9 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Algorithm:
     if moment.device != parameter.device:
         raise Refused(f"{name} keeps its state elsewhere by itself")
     expected, average = _lion(weights, gradients, group["betas"])
-    off = (parameter.detach().cpu().double() - expected).abs().mean() / RATE
-    away = (moment.cpu().double() - average).abs().mean() / average.abs().mean()
-    if not max(float(off), float(away)) < CLOSE:
+    weight_error = (parameter.detach().cpu().double() - expected).abs().mean() / RATE
+    moment_error = (moment.cpu().double() - average).abs().mean() / average.abs().mean()
+    if not max(float(weight_error), float(moment_error)) < CLOSE:
         raise Refused(f"{name} does not compute what Lion does")
     return Algorithm(
         kernel="lion",

@@ -37,12 +37,12 @@ class Recipe(ABC):
     """
 
     @abstractmethod
-    def kept(self, parameter: torch.Tensor) -> State:
+    def initial_state(self, parameter: torch.Tensor) -> State:
         """Return what is kept before the first step."""
 
     def fresh(self, parameter: torch.Tensor) -> State:
         """Return the state before the first step."""
-        return {"step": torch.tensor(0.0), **self.kept(parameter)}
+        return {"step": torch.tensor(0.0), **self.initial_state(parameter)}
 
     @abstractmethod
     def step(
@@ -60,7 +60,7 @@ class Lion(Recipe):
     BETAS = (0.9, 0.99)
     SHARE = 0.1
 
-    def kept(self, parameter: torch.Tensor) -> State:
+    def initial_state(self, parameter: torch.Tensor) -> State:
         """One moment."""
         return {"exp_avg": torch.zeros_like(parameter)}
 
@@ -85,7 +85,7 @@ class Momentum(Recipe):
     BETA = 0.9
     LENGTH = 0.2
 
-    def kept(self, parameter: torch.Tensor) -> State:
+    def initial_state(self, parameter: torch.Tensor) -> State:
         """One moment."""
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
@@ -110,7 +110,7 @@ class Adafactor(Recipe):
     TINY = 1e-30
     THRESHOLD = 1.0
 
-    def kept(self, parameter: torch.Tensor) -> State:
+    def initial_state(self, parameter: torch.Tensor) -> State:
         """Sums along the last two dimensions; of a vector, or a number, each square."""
         zeros = partial(parameter.new_zeros, dtype=_precise(parameter))
         if parameter.dim() < 2:

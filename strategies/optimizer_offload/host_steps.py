@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.exceptions import Refused
-from autofit.strategies.activation_offload.saved_tensors import Room
+from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer.fused import parameters
 from autofit.strategies.optimizer_offload import ELEMENTWISE
@@ -29,10 +29,10 @@ SMALL = 1 << 16
 """Elements below which a parameter keeps its state on the device."""
 PIECE = 1 << 24
 """Elements of a piece: two are on the device at a time, with all that is kept for them."""
-IN_FLIGHT = 4
+MAX_PENDING = 4
 """Pieces whose gradients are held before what is computed next waits for the first of them."""
 
-ROOM = Room()
+HOST_BUDGET = HostBudget()
 """Of all optimizers."""
 
 State = dict[str, Any]
@@ -60,18 +60,18 @@ def why_not(optimizer: Optimizer) -> str | None:
     return None
 
 
-def take_room(optimizer: Optimizer) -> list[int]:
+def reserve_host_memory(optimizer: Optimizer) -> list[int]:
     """Return what the state will take of the host's memory; raise ``Refused`` if it has no room."""
     kinds = ELEMENTWISE[type(optimizer).__name__]
     if isinstance(optimizer, (Adam, AdamW)) and not optimizer.defaults["amsgrad"]:
         kinds -= 1
-    ROOM.look()
+    HOST_BUDGET.look()
     sizes = [4 * parameter.numel() for parameter in parameters(optimizer) if _worth(parameter)]
-    taken = [ROOM.take(size) for size in sizes * kinds] if ROOM.known else []
+    taken = [HOST_BUDGET.take(size) for size in sizes * kinds] if HOST_BUDGET.known else []
     if all(taken):
         return taken
     for each in taken:
-        ROOM.give_back(each)
+        HOST_BUDGET.give_back(each)
     raise Refused("the host's memory has no room for the optimizer's state")
 
 
@@ -85,7 +85,7 @@ class Offload:
         """State that lies on the host."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
         optimizer = handle.optimizer
-        self._taken = take_room(optimizer)
+        self._taken = reserve_host_memory(optimizer)
         hooks = (
             optimizer.register_load_state_dict_pre_hook(self._load_begins),
             optimizer.register_load_state_dict_post_hook(self._load_ends, prepend=True),
@@ -103,7 +103,7 @@ class Offload:
         while self._undos:
             self._undos.pop()()
         while self._taken:
-            ROOM.give_back(self._taken.pop())
+            HOST_BUDGET.give_back(self._taken.pop())
         optimizer = self._handle.optimizer
         for parameter in parameters(optimizer):
             state = optimizer.state.get(parameter, {})
@@ -188,7 +188,7 @@ class Offload:
                     state[name] = value
                     continue
                 if name not in state:
-                    state[name] = self._room(parameter, value.dtype)
+                    state[name] = self._host_tensor(parameter, value.dtype)
                 _flat(parameter, state[name])[part].copy_(value, non_blocking=True)
             if rest is not None:
                 _flat(parameter, rest)[part].copy_(above, non_blocking=True)
@@ -216,9 +216,9 @@ class Offload:
         """Return ``value`` on the host, in the parameter's order; itself if it lies there so."""
         if value in self._hosted and value.stride() == parameter.stride():
             return value
-        return self._room(parameter, value.dtype).copy_(value)
+        return self._host_tensor(parameter, value.dtype).copy_(value)
 
-    def _room(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _host_tensor(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory in a parameter's shape and order."""
         if parameter.is_cuda:
             row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
@@ -247,7 +247,7 @@ class Offload:
                     state[name] = _placed(name, value, parameter)
                 else:
                     dtype = split_float32.type_of(parameter)
-                    state[name] = self._room(parameter, dtype).copy_(value)
+                    state[name] = self._host_tensor(parameter, dtype).copy_(value)
             if state:
                 optimizer.state[parameter] = state
 
@@ -262,7 +262,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = deque([torch.cuda.Stream(device), torch.cuda.Stream(device)])
-        self._flying: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
 
     @contextmanager
     def next(self, gradient: torch.Tensor) -> Iterator[None]:
@@ -273,16 +273,16 @@ class Lanes:
         lane.wait_stream(main)
         with torch.cuda.stream(lane):
             yield
-        self._flying.append((lane.record_event(), gradient))
-        while len(self._flying) > IN_FLIGHT:
-            through, _ = self._flying.popleft()
+        self._pending.append((lane.record_event(), gradient))
+        while len(self._pending) > MAX_PENDING:
+            through, _ = self._pending.popleft()
             main.wait_event(through)
 
     def join(self) -> None:
         """Wait for both: the script may read the host's memory now, to save it."""
         for lane in self._lanes:
             lane.synchronize()
-        self._flying.clear()
+        self._pending.clear()
 
 
 def _worth(parameter: torch.Tensor) -> bool:

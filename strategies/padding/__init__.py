@@ -71,7 +71,7 @@ class Padding(Strategy):
             "# transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)"
         )
 
-    def telling(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def checkable_call(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the call with the last quarter of each sample masked."""
         from autofit.strategies.padding.trim import masked
 

@@ -1,4 +1,4 @@
-"""Steps of an optimizer whose parameters are kept in less than float32, and opened for the step.
+"""Steps of an optimizer whose parameters are kept in less than float32, and widened for the step.
 
 Whatever steps them, the script's own implementation or another strategy's, finds parameters and
 gradients of float32, and makes its state of that type. Some parameters are open at a time, where
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 TOGETHER = 1 << 24
 """Elements of the parameters that are open at a time, unless one has more."""
 PARTS = 16
-"""The parameters are opened in at least so many parts, as far as they can be told apart."""
+"""The parameters are widened in at least so many parts, as far as they can be told apart."""
 
 State = dict[str, Any]
 
@@ -52,8 +52,10 @@ def step(optimizer: Optimizer, plain: Callable[[], None], form: Form) -> None:
         for some in _together(optimizer, form):
             for group, whole in zip(groups, params, strict=True):
                 group["params"] = [each for each in whole if id(each) in some]
-            opened = [each for each in some.values() if each.grad is not None and form.opens(each)]
-            with _open(optimizer, opened, form):
+            wide_parameters = [
+                each for each in some.values() if each.grad is not None and form.opens(each)
+            ]
+            with _open(optimizer, wide_parameters, form):
                 plain()
     finally:
         for group, whole in zip(groups, params, strict=True):
@@ -90,14 +92,14 @@ def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: Form) 
     """Within it, ``parameters`` and their gradients are float32."""
     kept = [parameter.data for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
-    opened = form.open(parameters, _states(optimizer, parameters))
+    widened = form.open(parameters, _states(optimizer, parameters))
     wide = _wide([gradient for gradient in gradients if gradient is not None])
     try:
-        for parameter, data, float_gradient in zip(parameters, opened, wide, strict=True):
+        for parameter, data, float_gradient in zip(parameters, widened, wide, strict=True):
             parameter.grad = None
             parameter.data = data
             parameter.grad = float_gradient
-        del opened, wide
+        del widened, wide
         yield
     finally:
         values = [parameter.data for parameter in parameters]

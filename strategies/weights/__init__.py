@@ -129,9 +129,9 @@ class Weights(Strategy):
 
     def on_process(self, level: str, process: Process) -> Undo | None:
         """Convert while the model is made, where its weights alone would fill the device."""
-        from autofit.strategies.weights.while_made import Early
+        from autofit.strategies.weights.while_made import SplitWhileMade
 
-        return Early(process).attach()
+        return SplitWhileMade(process).attach()
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Convert the parameters, and run each forward under autocast."""

@@ -80,7 +80,7 @@ def forget(parameter: torch.Tensor) -> None:
         del _RESTS[parameter]
 
 
-def shown(parameter: torch.Tensor, here: bool = False) -> torch.Tensor | None:
+def script_values(parameter: torch.Tensor, here: bool = False) -> torch.Tensor | None:
     """Return a parameter's values in float32, as the script has them; ``None`` if it is plain.
 
     Where its rest lies, or ``here``: where it lies itself.
@@ -112,7 +112,7 @@ def split(root: Root) -> None:
     """Split the trainable parameters of ``root``, those too that are thawed or added later."""
     module = root.module
     refuse(module)
-    undo_show = root.show_weights(shown, loaded)
+    undo_show = root.show_weights(script_values, loaded)
     own = WeakTensorKeyDictionary()
 
     def look_again() -> None:
@@ -139,7 +139,7 @@ def split(root: Root) -> None:
 
     def undo() -> None:
         for parameter in list(own):  # one that memory runs out for stays split, as do all after it
-            if (values := shown(parameter, here=True)) is not None:
+            if (values := script_values(parameter, here=True)) is not None:
                 change_type(parameter, values)
             forget(parameter)
             del own[parameter]

@@ -19,13 +19,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autofit.strategies.base import Forward, Process, Undo
 from autofit.strategies.precision import autocast
 from autofit.strategies.support.in_float32 import change_type
-from autofit.strategies.weights.split_float32 import halves, loaded, put_rest, shown, some_split
+from autofit.strategies.weights.split_float32 import (
+    halves,
+    loaded,
+    put_rest,
+    script_values,
+    some_split,
+)
 
 SHARE = 0.4
 """Of the device's memory; with as much again for gradients it would be nearly full."""
 
 
-def room(device: torch.device) -> int | None:
+def device_capacity(device: torch.device) -> int | None:
     """Return the bytes that this process may hold on a GPU; ``None`` of other devices."""
     if device.type != "cuda":
         return None
@@ -47,7 +53,7 @@ def _cast(forward: Forward) -> Forward:
     return call
 
 
-class Early:
+class SplitWhileMade:
     """Watches parameters come, from ``attach`` until it is taken back."""
 
     def __init__(self, process: Process) -> None:
@@ -59,7 +65,7 @@ class Early:
 
     def attach(self) -> Undo:
         """Watch what is registered with a module, and what a module moves."""
-        self._undos.append(self._process.show_weights(shown, loaded))
+        self._undos.append(self._process.show_weights(script_values, loaded))
         self._undos.append(self._process.around_calls(_cast))
         self._replace("register_parameter", self._registers)
         self._replace("_apply", self._moves)
@@ -88,7 +94,7 @@ class Early:
 
     def _moves(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def apply(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def moved(tensor: torch.Tensor) -> Any:
+            def converted(tensor: torch.Tensor) -> Any:
                 found = fn(tensor)
                 if not self._is_to_split(tensor, found):
                     return found
@@ -96,7 +102,7 @@ class Early:
                 put_rest(tensor, rest.cpu())  # it counts once the parameter holds the upper half
                 return upper
 
-            return plain(module, moved, *args, **kwargs)
+            return plain(module, converted, *args, **kwargs)
 
         return apply
 
@@ -104,7 +110,7 @@ class Early:
         """Take note of a parameter that comes to hold ``held``; say whether there is no room."""
         if type(parameter) is not nn.Parameter or held.dtype is not torch.float32:
             return False
-        if (most := room(held.device)) is None:
+        if (most := device_capacity(held.device)) is None:
             return False
         if not self._short:
             self._come[parameter] = True

@@ -44,7 +44,7 @@ def measured(body: str, cap: int | None = None) -> None:
 def test_nothing_is_started_by_looking() -> None:
     measured(
         """
-        assert gauge.peak() == meter.Peak(0, 0, 0) and gauge.room() is None
+        assert gauge.peak() == meter.Peak(0, 0, 0) and gauge.available() is None
         gauge.sample(); gauge.reset()
         assert occupied() < 16 * MIB, occupied()
         """
@@ -61,7 +61,7 @@ def test_the_context_is_measured_and_what_libraries_load_is_added() -> None:
         gauge.sample()
         assert gauge.context >= first
         assert abs(gauge.context + torch.cuda.memory_reserved() - occupied()) < 64 * MIB
-        assert abs(gauge.room() - meter.hardware("cuda").total_bytes) < 2 * GIB
+        assert abs(gauge.available() - meter.hardware("cuda").total_bytes) < 2 * GIB
         """
     )
 

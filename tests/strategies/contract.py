@@ -150,7 +150,7 @@ class StrategyContract:
             assert is_a_line(level.summary)
             assert level.slowdown > 0
             assert 0 < level.keeps <= 1
-            assert level.once >= 0
+            assert level.setup_seconds >= 0
             assert strategy.level(level.name) is level
         with pytest.raises(UsageError) as caught:
             strategy.level("No such level")

@@ -69,13 +69,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What has left the device."""
     found: list[torch.Tensor] = []
-    plain = saved_tensors.InTurn.out
+    plain = saved_tensors.BlockingTransfer.to_host
 
-    def out(lane: saved_tensors.InTurn, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host(
+        transfer: saved_tensors.BlockingTransfer, source: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
         found.append(source)
-        return plain(lane, source)
+        return plain(transfer, source)
 
-    monkeypatch.setattr(saved_tensors.InTurn, "out", out)
+    monkeypatch.setattr(saved_tensors.BlockingTransfer, "to_host", to_host)
     return found
 
 
@@ -215,12 +217,12 @@ def test_what_no_backward_has_asked_for_is_given_back() -> None:
     offload = saved_tensors.Offload(module, 1.0)
     call = offload.around(module)
     output = call(x)
-    assert offload.room._held > 0
+    assert offload.host_budget._held > 0
     del output
     gc.collect()
-    assert offload.room._held == 0
+    assert offload.host_budget._held == 0
     call(x).sum().backward()
-    assert offload.room._held == 0
+    assert offload.host_budget._held == 0
 
 
 @quick

@@ -376,7 +376,7 @@ def test_gradients_that_the_host_has_no_room_for(
     net = Net()
     optimizer = AdamW(net.parameters(), lr=1e-2)
     bench.plan = HOSTED.replace(micro_batch="2")
-    monkeypatch.setattr(host_steps.ROOM, "take", lambda size: 0)
+    monkeypatch.setattr(host_steps.HOST_BUDGET, "take", lambda size: 0)
     before = weights(net)
     with pytest.raises(Refused, match="no room"):
         bench.train(net, optimizer)

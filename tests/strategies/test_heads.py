@@ -47,14 +47,14 @@ def test_where_there_are_none(classes: int) -> None:
 def test_of_a_model_without_blocks_it_is_not_known() -> None:
     recurrent, loss = facts(124_400_000, 0, 50304), strategies.get("loss")
     assert share_of_logits(recurrent) is None
-    assert loss.leaves("chunked", recurrent) == loss.level("chunked").keeps
+    assert loss.expected_share("chunked", recurrent) == loss.level("chunked").keeps
 
 
 def test_checkpointing_leaves_them_and_a_chunked_loss_nothing_else() -> None:
     checkpointing, loss = strategies.get("checkpointing"), strategies.get("loss")
-    assert checkpointing.leaves("all", Facts()) == checkpointing.level("all").keeps
-    assert checkpointing.leaves("all", GPT2) > 0.7
-    assert loss.leaves("chunked", GPT2) < 0.4
+    assert checkpointing.expected_share("all", Facts()) == checkpointing.level("all").keeps
+    assert checkpointing.expected_share("all", GPT2) > 0.7
+    assert loss.expected_share("chunked", GPT2) < 0.4
 
 
 def test_what_is_expected_of_a_plan_follows() -> None:

@@ -239,7 +239,7 @@ def test_what_it_cannot_take_in_pieces(under: Under, monkeypatch: pytest.MonkeyP
         backward(net, 0)
         with pytest.raises(Refused, match=reason):
             optimizer.step()
-    monkeypatch.setattr(host_steps.ROOM, "take", lambda size: 0)
+    monkeypatch.setattr(host_steps.HOST_BUDGET, "take", lambda size: 0)
     optimizer = AdamW(net.parameters())
     with pytest.raises(Refused, match="no room"):
         optimizer.step()

@@ -436,13 +436,15 @@ def test_what_is_refused(under: Callable[[Plan], Script], level: str) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], while_made.Early]]:
+def short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[float], while_made.SplitWhileMade]]:
     """A device that holds so many times the model's own bytes."""
-    watching = while_made.Early(weight_views.Process([]))
+    watching = while_made.SplitWhileMade(weight_views.Process([]))
     whole = sum(parameter.nbytes for parameter in model().parameters())
 
-    def make(times: float) -> while_made.Early:
-        monkeypatch.setattr(while_made, "room", lambda device: int(times * whole))
+    def make(times: float) -> while_made.SplitWhileMade:
+        monkeypatch.setattr(while_made, "device_capacity", lambda device: int(times * whole))
         watching.attach()
         return watching
 
@@ -452,7 +454,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], while_m
 
 @pytest.mark.parametrize("way", ["made there", "moved there"])
 def test_a_model_that_would_fill_the_device_is_split_as_it_comes(
-    under: Callable[[Plan], Script], short: Callable[[float], while_made.Early], way: str
+    under: Callable[[Plan], Script], short: Callable[[float], while_made.SplitWhileMade], way: str
 ) -> None:
     plain = model()
     if way == "made there":
@@ -474,7 +476,7 @@ def test_a_model_that_would_fill_the_device_is_split_as_it_comes(
 
 
 def test_what_is_loaded_before_the_first_call_is_whole(
-    under: Callable[[Plan], Script], short: Callable[[float], while_made.Early]
+    under: Callable[[Plan], Script], short: Callable[[float], while_made.SplitWhileMade]
 ) -> None:
     saved = {name: value + 1e-3 for name, value in model().state_dict().items()}
     net = model()
@@ -487,7 +489,7 @@ def test_what_is_loaded_before_the_first_call_is_whole(
 
 
 def test_a_model_with_room_is_not_touched_before_its_first_call(
-    short: Callable[[float], while_made.Early],
+    short: Callable[[float], while_made.SplitWhileMade],
 ) -> None:
     short(4.0)
     net = model()
@@ -496,7 +498,7 @@ def test_a_model_with_room_is_not_touched_before_its_first_call(
 
 @pytest.mark.parametrize("weights", ["bf16_master", "bf16"])
 def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
-    weights: str, short: Callable[[float], while_made.Early]
+    weights: str, short: Callable[[float], while_made.SplitWhileMade]
 ) -> None:
     """The batch is float32: before a plan is applied, in proofs, in evaluation, and taken back."""
     short(1.0).detach()

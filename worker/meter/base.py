@@ -69,7 +69,7 @@ class Meter(Protocol):
     def reset(self) -> None:
         """Let the peak start again from what is held now."""
 
-    def room(self) -> int | None:
+    def available(self) -> int | None:
         """Return the bytes the process occupies on the device and those that nobody does.
 
         ``None`` where nobody else can take them, or nobody knows.

@@ -73,7 +73,7 @@ class ShimMeter:
     def sample(self) -> None:
         """Nothing: the peak is known."""
 
-    def room(self) -> int | None:
+    def available(self) -> int | None:
         """Return ``None``: the stand-in device is this process's own."""
         return None
 
@@ -143,7 +143,7 @@ class ResidentMeter:
     def sample(self) -> None:
         """Nothing: the peak is known."""
 
-    def room(self) -> int | None:
+    def available(self) -> int | None:
         """Return ``None``: the stand-in device is this process's own."""
         return None
 

@@ -52,7 +52,7 @@ class CudaMeter:
         """The allocator has been, or will be, told of a cap; an uncapped one is left alone."""
         self._context = 0
         self._worst_context = 0
-        self._before = {card.uuid: card for card in _asked(nvml.cards) or ()}
+        self._before = {card.uuid: card for card in _query(nvml.cards) or ()}
         self._card: Any = None
         """NVML's handle of the device CUDA was started on."""
         self._held_before = 0
@@ -88,7 +88,7 @@ class CudaMeter:
         known = (f"{kind}-{uuid}" for kind in ("GPU", "MIG"))
         for before in (self._before[name] for name in known if name in self._before):
             self._held_before = before.held
-        self._context = self._worst_context = self._outside(at_start=True)
+        self._context = self._worst_context = self._outside_allocator(at_start=True)
         self._apply()
 
     def set_cap(self, size: int | None) -> None:
@@ -134,7 +134,7 @@ class CudaMeter:
         """
         if not _torch().cuda.is_initialized():
             return
-        self._worst_context = max(self._worst_context, self._outside())
+        self._worst_context = max(self._worst_context, self._outside_allocator())
         if self._worst_context > self._context:
             self._context = self._worst_context
             self._apply()
@@ -142,12 +142,12 @@ class CudaMeter:
     def reset(self) -> None:
         """Let the peak start again from what is held now."""
         if _torch().cuda.is_initialized():
-            self._context = self._worst_context = self._outside()
+            self._context = self._worst_context = self._outside_allocator()
             self._apply()
             _torch().cuda.reset_peak_memory_stats(self._index)
         self._refused_before = self.refused()
 
-    def room(self) -> int | None:
+    def available(self) -> int | None:
         """Return the bytes that the process occupies and those that nobody does.
 
         Less than the cap when others have taken the card. ``None`` where nobody knows.
@@ -155,7 +155,7 @@ class CudaMeter:
         cuda = _torch().cuda
         if not cuda.is_initialized():
             return None
-        free = _asked(lambda: int(cuda.mem_get_info(self._index)[0]))
+        free = _query(lambda: int(cuda.mem_get_info(self._index)[0]))
         reserved = int(cuda.memory_reserved(self._index))
         return None if free is None else self._context + reserved + free
 
@@ -186,11 +186,11 @@ class CudaMeter:
         if _torch().cuda.is_initialized():
             _torch().cuda.synchronize(self._index)
 
-    def _outside(self, *, at_start: bool = False) -> int:
+    def _outside_allocator(self, *, at_start: bool = False) -> int:
         """Return the bytes the process occupies outside torch's allocator, as far as is known."""
         if self._card is None:
             return ASSUMED
-        shares = _asked(lambda: nvml.shares(self._card, os.getpid()))
+        shares = _query(lambda: nvml.shares(self._card, os.getpid()))
         if shares is None:  # a GPU that shares the machine's memory
             return ASSUMED
         reserved = int(_torch().cuda.memory_reserved(self._index))
@@ -208,7 +208,7 @@ def _torch() -> ModuleType:
     return torch
 
 
-def _asked(read: Callable[[], T]) -> T | None:
+def _query(read: Callable[[], T]) -> T | None:
     """Return what ``read`` returns; ``None`` where the driver does not answer."""
     try:
         return read()

@@ -19,7 +19,7 @@ from autofit.facts import Hardware
 from autofit.worker.meter.toolchain import cannot_compile
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-KEPT = 8 << 20
+DRIVER_BYTES = 8 << 20
 """Bytes that the driver keeps for a process and gives to none: 5.6 MiB, measured on an H200."""
 STARTING = 32 << 20
 """Bytes of a process that starts and is not named yet: 18 MiB for some 20 ms there."""
@@ -89,7 +89,7 @@ class Shares:
         """
         came = max(0, self.processes - first.processes)
         grown = self.nobodys - first.nobodys
-        return grown if grown > STARTING + KEPT * came else 0
+        return grown if grown > STARTING + DRIVER_BYTES * came else 0
 
 
 @cache

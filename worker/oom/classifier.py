@@ -149,11 +149,11 @@ def _classify_one(error: BaseException, compiling: bool) -> Diagnosis:
     of_memory = names & {*_OOM_TYPES, _MEMORY_ERROR}
     if not of_memory and not names & _SPEAKING_TYPES:
         return NOTHING
-    shown = handled.shown(error)
-    if _match(TRAPS, shown):
+    text = handled.formatted(error)
+    if _match(TRAPS, text):
         return NOTHING
-    prefix, _, message = shown.partition(": ")
-    found = _search(shown)
+    prefix, _, message = text.partition(": ")
+    found = _search(text)
     found = replace(found, message=found.message.removeprefix(f"{prefix}: "))
     if of_memory and found.kind is not Kind.OOM:
         certain = names & _OOM_TYPES or handled.raised_in_python(error) is False
@@ -215,13 +215,13 @@ def _deciding(lines: Sequence[str]) -> list[str]:
     """Return the lines that may say why a process failed."""
     shown = _exceptions(lines)
     if not shown:
-        return _telling(lines)
+        return _informative(lines)
     first = len(shown) - 1
     while first > 0 and _follows("\n".join(shown[first])):
         first -= 1
     while first > 0 and _CAUSE in shown[first - 1]:
         first -= 1
-    return _telling(itertools.chain.from_iterable(shown[first:]))
+    return _informative(itertools.chain.from_iterable(shown[first:]))
 
 
 def _exceptions(lines: Sequence[str]) -> list[list[str]]:
@@ -243,7 +243,7 @@ def _follows(text: str) -> bool:
     return _match(FOLLOWERS, text) and not _match(SIGNATURES, text)
 
 
-def _telling(lines: Iterable[str]) -> list[str]:
+def _informative(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if not _ORDINARY_LINE.search(line) and not _match(TRAPS, line)]
 
 

@@ -44,7 +44,7 @@ def because(error: BaseException, handled: BaseException) -> bool:
     """
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
-    if (words := _words(handled)) and words in shown(error):
+    if (words := _words(handled)) and words in formatted(error):
         return True
     caught, way = handled.__traceback__, [*_entries(error.__traceback__)]
     if caught is None:
@@ -68,13 +68,13 @@ def raised_in_python(error: BaseException) -> bool | None:
     return _raises(last)
 
 
-def shown(error: BaseException) -> str:
+def formatted(error: BaseException) -> str:
     """Return ``Type: message`` as Python shows it, also where the user's ``__str__`` fails."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _words(error: BaseException) -> str:
-    return shown(error).partition("\n")[0].partition(": ")[2]
+    return formatted(error).partition("\n")[0].partition(": ")[2]
 
 
 def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:

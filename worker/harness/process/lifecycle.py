@@ -117,7 +117,7 @@ class ScriptLifecycle:
                 place=where,
                 held=held,
                 started=self._session is None or bool(self._session.roots),
-                room=self._meter.room() if "torch" in sys.modules else None,
+                room=self._meter.available() if "torch" in sys.modules else None,
                 micro_batch=self._session.size if self._session is not None else None,
                 follows=found.follows,
             )

@@ -546,5 +546,5 @@ class Session:
             requested=found.requested,
             micro_batch=size,
             steps=self.steps,
-            room=self.meter.room(),
+            room=self.meter.available(),
         )

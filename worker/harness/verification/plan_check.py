@@ -147,9 +147,9 @@ def prove(
         root.proof.measure_noise_anew()
     kwargs = without_cache(root.module, kwargs)
     for strategy, level in shown:
-        args, kwargs = strategy.telling(level, args, kwargs)
+        args, kwargs = strategy.checkable_call(level, args, kwargs)
     redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
-    told = (s.name for s, _ in shown if type(s).telling is not Strategy.telling)
+    told = (s.name for s, _ in shown if type(s).checkable_call is not Strategy.checkable_call)
     check = partial(
         _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told)
     )
