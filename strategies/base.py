@@ -168,6 +168,12 @@ class Process(Protocol):
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Let parameters that are kept in another form be what they were to the script."""
 
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
+        """Replace a function of a class or module of torch by ``make(function)``.
+
+        The undo leaves patches in place that others have made on top.
+        """
+
 
 class Root(Protocol):
     """The root as a strategy's hooks see it: the seams, and nothing else.
@@ -229,6 +235,12 @@ class Root(Protocol):
         """Return ``undo``, which is called too where the script drops the model before.
 
         For what changes more than the model.
+        """
+
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
+        """Replace a function of a class or module of torch by ``make(function)``.
+
+        The undo leaves patches in place that others have made on top.
         """
 
     def around_next(self, reader: Reader) -> Undo:

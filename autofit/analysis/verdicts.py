@@ -233,9 +233,9 @@ def _suspected(changed: set[tuple[str, str]]) -> set[tuple[str, str]]:
 
     Levels that every plan has in place of ``as_is`` are left out, unless there are no others.
     """
-    return {each for each in changed if not strategies.get(each[0]).level(each[1]).instead} or (
-        changed
-    )
+    return {
+        each for each in changed if not strategies.get(each[0]).level(each[1]).replaces_as_is
+    } or (changed)
 
 
 def refused(finished: Iterable[TrialRecord]) -> list[TrialReport]:

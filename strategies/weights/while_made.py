@@ -8,12 +8,12 @@ What is drawn into them after that is drawn in bfloat16.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.strategies.base import Forward, Process, Undo
@@ -67,8 +67,9 @@ class SplitWhileMade:
         """Watch what is registered with a module, and what a module moves."""
         self._undos.append(self._process.show_weights(script_values, loaded))
         self._undos.append(self._process.around_calls(_cast))
-        self._replace("register_parameter", self._registers)
-        self._replace("_apply", self._moves)
+        hook = register_module_parameter_registration_hook(self._registered)
+        self._undos.append(hook.remove)
+        self._undos.append(self._process.patch(nn.Module, "_apply", self._moves))
         return self.detach
 
     def detach(self) -> None:
@@ -77,20 +78,11 @@ class SplitWhileMade:
             self._undos.pop()()
         self._come.clear()
 
-    def _replace(self, name: str, make: Callable[[Any], Any]) -> None:
-        plain = getattr(nn.Module, name)
-        setattr(nn.Module, name, functools.wraps(plain)(make(plain)))
-        self._undos.append(lambda: setattr(nn.Module, name, plain))
-
-    def _registers(self, plain: Callable[..., None]) -> Callable[..., None]:
-        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            plain(module, name, parameter)
-            if parameter is not None and self._is_to_split(parameter, parameter):
-                upper, rest = halves(parameter.data)
-                change_type(parameter, upper)
-                put_rest(parameter, rest.cpu())
-
-        return register
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if self._is_to_split(parameter, parameter):
+            upper, rest = halves(parameter.data)
+            change_type(parameter, upper)
+            put_rest(parameter, rest.cpu())
 
     def _moves(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def apply(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,7 +25,7 @@ class Dropped:
     def attach(self, root: Root) -> Undo:
         """Change ``zero_grad``; the undo gives back what is missing."""
         undo_step = root.before_step(lambda optimizer: self._give_back(parameters_of(optimizer)))
-        undos = [self._change(owner) for owner in OWNERS]
+        undos = [root.patch(owner, "zero_grad", self._zero_grad) for owner in OWNERS]
 
         def undo() -> None:
             for take_back in (*undos, undo_step):
@@ -35,21 +34,13 @@ class Dropped:
 
         return undo
 
-    def _change(self, owner: Any) -> Undo:
-        plain: Callable[..., None] = owner.zero_grad
-
-        @functools.wraps(plain)
+    def _zero_grad(self, plain: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(self_: Any, set_to_none: bool = True) -> None:
             if not set_to_none:
                 self._drop(parameters_of(self_))
             plain(self_, set_to_none)
 
-        owner.zero_grad = zero_grad
-
-        def undo() -> None:
-            owner.zero_grad = plain
-
-        return undo
+        return zero_grad
 
     def _drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drop dense gradients; a sparse one holds nothing once it is zero."""

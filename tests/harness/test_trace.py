@@ -22,7 +22,8 @@ from autofit.worker.harness.measurement.fingerprint import (
 )
 from autofit.worker.harness.measurement.tracer import CHECKED, Tracer
 from autofit.worker.harness.patching.observers import Calls, Seams
-from autofit.worker.harness.patching.weight_views import show
+from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.harness.patching.weight_views import WeightViews
 from autofit.worker.harness.session.root import HarnessRoot
 
 pytestmark = pytest.mark.quick
@@ -218,10 +219,11 @@ def test_weights_in_another_form_are_never_all_there_as_they_were() -> None:
         most = max(most, sum(each() is not None for each in made))
         return values
 
-    undo = show(view, lambda parameter, values: None)
+    views = WeightViews(Patches())
+    undo = views.show(view, lambda parameter, values: None)
     try:
         x = torch.randn(4, 64).bfloat16()
-        Tracer().call(root_of(model), True, (x,), {}, lambda: model(x))
+        Tracer(views).call(root_of(model), True, (x,), {}, lambda: model(x))
     finally:
         undo()
     assert len(made) == 12

@@ -21,8 +21,7 @@ from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, get
 from autofit.strategies.support import in_float32
 from autofit.strategies.weights import bf16, split_float32, while_made
-from autofit.worker.harness.patching import weight_views
-from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Process, Seams
 from autofit.worker.harness.patching.optimizers import Optimizers
 from autofit.worker.harness.session import script_facts as learn
 from autofit.worker.harness.session.root import HarnessRoot
@@ -120,9 +119,8 @@ def called(held: HarnessRoot) -> Callable[..., torch.Tensor]:
 
 
 def values(module: nn.Module) -> torch.Tensor:
-    return torch.cat(
-        [weight_views.plainly(p).detach().flatten().double() for p in module.parameters()]
-    )
+    shown = module.state_dict()
+    return torch.cat([shown[n].flatten().double() for n, _ in module.named_parameters()])
 
 
 def apart(one: nn.Module, other: nn.Module) -> float:
@@ -440,7 +438,7 @@ def short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[float], while_made.SplitWhileMade]]:
     """A device that holds so many times the model's own bytes."""
-    watching = while_made.SplitWhileMade(weight_views.Process([]))
+    watching = while_made.SplitWhileMade(Process(Seams(Bystander())))
     whole = sum(parameter.nbytes for parameter in model().parameters())
 
     def make(times: float) -> while_made.SplitWhileMade:

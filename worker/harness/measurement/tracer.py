@@ -24,7 +24,7 @@ from autofit.worker.harness.measurement.fingerprint import (
     shape_of,
     together,
 )
-from autofit.worker.harness.patching.weight_views import plainly
+from autofit.worker.harness.patching.weight_views import WeightViews
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import tf32_on
 from autofit.worker.harness.torch_state.guarded import beside
@@ -68,7 +68,9 @@ class _Step:
 class Tracer:
     """Traces the first steps of a session. The session reports events in order until ``full``."""
 
-    def __init__(self) -> None:
+    def __init__(self, views: WeightViews | None = None) -> None:
+        """``views``: of the session, whose plan may keep weights in another form."""
+        self._views = views
         self.full = False
         """Tracing has ended."""
         self._sketcher: Sketcher | None = Sketcher()
@@ -141,7 +143,9 @@ class Tracer:
         named = list(root.module.named_parameters())
         self._names |= {id(parameter): name for name, parameter in named}
         if first and self._start is None:
-            self._start = self._sum(plainly(parameter) for _, parameter in named)  # one at a time
+            self._start = self._sum(
+                self._values(parameter) for _, parameter in named
+            )  # one at a time
 
     def _arguments(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         tensors = [leaf for leaf in Batch.of(args, kwargs).leaves if isinstance(leaf, torch.Tensor)]
@@ -211,7 +215,7 @@ class Tracer:
         _add(self._step.gradients, row, self._fold(parameter.grad, row))
 
     def _note(self, row: int, parameter: torch.Tensor) -> None:
-        held = plainly(parameter)
+        held = self._values(parameter)
         self._before[row] = self._fold(held, row)
         described = self._described[row]
         if not described.rounding:
@@ -231,10 +235,17 @@ class Tracer:
         step = self._step
         for row, parameter in self._parameters(optimizer):
             if row in self._before:
-                _add(step.changes, row, self._fold(plainly(parameter), row) - self._before.pop(row))
+                _add(
+                    step.changes,
+                    row,
+                    self._fold(self._values(parameter), row) - self._before.pop(row),
+                )
             if parameter.grad is not None:
                 _add(step.gradients, row, self._fold(parameter.grad, row))
             self._stepped.discard(row)
+
+    def _values(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter if self._views is None else self._views.script_values(parameter)
 
     def _fold(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
         assert self._sketcher is not None

@@ -89,7 +89,7 @@ class Trial(Session):
         self._schedule: Schedule | None = None
         self._current: Window | None = None
         self.over = False  # the script was told to end
-        self._tracer = Tracer()
+        self._tracer = Tracer(self.seams.weight_views)
         self._traced = 0  # the plan that is being traced
         self._measured: list[tuple[Plan, Measurement]] = []
         """Measurements of the present plan."""

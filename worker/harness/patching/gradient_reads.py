@@ -1,7 +1,7 @@
-"""Notices who reads ``.grad`` of a parameter: clipping, logging, scaling all do, in Python.
+"""Notices code that reads ``.grad`` of a parameter, such as clipping, logging or scaling.
 
-torch keeps ``grad`` in a class that it does not let be changed. ``torch.nn.Parameter`` is a Python
-class below it; a property of the same name there comes first, for as long as somebody listens.
+``torch.Tensor.grad`` belongs to a C type that cannot be changed. ``torch.nn.Parameter`` is a Python
+subclass: a property of the same name there takes precedence while somebody listens.
 """
 
 from __future__ import annotations
@@ -13,50 +13,61 @@ import torch
 from torch import nn
 
 from autofit.strategies.base import Undo
+from autofit.worker.harness.patching.patches import Patches
 
 Listener = Callable[[nn.Parameter], None]
 
-_listeners: list[Listener] = []
-_plain: Any = torch.Tensor.grad
+
+class GradientReads:
+    """Tells listeners about each read of a parameter's ``.grad``."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self._listeners: list[Listener] = []
+        self._undo: Undo | None = None
+
+    def listen(self, listener: Listener) -> Undo:
+        """Call ``listener`` with each parameter whose ``.grad`` is read; it may raise."""
+        if self._undo is None:
+            plain: Any = nn.Parameter.grad
+            watched = property(self._reader(plain), plain.__set__, plain.__delete__)
+            self._undo = self._patches.set(nn.Parameter, "grad", watched)
+        self._listeners.append(listener)
+
+        def undo() -> None:
+            self._listeners.remove(listener)
+            if not self._listeners and self._undo is not None:
+                self._undo()
+                self._undo = None
+
+        return undo
+
+    def _reader(self, plain: Any) -> Callable[[nn.Parameter], torch.Tensor | None]:
+        def read(parameter: nn.Parameter) -> torch.Tensor | None:
+            for listener in tuple(self._listeners):
+                listener(parameter)
+            gradient: torch.Tensor | None = plain.__get__(parameter)
+            return gradient
+
+        return read
 
 
-def listen(listener: Listener) -> Undo:
-    """Call ``listener`` with each parameter whose ``.grad`` is read; it may raise."""
-    torchs: Any = nn.Parameter
-    if not _listeners:
-        torchs.grad = property(_read, _plain.__set__, _plain.__delete__)
-    _listeners.append(listener)
+class ReadBeforeStep:
+    """Notices once that gradients are read after a backward pass and before their step."""
 
-    def undo() -> None:
-        _listeners.remove(listener)
-        if not _listeners:
-            del torchs.grad
-
-    return undo
-
-
-def _read(parameter: nn.Parameter) -> torch.Tensor | None:
-    for listener in tuple(_listeners):
-        listener(parameter)
-    gradient: torch.Tensor | None = _plain.__get__(parameter)
-    return gradient
-
-
-class Reads:
-    """Notices, once and from ``start`` to ``stop``, that gradients are read between two moments."""
-
-    def __init__(self, notice: Callable[[], None]) -> None:
+    def __init__(self, reads: GradientReads, notice: Callable[[], None]) -> None:
         self.fresh = False
-        """A backward pass has brought gradients, and their step has not begun."""
+        """A backward pass has ended, and the optimizer's step has not begun."""
+        self._reads = reads
         self._notice = notice
         self._undos: list[Undo] = []
 
     def start(self) -> None:
         """Begin to watch."""
-        self._undos.append(listen(self._read))
+        self._undos.append(self._reads.listen(self._read))
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         while self._undos:
             self._undos.pop()()
 

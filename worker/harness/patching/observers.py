@@ -7,7 +7,6 @@ class), the start of a backward pass, the optimizer step (torch's own global hoo
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +22,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autofit.strategies.base import Forward, Reader, Undo, Wrapper
+from autofit.strategies.base import Forward, Load, Reader, Undo, Weights, Wrapper
+from autofit.worker.harness.patching.gradient_reads import GradientReads
+from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.harness.patching.weight_views import WeightViews
 
 plain_backward = torch.autograd.backward
 """The backward pass itself, for work inside a root that the handler must not see again."""
@@ -114,7 +116,11 @@ class Seams:
         self.around: list[Wrapper] = []
         """Put around each call of a model, whatever a plan does."""
         self._readers: list[Reader] = []
-        self._undos: list[Undo] = []
+        self.patches = Patches()
+        """Everything that the session replaces in torch."""
+        self.gradient_reads = GradientReads(self.patches)
+        self.weight_views = WeightViews(self.patches)
+        self._hooks: list[Undo] = []
         self._stop_looking: Undo = lambda: None
         self._looking = False
         self._paused = False
@@ -123,20 +129,18 @@ class Seams:
         """Patch torch."""
         pre = register_optimizer_step_pre_hook(lambda o, *_: self.handler.step_begins(o))
         post = register_optimizer_step_post_hook(lambda o, *_: self.handler.step_ended(o))
-        self._undos = [
-            pre.remove,
-            post.remove,
-            self._replace(torch.autograd, "backward", self._backward),
-            self._replace(torch.autograd, "grad", self._grad),
-            self._replace(Optimizer, "__init__", self._made),
-            self._replace(Optimizer, "zero_grad", self._zero_grad),
-            self._replace(nn.Module, "zero_grad", self._zero_grad),
-            self._replace(nn.Module, "__setattr__", self._set),
-            self._replace(torch, "compile", self._compile),
-            self._watch_functions(),
-        ]
+        self._hooks = [pre.remove, post.remove]
+        wrap = self.patches.wrap
+        wrap(torch.autograd, "backward", self._backward)
+        wrap(torch.autograd, "grad", self._grad)
+        wrap(torch.autograd.Function, "apply", self._apply)
+        wrap(Optimizer, "__init__", self._made)
+        wrap(Optimizer, "zero_grad", self._zero_grad)
+        wrap(nn.Module, "zero_grad", self._zero_grad)
+        wrap(nn.Module, "__setattr__", self._set)
+        wrap(torch, "compile", self._compile)
         if self.loader:
-            self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
+            wrap(_BaseDataLoaderIter, "__next__", self._next)
         self.look_for_roots()
 
     def run_delayed_calls(self) -> None:
@@ -149,21 +153,22 @@ class Seams:
         self._readers.append(reader)
         if not self.loader:
             self.loader = True
-            self._undos.append(self._replace(_BaseDataLoaderIter, "__next__", self._next))
+            self.patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
         return lambda: self._readers.remove(reader)
 
     def detach(self) -> None:
         """Leave torch as it was."""
         self.stop_looking()
-        while self._undos:
-            self._undos.pop()()
+        while self._hooks:
+            self._hooks.pop()()
+        self.patches.undo()
 
     def look_for_roots(self) -> None:
         """Watch every module call until ``stop_looking``: about a microsecond each."""
         if self._looking:
             return
         self._looking = True
-        self._stop_looking = self._replace(nn.Module, "__call__", self._call)
+        self._stop_looking = self.patches.wrap(nn.Module, "__call__", self._call)
 
     def stop_looking(self) -> None:
         """Leave ``nn.Module.__call__`` as it was; the roots are known."""
@@ -195,16 +200,6 @@ class Seams:
             if self._looking:
                 self._looking = False
                 self.look_for_roots()
-
-    @staticmethod
-    def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
-        plain = getattr(owner, name)
-        setattr(owner, name, functools.wraps(plain)(make(plain)))
-
-        def undo() -> None:
-            setattr(owner, name, plain)
-
-        return undo
 
     def _call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +246,6 @@ class Seams:
         return grad
 
     def _made(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
             self.handler.optimizer_made()
@@ -265,26 +259,18 @@ class Seams:
 
         return zero_grad
 
-    def _watch_functions(self) -> Undo:
-        """Let the handler see what the script's own functions of autograd are given.
+    def _apply(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Pass the arguments of the script's own autograd functions through the handler.
 
-        They take their tensors past Python: no tensor that stands for another one is asked.
+        Their C++ code reads a tensor directly, so a lazy output among them must be computed first.
         """
-        owner = torch.autograd.Function
-        plain = vars(owner)["apply"]
 
-        @functools.wraps(plain.__func__)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.inside and not torch.compiler.is_compiling():
                 args = self.handler.given(args)
-            return plain.__func__(cls, *args, **kwargs)
+            return plain(cls, *args, **kwargs)
 
-        owner.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-
-        def undo() -> None:
-            owner.apply = plain  # type: ignore[method-assign]
-
-        return undo
+        return apply
 
     def _set(self, plain: Callable[..., None]) -> Callable[..., None]:
         def __setattr__(module: nn.Module, name: str, value: Any) -> None:
@@ -412,3 +398,23 @@ class Calls:
             return forward(*args, **kwargs)
 
         cls.__call__ = __call__  # type: ignore[method-assign]
+
+
+class Process:
+    """A process before its first root; implements ``strategies.base.Process``."""
+
+    def __init__(self, seams: Seams) -> None:
+        self._seams = seams
+
+    def around_calls(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of a model."""
+        self._seams.around.append(wrapper)
+        return lambda: self._seams.around.remove(wrapper)
+
+    def show_weights(self, view: Weights, load: Load) -> Undo:
+        """Show the script parameters that are kept in another form as they were."""
+        return self._seams.weight_views.show(view, load)
+
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
+        """Replace a function of a class or module of torch by ``make(function)``."""
+        return self._seams.patches.wrap(owner, name, make)

@@ -227,27 +227,9 @@ class Optimizers:
 
     def attach(self) -> None:
         """Patch torch: the classes that are made from now on, and those that have been."""
-        torchs: Any = Optimizer  # its methods are replaced
-        patch_step, load = Optimizer._patch_step_function, Optimizer.load_state_dict
-
-        def patch(optimizer: Optimizer) -> None:
-            self._take_over(type(optimizer))
-            self._made.add(optimizer)
-            patch_step(optimizer)
-
-        @functools.wraps(load)
-        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            with suppress(Refused):  # said at its first step, where it can be answered
-                self._handle(optimizer).apply(self._owner.optimizer_plan())
-            load(optimizer, *args, **kwargs)
-
-        def undo() -> None:
-            torchs._patch_step_function = patch_step
-            torchs.load_state_dict = load
-
-        torchs._patch_step_function = patch
-        torchs.load_state_dict = load_state_dict
-        self._undos.append(undo)
+        wrap = self._owner.seams.patches.wrap
+        self._undos.append(wrap(Optimizer, "_patch_step_function", self._patch_step))
+        self._undos.append(wrap(Optimizer, "load_state_dict", self._load))
         for cls in _with_hooked_steps(Optimizer):
             self._take_over(cls)
 
@@ -297,6 +279,24 @@ class Optimizers:
                 self._handle(optimizer).apply(plan)
         return True
 
+    def _patch_step(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def patch_step_function(optimizer: Optimizer) -> None:
+            self._take_over(type(optimizer))
+            self._made.add(optimizer)
+            plain(optimizer)
+
+        return patch_step_function
+
+    def _load(self, plain: Callable[..., None]) -> Callable[..., None]:
+        # Not by torch's hook before loading: a plan applied in it adds hooks to the dictionary
+        # that torch iterates over.
+        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            with suppress(Refused):  # raised again at the first step, which may fall back
+                self._handle(optimizer).apply(self._owner.optimizer_plan())
+            plain(optimizer, *args, **kwargs)
+
+        return load_state_dict
+
     def _take_over(self, cls: type[Optimizer]) -> None:
         """Put our dispatch inside torch's step hooks of ``cls``, and of all that inherit them."""
         owner: Any = next(base for base in cls.__mro__ if "step" in vars(base))
@@ -305,12 +305,10 @@ class Optimizers:
         before: Any = vars(owner)["step"]
         plain = before.__wrapped__ if getattr(before, "hooked", False) else before
         self._dispatching[owner] = plain
-        owner.step = _hooked(self._dispatch(plain))
-
-        def undo() -> None:
-            owner.step = _hooked(plain)
-
-        self._undos.append(undo)
+        if before is plain:
+            owner.step = _hooked(plain)  # as torch does when the first optimizer is made
+        step = _hooked(self._dispatch(plain))
+        self._undos.append(self._owner.seams.patches.set(owner, "step", step))
 
     def _dispatch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Aside
-from autofit.worker.harness.patching import gradient_reads
 from autofit.worker.harness.patching.observers import Seams
 
 STRATEGY = "gradient_release"
@@ -71,7 +70,7 @@ class Release:
         self._ours = False
         """We read gradients ourselves."""
         self._look_again()
-        self._undo_listening = gradient_reads.listen(self._read)
+        self._undo_listening = seams.gradient_reads.listen(self._read)
         seams.stepping += 1
         self._end = weakref.finalize(handle.optimizer, self._stop)
 

@@ -25,7 +25,6 @@ from autofit.worker.harness.batch import ddp
 from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.patching import weight_views
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
 from autofit.worker.harness.session.root_calls import RootCalls
 from autofit.worker.harness.session.run_policy import RunPolicy
@@ -276,7 +275,7 @@ class HarnessRoot:
         """Show the script the parameters in their own form, although they are kept in another."""
         if isinstance(self.outer, DistributedDataParallel):
             raise Refused("DistributedDataParallel listens to the parameters as they are")
-        return weight_views.show(view, load)
+        return self._seams.weight_views.show(view, load)
 
     def one_size(self) -> Undo:
         """Split calls, where they are split, into chunks of one size."""
@@ -329,6 +328,10 @@ class HarnessRoot:
         """Call ``hook(optimizer)`` before every optimizer step."""
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: hook(optimizer))
         return self.outliving(handle.remove)
+
+    def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
+        """Replace a function of a class or module of torch by ``make(function)``."""
+        return self._seams.patches.wrap(owner, name, make)
 
     def around_next(self, reader: Reader) -> Undo:
         """Let ``reader`` give the next batch of every data loader of the script."""

@@ -26,10 +26,10 @@ from autofit.plan import Plan
 from autofit.strategies.base import Undo
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.batch.lazy_output import LazyOutput, materialize, refuse_gradient
-from autofit.worker.harness.patching import gradient_reads, step_in_backward
-from autofit.worker.harness.patching.observers import Calls, Seams, inside
+from autofit.worker.harness.patching import step_in_backward
+from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
+from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
-from autofit.worker.harness.patching.weight_views import Process
 from autofit.worker.harness.session import error_source, uncalled_model
 from autofit.worker.harness.session import script_facts as learn
 from autofit.worker.harness.session.calls_per_step import CallsPerStep
@@ -67,7 +67,9 @@ class Session:
         self.seams = Seams(self)
         self.calls = Calls()
         self.optimizers = Optimizers(self)
-        self.reads = gradient_reads.Reads(lambda: self._learn(gradients_read=True))
+        self.reads = ReadBeforeStep(
+            self.seams.gradient_reads, lambda: self._learn(gradients_read=True)
+        )
         self.roots: list[HarnessRoot] = []
         self.facts = Facts(world_size=ranks)
         self.phase = OUTSIDE
@@ -90,7 +92,7 @@ class Session:
         self.meter.arm()
         self.seams.attach()
         for strategy, level in self.plans()[0]:
-            if (undo := strategy.on_process(level, Process(self.seams.around))) is not None:
+            if (undo := strategy.on_process(level, Process(self.seams))) is not None:
                 self._undos.append(undo)
         if self.changes_optimizers():
             self.optimizers.attach()
