@@ -6,23 +6,8 @@ from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
+from autofit.strategies.support.optimizer_classes import PER_PARAMETER
 
-BY_ITSELF = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-"""Classes of ``torch.optim`` that update each parameter from its own gradient and state alone."""
 HOSTED = "hosted"
 
 
@@ -74,7 +59,7 @@ class GradientRelease(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """One backward pass a step, of one model and optimizer, and nobody looks at gradients."""
-        others = [name for name in facts.optimizers if name not in BY_ITSELF]
+        others = [name for name in facts.optimizers if name not in PER_PARAMETER]
         reasons = {
             "the script accumulates gradients over several calls": facts.calls_per_step > 1,
             "the script trains several models": len(facts.roots) > 1,

@@ -8,12 +8,10 @@ from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.gradient_release import BY_ITSELF
 from autofit.strategies.optimizer_offload.host_steps import HOST_BUDGET
+from autofit.strategies.support.optimizer_classes import PER_PARAMETER, in_torch
 
-CLASSES: tuple[type[Optimizer], ...] = tuple(
-    getattr(torch.optim, name) for name in BY_ITSELF if hasattr(torch.optim, name)
-)
+CLASSES: tuple[type[Optimizer], ...] = in_torch(PER_PARAMETER)
 MAX_PENDING = 2
 """Gradients on their way to the host before the next one waits for the first of them."""
 
@@ -38,7 +36,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     """Return why steps of single parameters would not be the step of all, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in CLASSES:
-        return f"{name} may update parameters together; torch's own {', '.join(BY_ITSELF)} do not"
+        return f"{name} may update parameters together; torch's {', '.join(PER_PARAMETER)} do not"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable: backward leads through its step"
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -17,17 +17,8 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
+from autofit.strategies.support.optimizer_classes import ADAM, EIGHT_BIT, FOREACH, FUSED
 
-FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-"""Classes of ``torch.optim`` that have a fused implementation, on the CPU and on CUDA."""
-FOREACH = (*FUSED, "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-"""Classes of ``torch.optim`` that step all parameters at once on CUDA, with lists of tensors."""
-LION = ("Lion", "Lion32bit")
-"""Names of classes that are Lion, where they compute what it does."""
-EIGHT_BIT = ("Adam", "AdamW", *LION)
-"""Those whose state bitsandbytes keeps in 8 bits with the same algorithm."""
-ADAM = ("Adam", "AdamW")
-"""Those in whose place another algorithm may train: their rates are understood."""
 OTHERS = ("lion", "sgd", "adafactor")
 """Levels that train by another algorithm."""
 

@@ -18,7 +18,6 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.optimizer import LION
 from autofit.strategies.optimizer.bitsandbytes_kernels import (
     BLOCK,
     DTYPES,
@@ -35,6 +34,7 @@ from autofit.strategies.optimizer.fused import fused_step, parameters, place_ste
 from autofit.strategies.optimizer.fused import why_not as why_not_fused
 from autofit.strategies.optimizer.lion import recognised
 from autofit.strategies.optimizer.state_format import Algorithm
+from autofit.strategies.support.optimizer_classes import LION
 
 ADAM = Algorithm(
     kernel="adam", moments=("exp_avg", "exp_avg_sq"), counter=torch.Tensor, rest=fused_step

@@ -17,10 +17,10 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.optimizer import FOREACH, FUSED
+from autofit.strategies.support.optimizer_classes import FOREACH, FUSED, in_torch
 
-CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FUSED)
-FOREACH_CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in FOREACH)
+CLASSES: tuple[type[Optimizer], ...] = in_torch(FUSED)
+FOREACH_CLASSES: tuple[type[Optimizer], ...] = in_torch(FOREACH)
 DEVICES = ("cpu", "cuda")
 ADAGRAD_ON_CUDA = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 

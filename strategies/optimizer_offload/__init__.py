@@ -6,22 +6,8 @@ from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
+from autofit.strategies.support.optimizer_classes import ELEMENTWISE
 
-ELEMENTWISE = {
-    "Adadelta": 2,
-    "Adagrad": 1,
-    "Adam": 3,
-    "AdamW": 3,
-    "Adamax": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "RMSprop": 3,
-    "SGD": 1,
-}
-"""Classes of ``torch.optim`` whose update of an element needs nothing of the others.
-
-With the most numbers of state that they keep for each: a third of Adam's is ``amsgrad``'s.
-"""
 BESIDE = (AS_IS, "fused", "single")
 """Levels of ``optimizer`` that step with the script's own state."""
 

@@ -21,10 +21,10 @@ from autofit.exceptions import Refused
 from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer.fused import parameters
-from autofit.strategies.optimizer_offload import ELEMENTWISE
+from autofit.strategies.support.optimizer_classes import ELEMENTWISE, in_torch
 from autofit.strategies.weights import split_float32
 
-CLASSES: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in ELEMENTWISE)
+CLASSES: tuple[type[Optimizer], ...] = in_torch(ELEMENTWISE)
 SMALL = 1 << 16
 """Elements below which a parameter keeps its state on the device."""
 PIECE = 1 << 24

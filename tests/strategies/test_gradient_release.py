@@ -22,8 +22,8 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, RootFacts, get
-from autofit.strategies.gradient_release import BY_ITSELF
 from autofit.strategies.optimizer_offload import host_steps
+from autofit.strategies.support.optimizer_classes import PER_PARAMETER
 from autofit.worker import meter
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.patching.optimizers import Optimizers
@@ -161,7 +161,7 @@ def make(name: str, net: nn.Module) -> Optimizer:
     return made
 
 
-@pytest.mark.parametrize("name", BY_ITSELF)
+@pytest.mark.parametrize("name", PER_PARAMETER)
 def test_it_is_the_same_training(bench: Bench, name: str) -> None:
     plain, changed = Net(), Net()
     bench.train(plain, make(name, plain))

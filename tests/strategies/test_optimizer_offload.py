@@ -18,7 +18,8 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, get
-from autofit.strategies.optimizer_offload import ELEMENTWISE, host_steps
+from autofit.strategies.optimizer_offload import host_steps
+from autofit.strategies.support.optimizer_classes import ELEMENTWISE
 from autofit.worker import meter
 from autofit.worker.harness.patching.observers import Calls
 from autofit.worker.harness.session.root import HarnessRoot

@@ -34,21 +34,21 @@ def changes_of(plan: Plan) -> Changes:
 
 
 class Owner(Protocol):
-    """Says what the optimizers are to do: a session."""
+    """Decides what the optimizers do: a session."""
 
     seams: Seams
 
     def optimizer_plan(self) -> Plan:
-        """Return the plan under which the next step is taken."""
+        """Return the plan for the next step."""
 
     def optimizer_refused(self, refusal: Refused) -> None:
-        """Answer a strategy that cannot keep its promise; raise, or have another plan ready."""
+        """Handle a refusal: raise it, or fall back to another plan."""
 
     def optimizer_broke(self, error: Exception) -> bool:
-        """Return whether a step that failed, and changed nothing, is taken under another plan."""
+        """Return whether a failed step that changed nothing runs again under another plan."""
 
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Return the roots met so far."""
+        """Return the roots found so far."""
 
 
 class HarnessOptimizer:
@@ -62,11 +62,11 @@ class HarnessOptimizer:
         *,
         alone: bool = False,
     ) -> None:
-        """``alone``: nobody would notice what else its gradients are read for."""
+        """``alone``: no session notices when other code reads its gradients."""
         self._optimizer = weakref.ref(optimizer)
         self._owner = owner
         self._plain = plain
-        """The step of its class."""
+        """The original ``step`` of its class."""
         self._alone = alone
         self._release: Release | None = None
         self._plan = Plan()
@@ -84,17 +84,17 @@ class HarnessOptimizer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether the step that is taken now is that of some parameters, in backward."""
+        """Whether the present step updates only some parameters, inside backward."""
         return self._release is not None and self._release.steps
 
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Return the roots met so far."""
+        """Return the roots found so far."""
         return self._owner.modules()
 
     def apply(self, plan: Plan) -> None:
-        """Take what another plan did back and apply this one; raise ``Refused`` with the reason.
+        """Undo the present plan and apply this one; raise ``Refused`` with the reason.
 
-        After a refusal the optimizer is as the script has it.
+        After a refusal the optimizer is as the script made it.
         """
         if self.under(plan):
             return
@@ -111,20 +111,20 @@ class HarnessOptimizer:
 
     @property
     def changed(self) -> bool:
-        """Whether a plan has changed it."""
+        """Whether a plan has changed the optimizer."""
         return bool(self._changes)
 
     def under(self, plan: Plan) -> bool:
-        """Return whether ``plan`` is what has been applied."""
+        """Return whether ``plan`` is the applied plan."""
         return plan is self._plan
 
     def take_back(self) -> None:
-        """Leave the optimizer as the script has it; raise ``NotTakenBack`` if memory runs out."""
+        """Undo the plan on the optimizer; raise ``NotTakenBack`` if memory runs out."""
         take_back(self._undos)
         self._plan, self._changes = Plan(), ()
 
     def step(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Take a step as the plan has it; returns what the script's closure returned."""
+        """Step under the plan; return the loss of the script's closure."""
         optimizer, self._plain = self.optimizer, plain
         if not self._steppers and self._release is None:
             return plain(optimizer, *args, **kwargs)
@@ -141,7 +141,7 @@ class HarnessOptimizer:
         return loss
 
     def take(self) -> None:
-        """Take a step of what the optimizer holds now, inside all that the plan does around it."""
+        """Step the parameters that the optimizer holds now, through the plan's steppers."""
         optimizer, plain = self.optimizer, self._plain
         assert plain is not None, "its class has a step"
         take = functools.partial(plain, optimizer)
@@ -152,14 +152,14 @@ class HarnessOptimizer:
     # --- seams for strategies --------------------------------------------------------------
 
     def around_step(self, stepper: Stepper) -> Undo:
-        """Let ``stepper`` take each step, around those that were given before."""
+        """Let ``stepper`` take each step, around the steppers added before."""
         self._steppers.append(stepper)
         return lambda: self._steppers.remove(stepper)
 
     def step_in_backward(self, aside: Aside | None = None) -> Undo:
-        """Let each parameter step as soon as its gradient is complete, and free that.
+        """Let each parameter step once its gradient is complete, and free the gradient.
 
-        Raises ``Refused`` where nobody would notice what else the gradients are read for.
+        Raises ``Refused`` if nothing would notice that other code reads the gradients.
         """
         if self._alone:
             raise Refused("steps inside backward need the whole process: use `autofit run`")
@@ -172,11 +172,11 @@ class HarnessOptimizer:
         return undo
 
     def show_state(self, view: View) -> Undo:
-        """Pass the state through ``view`` wherever it leaves the optimizer."""
+        """Pass the state through ``view`` in ``state_dict``, pickles and copies."""
         reference = self._optimizer
         optimizer = self.optimizer
 
-        def shown(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+        def with_view(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
             state = document["state"]
             for index, parameter in enumerate(_parameters(optimizer)):
                 if state.get(index):
@@ -185,12 +185,12 @@ class HarnessOptimizer:
 
         def getstate() -> dict[str, Any]:
             held = reference()
-            assert held is not None, "it is being pickled"
+            assert held is not None, "it is alive while it is pickled"
             state = type(held).__getstate__(held)
-            shown = {p: view(p, each) if each else each for p, each in held.state.items()}
-            return {**state, "state": defaultdict(dict, shown)}
+            viewed = {p: view(p, each) if each else each for p, each in held.state.items()}
+            return {**state, "state": defaultdict(dict, viewed)}
 
-        handle = optimizer.register_state_dict_post_hook(shown)
+        handle = optimizer.register_state_dict_post_hook(with_view)
         optimizer.__getstate__ = getstate  # type: ignore[method-assign]
 
         def undo() -> None:
@@ -218,15 +218,15 @@ class Optimizers:
             weakref.WeakKeyDictionary()
         )
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those whose making was seen."""
+        """Optimizers that were made while this was attached."""
         self._undos: list[Undo] = []
         self._dispatching: dict[type[Optimizer], Callable[..., Any]] = {}
-        """Classes whose step leads here, and their own step."""
+        """Classes whose step is replaced, with their original step."""
         self._all = True
-        """Every optimizer is the owner's; else those it has attached to."""
+        """Handle every optimizer; otherwise only those given to ``attach_to``."""
 
     def attach(self) -> None:
-        """Patch torch: the classes that are made from now on, and those that have been."""
+        """Patch the optimizer classes of torch, present and future."""
         wrap = self._owner.seams.patches.wrap
         self._undos.append(wrap(Optimizer, "_patch_step_function", self._patch_step))
         self._undos.append(wrap(Optimizer, "load_state_dict", self._load))
@@ -234,14 +234,14 @@ class Optimizers:
             self._take_over(cls)
 
     def attach_to(self, optimizer: Optimizer) -> None:
-        """Take charge of one optimizer that exists, and of one it holds; no other is."""
+        """Handle one existing optimizer, and one inside it, and no other."""
         self._all = False
         for each in (optimizer, *_held_by(optimizer)):
             self._made.add(each)
             self._take_over(type(each))
 
     def detach(self) -> None:
-        """Leave torch, and every optimizer, as they were."""
+        """Undo the patches and the plans of all optimizers."""
         for handle in list(self._held.values()):
             handle.take_back()
         while self._undos:
@@ -249,9 +249,9 @@ class Optimizers:
         self._dispatching.clear()
 
     def names(self) -> tuple[str, ...]:
-        """Return the class of each optimizer that exists and holds parameters of the roots.
+        """Return the class names of the optimizers with parameters of the roots.
 
-        Not one that has another step for it, as far as can be seen before a step.
+        An optimizer that lets an inner one step for it, like SAM, is left out.
         """
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
         steps = (o for o in self._made if not _has_another(o))
@@ -259,12 +259,11 @@ class Optimizers:
         return tuple(sorted({type(optimizer).__name__ for optimizer in found}))
 
     def prepare(self) -> bool:
-        """Apply the plan of the moment to the optimizers of the roots' parameters that exist.
+        """Apply the present plan to the existing optimizers of the roots' parameters.
 
-        Before a forward, so that it holds for the first backward; raise ``Refused`` with the
-        reason. Another optimizer is changed at its first step; none where nothing was attached.
-        Nor is one that has another step for it, but that other. Return whether there was anything
-        to apply.
+        This runs before a forward pass, so that the plan holds in the first backward. Other
+        optimizers change at their first step. Returns whether a plan was applied; raises
+        ``Refused`` with the reason.
         """
         if not self._undos:
             return False
@@ -298,7 +297,7 @@ class Optimizers:
         return load_state_dict
 
     def _take_over(self, cls: type[Optimizer]) -> None:
-        """Put our dispatch inside torch's step hooks of ``cls``, and of all that inherit them."""
+        """Replace the step of ``cls`` and its subclasses, inside torch's step hooks."""
         owner: Any = next(base for base in cls.__mro__ if "step" in vars(base))
         if owner in self._dispatching:
             return
@@ -313,7 +312,7 @@ class Optimizers:
     def _dispatch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            ours = self._undos and (self._all or optimizer in self._made)  # until it is detached
+            ours = self._undos and (self._all or optimizer in self._made)  # not after ``detach``
             if not ours or torch.compiler.is_compiling():
                 return plain(optimizer, *args, **kwargs)
             while True:
@@ -324,7 +323,7 @@ class Optimizers:
                 except Refused:
                     raise
                 except Exception as error:
-                    closure = any(map(callable, (*args, *kwargs.values())))  # it has trained
+                    closure = any(map(callable, (*args, *kwargs.values())))  # it has run backward
                     spoilt = closure or _versions(optimizer) != before or not handle.changed
                     if spoilt or not self._owner.optimizer_broke(error):
                         raise
@@ -332,7 +331,7 @@ class Optimizers:
         return step
 
     def _ready(self, optimizer: Optimizer) -> HarnessOptimizer:
-        """Return the optimizer under the plan of the moment."""
+        """Return the handle of an optimizer with the present plan applied."""
         handle = self._handle(optimizer)
         while True:
             try:
@@ -370,7 +369,7 @@ def _with_hooked_steps(cls: type[Optimizer]) -> Iterable[type[Optimizer]]:
 
 
 def _has_another(optimizer: Optimizer) -> bool:
-    """Return whether it holds another one of its own parameters, which steps for it (SAM's)."""
+    """Return whether an inner optimizer steps the same parameters, as in SAM."""
     held = _held_by(optimizer)
     own = {id(p) for p in _parameters(optimizer)} if held else set()
     return any(id(p) in own for each in held for p in _parameters(each))

@@ -1,12 +1,11 @@
-"""The optimizer's step inside backward: a gradient is used as soon as it is complete, and freed.
+"""The optimizer steps inside backward: each gradient is used once it is complete, and freed.
 
-A hook of torch's own (``register_post_accumulate_grad_hook``) tells that a parameter's gradient has
-come in. In a call that is split it is complete with the last part, which the bridge says. Then the
-plan's step is taken for that parameter, small ones together, and when the script steps there is
-little left to do.
+torch's ``register_post_accumulate_grad_hook`` reports each new gradient. In a split call the
+gradient is complete with the last chunk. Then the parameter steps; small parameters step together.
+The script's own ``step`` updates the rest.
 
-What the script would see otherwise is noticed, and refused: gradients read or changed before its
-step, a second gradient, a rate that is set in between.
+The plan is refused when the script could see a difference: it reads or changes gradients before
+its step, adds a second gradient, or changes a setting of the optimizer in between.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ STRATEGY = "gradient_release"
 READ = "the script reads the gradients between its backward and its step: it clips or logs them"
 AGAIN = "a second gradient comes before the optimizer's step"
 TOGETHER = 32 << 20
-"""Bytes of gradients that wait for one another, at most: a step takes some 0.2 ms of Python and of
-kernel launches, however little it is for."""
+"""Most bytes of gradients that step together. A step costs some 0.2 ms of Python and kernel
+launches, whatever its size."""
 PART = 32
-"""Of all gradients, no more than one in so many waits for others."""
+"""At most one part in so many of all gradients waits to step together."""
 RATES = "the script changes the optimizer's settings between its backward and its step"
 
 
@@ -48,7 +47,7 @@ class SteppedOptimizer(Protocol):
 
 
 class Release:
-    """The steps in backward of one optimizer, from its making until ``stop``."""
+    """The steps in backward of one optimizer, until ``stop``."""
 
     def __init__(self, handle: SteppedOptimizer, seams: Seams, aside: Aside | None) -> None:
         self._handle = handle
@@ -56,26 +55,26 @@ class Release:
         self._aside = aside
         self._hooks: list[RemovableHandle] = []
         self._groups: dict[int, int] = {}
-        """Parameters (by ``id``) with a hook of ours, and the group of each."""
+        """``id`` of each parameter with a hook of ours, and the index of its group."""
         self._waiting: dict[int, torch.Tensor] = {}
-        """Parameters whose gradient is complete, by ``id``: they step together."""
+        """Parameters with a complete gradient, by ``id``; they will step together."""
         self._most = 0
-        """Bytes of gradients at which they do."""
+        """They step when their gradients reach so many bytes."""
         self._stepped: set[int] = set()
-        """Those that have taken the step that the script has not asked for yet."""
+        """``id`` of the parameters that stepped before the script called ``step``."""
         self._settings: list[dict[str, Any]] = []
-        """Of the groups, when the first of them did."""
+        """Settings of the groups when the first parameter stepped."""
         self.steps = False
-        """Some parameters take their step, in backward."""
+        """True while parameters step in backward."""
         self._ours = False
-        """We read gradients ourselves."""
+        """True while this class reads gradients itself."""
         self._look_again()
         self._undo_listening = seams.gradient_reads.listen(self._read)
         seams.stepping += 1
         self._end = weakref.finalize(handle.optimizer, self._stop)
 
     def stop(self) -> None:
-        """Leave the parameters as the script has them; so it is when the optimizer is freed."""
+        """Remove all hooks; this also happens when the optimizer is freed."""
         self._end()
 
     def _stop(self) -> None:
@@ -84,7 +83,7 @@ class Release:
         self._forget()
 
     def step(self) -> None:
-        """Take the step that the script asks for: of what has not stepped in backward."""
+        """Step the parameters that have not stepped in backward."""
         optimizer = self._handle.optimizer
         self._waiting.clear()
         with self._by_us():
@@ -95,7 +94,7 @@ class Release:
                     p.grad is not None for p in _parameters(optimizer) if id(p) in self._stepped
                 ):
                     raise Refused(AGAIN, STRATEGY)
-            if self._aside is not None:  # what the last part of the batch did not use
+            if self._aside is not None:  # the last chunk may not use every parameter
                 for parameter in _parameters(optimizer):
                     self._aside.bring(parameter)
             self._handle.take()
@@ -103,7 +102,7 @@ class Release:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Put a hook on each parameter; groups may have been added."""
+        """Put a hook on each parameter, again if groups were added."""
         optimizer = self._handle.optimizer
         found = {
             id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]
@@ -121,7 +120,7 @@ class Release:
             self._hooks.pop().remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        """Take in that the gradient of ``parameter`` has come: in backward, maybe its thread."""
+        """Use the new gradient of ``parameter``. Runs in backward, maybe in another thread."""
         if torch.is_grad_enabled():
             raise Refused("the script differentiates gradients (create_graph)", STRATEGY)
         if id(parameter) in self._stepped:
@@ -138,7 +137,7 @@ class Release:
                 self._step_together()
 
     def _step_together(self) -> None:
-        """Step for those whose gradients wait, and free these."""
+        """Step the parameters with complete gradients, and free these."""
         optimizer = self._handle.optimizer
         complete = {key: each for key, each in self._waiting.items() if each.grad is not None}
         self._waiting.clear()
@@ -151,7 +150,7 @@ class Release:
         self._stepped.update(complete)
         for parameter in complete.values():
             parameter.grad = None
-            torch.autograd.graph.increment_version(parameter)  # whoever wrote it, and however
+            torch.autograd.graph.increment_version(parameter)  # some kernels write past autograd
 
     def _read(self, parameter: nn.Parameter) -> None:
         if self._stepped and not self._ours and id(parameter) in self._groups:
@@ -176,7 +175,7 @@ class Release:
 
 @contextmanager
 def alone(optimizer: Optimizer, some: Container[int]) -> Iterator[None]:
-    """Within it, ``optimizer`` holds no parameters but ``some``, given by ``id``."""
+    """Restrict ``optimizer`` to the parameters whose ``id`` is in ``some``."""
     whole = [each["params"] for each in optimizer.param_groups]
     for each in optimizer.param_groups:
         each["params"] = [parameter for parameter in each["params"] if id(parameter) in some]
