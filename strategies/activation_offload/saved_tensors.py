@@ -1,10 +1,9 @@
-"""Moves what autograd saves to the host and back, beside the computation.
+"""Copies the tensors that autograd saves to the host and back, while the device computes.
 
-A tensor's copy to pinned memory runs on a stream of its own. The tensor is held until a few more
-have been saved; then the computing stream is told to wait for the copy, and the memory is free for
-what is computed next, in the order of that stream: nothing waits on the CPU. In backward the copies
-of the next few tensors are under way while the present one is used. The last ones saved are still
-there when backward begins, which uses them first.
+Each tensor is copied to pinned memory on a separate stream. It stays on the device until a few more
+tensors have been saved. Then the computing stream waits for the copy, and the memory may be used
+again in the order of that stream; the CPU never waits. Backward copies the next few tensors back
+while it uses the present one. It needs the tensors saved last first, and these never left.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from autofit import host
 from autofit.strategies.base import Forward
 
 SMALL = 1 << 20
-"""Bytes below which a tensor stays: its copy takes longer to start than to run."""
+"""Smaller tensors, in bytes, stay on the device: starting the copy would take longer than it."""
 WINDOW = 4
-"""Tensors on their way out that are held."""
+"""Tensors that stay on the device while they are copied to the host."""
 AHEAD = 4
-"""Tensors that are on their way back before they are used."""
+"""Tensors that backward copies back in advance."""
 RESERVE = 8
-"""Of the host's memory, one part in so many is left to others."""
+"""One part in so many of the host's memory is left to other processes."""
 LOOK = 1.0
-"""Seconds between two looks at how much is free."""
+"""Seconds between two measurements of the free host memory."""
 
 
 class HostBudget:
-    """How much of the host's memory may be taken. Pinned memory comes in powers of two."""
+    """Limits the host memory in use. torch allocates pinned memory in powers of two."""
 
     def __init__(self) -> None:
         self._total = host.hardware().total_bytes
@@ -47,11 +46,11 @@ class HostBudget:
 
     @property
     def known(self) -> bool:
-        """The system says how much there is."""
+        """Whether the system reports its memory."""
         return self._total > 0
 
     def look(self) -> None:
-        """See how much is free besides what has been taken before: torch keeps that for us."""
+        """Measure the free memory again; torch keeps the peak of earlier copies for reuse."""
         if (now := time.monotonic()) - self._looked < LOOK:
             return
         self._looked = now
@@ -59,7 +58,7 @@ class HostBudget:
         self._limit = self._peak + max(0, free)
 
     def take(self, size: int) -> int:
-        """Return what is taken for ``size`` bytes; 0 where there is no room."""
+        """Reserve ``size`` bytes; return the bytes reserved, 0 if they do not fit."""
         rounded = 1 << (size - 1).bit_length()
         if self._held + rounded > self._limit:
             return 0
@@ -68,50 +67,50 @@ class HostBudget:
         return rounded
 
     def give_back(self, taken: int) -> None:
-        """Take no longer what ``take`` returned."""
+        """Release bytes that ``take`` reserved."""
         self._held -= taken
 
 
 class Transfer(Protocol):
-    """The way of tensors between a device and the host."""
+    """Copies tensors between a device and the host."""
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy ``source`` to the host; return the content and a ticket for that copy."""
 
     def wait_copied_out(self, ticket: Any) -> None:
-        """Let what is computed next wait for a copy out: then it may overwrite the source."""
+        """Make later kernels wait for a copy to the host, so that they may overwrite its source."""
 
     def to_device(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy ``content`` to the device; return the tensor and a ticket for that copy."""
 
     def wait_copied_back(self, tensor: torch.Tensor, ticket: Any) -> None:
-        """Let what is computed next wait for a copy back."""
+        """Make later kernels wait for a copy to the device."""
 
 
 class StreamTransfer:
-    """On a stream of its own. A ticket: the copy's end, and the stream that it was made for."""
+    """Copies on a separate CUDA stream. A ticket is the copy's event and the computing stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Copy to pinned memory, which torch does not give away before the copy has ended."""
+        """Copy to pinned memory, which torch does not reuse before the copy has ended."""
         content = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         return content, self._copy(content, source)
 
     def wait_copied_out(self, ticket: Any) -> None:
-        """The source's memory goes back to the stream that it was used on."""
+        """Return the source's memory to the stream that used it."""
         event, stream = ticket
         stream.wait_event(event)
 
     def to_device(self, content: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Into memory of the present stream, whose earlier use of it the copy waits for."""
+        """Copy into memory of the present stream, after the stream's earlier kernels."""
         tensor = torch.empty(content.shape, dtype=content.dtype, device=self._device)
         return tensor, self._copy(tensor, content)
 
     def wait_copied_back(self, tensor: torch.Tensor, ticket: Any) -> None:
-        """Mind that backward may run on another stream than the one that asked for it."""
+        """Wait on the present stream: backward may run on another one than forward."""
         event, stream = ticket
         present = torch.cuda.current_stream(self._device)
         present.wait_event(event)
@@ -127,7 +126,7 @@ class StreamTransfer:
 
 
 class BlockingTransfer:
-    """Where a CPU stands in for a device: to memory of Python's own, which no cap counts."""
+    """Copies at once, for tests on a CPU; to Python's own memory, which no cap counts."""
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy at once."""
@@ -147,7 +146,7 @@ class BlockingTransfer:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OffloadedTensor:
-    """A tensor in host memory, and what it takes to make it again."""
+    """A tensor in host memory, with all that is needed to restore it."""
 
     transfer: Transfer
     host_budget: HostBudget
@@ -155,22 +154,22 @@ class OffloadedTensor:
     content: torch.Tensor
     ticket: Any
     source: torch.Tensor | None
-    """Held while its copy may be under way."""
+    """The original, until its copy has ended."""
     shape: torch.Size
     stride: tuple[int, ...]
     there: torch.Tensor | None = None
-    """On the device again."""
+    """The tensor on the device, once it is copied back."""
     uses: int = 0
-    """How often autograd will ask for it."""
+    """How often autograd will still use it."""
 
     def leave(self) -> None:
-        """Hold the source no longer."""
+        """Drop the original."""
         if self.source is not None:
             self.transfer.wait_copied_out(self.ticket)
             self.source = None
 
     def load(self) -> None:
-        """Begin to bring it back."""
+        """Start the copy to the device."""
         if self.source is None and self.there is None:
             self.there, self.ticket = self.transfer.to_device(self.content)
 
@@ -192,15 +191,15 @@ class OffloadedTensor:
 
 
 class SavedTensors:
-    """What one forward saves."""
+    """The tensors that one forward pass saves."""
 
     def __init__(self, offload: Offload, stay: set[int]) -> None:
-        """``stay``: addresses of storages that are on the device whatever is saved."""
+        """``stay``: addresses of storages that remain on the device in any case."""
         self._offload = offload
         self._stay = stay
         self._seen = self._gone = 0
         self._known: dict[Any, tuple[StorageWeakRef, ref[OffloadedTensor]]] = {}
-        """Tensors that were saved before, by all that makes them the same."""
+        """Tensors that were saved before, by address, layout, type and version."""
         self._order: list[ref[OffloadedTensor]] = []
         self._leaving: deque[ref[OffloadedTensor]] = deque()
 
@@ -224,7 +223,7 @@ class SavedTensors:
         return offloaded, len(self._order) - 1
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor; begin to bring those back that were saved before it."""
+        """Return the tensor, and start copying back those saved just before it."""
         if isinstance(packed, torch.Tensor):
             return packed
         offloaded, index = packed
@@ -266,20 +265,20 @@ class SavedTensors:
 
 
 class Offload:
-    """Sends a share of what the forwards of one root save to the host."""
+    """Keeps a share of the tensors that one root saves in host memory."""
 
     def __init__(self, module: nn.Module, share: float) -> None:
         self.share = share
         self.host_budget = HostBudget()
         self.kind = "cuda" if any(each.is_cuda for each in module.parameters()) else "cpu"
-        """Of the device whose tensors travel."""
+        """Type of the device whose tensors are offloaded."""
         self.compiled = False
-        """A part of the root is: its backward takes tensors in no other strides."""
+        """Part of the root is compiled: its backward needs the original strides."""
         self._module = ref(module)
         self._transfers: dict[torch.device, Transfer] = {}
 
     def around(self, forward: Forward) -> Forward:
-        """Run each call with gradients under the hooks."""
+        """Run each call with gradients under the saved-tensor hooks."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -295,7 +294,7 @@ class Offload:
         return call
 
     def transfer(self, device: torch.device) -> Transfer:
-        """Return the way between ``device`` and the host."""
+        """Return what copies between ``device`` and the host."""
         if device not in self._transfers:
             self._transfers[device] = (
                 StreamTransfer(device) if device.type == "cuda" else BlockingTransfer()
@@ -303,7 +302,7 @@ class Offload:
         return self._transfers[device]
 
     def release(self) -> None:
-        """Give the pinned memory that torch keeps for later back to the system."""
+        """Return the pinned memory that torch caches to the system."""
         for device in self._transfers:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # torch keeps what a copy may still use
@@ -311,7 +310,7 @@ class Offload:
             torch._C._host_emptyCache()
 
     def _residents(self, *arguments: Any) -> set[int]:
-        """Return the addresses of what is on the device all the same: weights and the batch."""
+        """Return the addresses of weights, buffers and the batch, which stay on the device."""
         module = self._module()
         own = [] if module is None else [*module.parameters(), *module.buffers()]
         found = (each for each in (*own, *tree_leaves(arguments)) if type(each) in PLAIN)
@@ -319,10 +318,10 @@ class Offload:
 
 
 def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return what a tensor has in memory, in one dimension, and the stride that reads it so.
+    """Return a tensor's memory in one dimension, and the stride that restores the tensor.
 
-    Strides are kept, so that backward runs the same kernels; where much would lie between the
-    elements they are put side by side first.
+    The stride stays the same, so that backward runs the same kernels. A tensor with gaps between
+    its elements is made contiguous first.
     """
     if not gapped(tensor):  # dense in some order, or expanded: what lies there
         return tensor.as_strided((span(tensor),), (1,)), tensor.stride()
@@ -330,14 +329,14 @@ def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return how many elements lie from a tensor's first to its last."""
+    """Return the number of elements from a tensor's first to its last in memory."""
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def gapped(tensor: torch.Tensor) -> bool:
-    """Return whether others lie between a tensor's elements."""
+    """Return whether there are gaps between a tensor's elements."""
     return span(tensor) > tensor.numel()
 
 
 PLAIN = (torch.Tensor, nn.Parameter)
-"""Types of tensors that are what they seem."""
+"""Tensor types without a subclass that overrides their data."""

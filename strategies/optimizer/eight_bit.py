@@ -1,10 +1,10 @@
 """Adam, AdamW and Lion with blockwise-quantised 8-bit state, by the kernels of bitsandbytes.
 
-Only its kernels: the script's own optimizer object stays, with its groups and its schedule. A
-parameter of at least 4096 elements keeps its moments as 8-bit codes, with one scale for each 256 of
-them; smaller ones and embeddings keep 32 bits (as ``StableEmbedding`` and Hugging Face's
-``Trainer`` do), Adam's stepped by torch's fused kernels. What is saved is 32 bits, and on the host,
-so that saving needs no memory on the device; what is loaded is quantised one parameter at a time.
+The script keeps its optimizer object, with the groups and the schedule. A parameter of at least
+4096 elements stores its moments as 8-bit codes, with one scale for each 256 codes. Smaller
+parameters and embeddings keep 32 bits, like ``StableEmbedding`` and Hugging Face's ``Trainer``;
+torch's fused kernels step Adam's. A checkpoint holds 32 bits and is made on the host, so saving
+needs no memory on the device. A loaded state is quantised one parameter at a time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ State = dict[str, Any]
 
 
 def to_eight_bit(handle: OptimizerHandle) -> Undo:
-    """Keep the state of an optimizer in 8 bits: what there is of it from now on."""
+    """Keep the state of an optimizer in 8 bits, including the present state."""
     return EightBit(handle, understood(handle.optimizer)).undo
 
 
 def understood(optimizer: Optimizer) -> Algorithm:
-    """Return the algorithm of ``optimizer``; raise ``Refused`` where it has none in 8 bits."""
+    """Return the algorithm of ``optimizer``; raise ``Refused`` if it has no 8-bit kernel."""
     if reason := why_not(optimizer):
         raise Refused(reason)
     algorithm = ADAM if type(optimizer) in (Adam, AdamW) else recognised(optimizer)
@@ -80,17 +80,17 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 class EightBit:
-    """The 8-bit state of one optimizer, kept in its ``state``: it moves and goes with that."""
+    """The 8-bit state of one optimizer; it is stored in ``optimizer.state``."""
 
     def __init__(self, handle: OptimizerHandle, algorithm: Algorithm) -> None:
         self._handle = handle
         self._algorithm = algorithm
         self._known: frozenset[int] = frozenset()
-        """Identities of the parameters that have been sorted."""
+        """``id`` of each parameter that ``_sort`` has seen."""
         self._roots = 0
-        """Met when they were."""
+        """Number of roots at the last ``_sort``."""
         self._eight: frozenset[int] = frozenset()
-        """Identities of the parameters with 8-bit state."""
+        """``id`` of each parameter with 8-bit state."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
         optimizer = handle.optimizer
         hooks = (
@@ -103,7 +103,7 @@ class EightBit:
             self._begin()
 
     def _begin(self) -> None:
-        """Bring the state of a run that is under way into form, before the forward to come."""
+        """Quantise the state of a running training before its next forward pass."""
         try:
             self._sort(self._handle.optimizer)
         except BaseException:
@@ -111,7 +111,7 @@ class EightBit:
             raise
 
     def undo(self) -> None:
-        """Give the plain state back, in 32 bits, where it would have been."""
+        """Restore the plain 32-bit state on the device of each parameter."""
         while self._undos:
             self._undos.pop()()
         optimizer = self._handle.optimizer
@@ -124,7 +124,7 @@ class EightBit:
             place_steps(optimizer, on_device=False)
 
     def step(self, optimizer: Any, plain: Callable[[], None]) -> None:
-        """Update the parameters with 8-bit state, and let the others step as they do."""
+        """Update the parameters with 8-bit state, then let the others step plainly."""
         roots, held = len(self._handle.modules()), list(parameters(optimizer))
         if roots != self._roots or any(id(each) not in self._known for each in held):
             self._sort(optimizer)
@@ -139,7 +139,7 @@ class EightBit:
             self._algorithm.rest(optimizer, plain)
 
     def show(self, parameter: Any, state: State) -> State:
-        """Return the state as the plain implementation has it, on the host."""
+        """Return the state in the plain implementation's form, on the host."""
         algorithm = self._algorithm
         if algorithm.codes[0] not in state:
             return show(parameter, state) if algorithm is ADAM else state
@@ -150,7 +150,7 @@ class EightBit:
         return {**algorithm.counted(state["step"]), **moments}
 
     def _sort(self, optimizer: Optimizer) -> None:
-        """Decide which parameters have 8-bit state, and bring what state there is into form."""
+        """Choose the parameters with 8-bit state, and convert the present state."""
         if reason := why_not(optimizer):  # what was loaded, or added, may have changed the answer
             raise Refused(reason, "optimizer")
         kept = {
@@ -172,7 +172,7 @@ class EightBit:
         self._eight = self._eight.difference(map(id, parameters(optimizer))) | eight
 
     def _codes(self, optimizer: Optimizer, parameter: torch.Tensor) -> State:
-        """Return the 8-bit state of a parameter, made from what state there is: else zeros."""
+        """Return the 8-bit state of a parameter; make it from the plain state, or zeros."""
         state: State = optimizer.state[parameter]
         if self._algorithm.codes[0] not in state:
             state = optimizer.state[parameter] = self._quantised(parameter, state)
@@ -185,7 +185,7 @@ class EightBit:
         state: State,
         ordered: on_default_stream,
     ) -> None:
-        """Take one step; with L2 decay in the gradient where that is Adam's, or on the weights."""
+        """Step one parameter; Adam adds L2 decay to the gradient, the others decay the weights."""
         assert parameter.grad is not None
         weights = _flat(parameter, parameter)
         gradient = _flat(parameter, parameter.grad.to(parameter.dtype))
@@ -200,7 +200,7 @@ class EightBit:
         torch.autograd.graph.increment_version(parameter)
 
     def _quantised(self, parameter: torch.Tensor, state: State) -> State:
-        """Return the 8-bit state of a plain one, or of none: then zeros."""
+        """Return the 8-bit form of a plain state; zeros if that is empty."""
         algorithm, device, count = self._algorithm, parameter.device, parameter.numel()
         found: State = {"step": int(state.get("step", 0))}
         for which, name in enumerate(algorithm.moments):
@@ -214,7 +214,7 @@ class EightBit:
         return found
 
     def _dequantised(self, parameter: torch.Tensor, state: State, which: int) -> torch.Tensor:
-        """Return one moment in the parameter's shape, order and precision, on the host."""
+        """Return one moment in the parameter's shape, memory order and precision, on the host."""
         codes = state[self._algorithm.codes[which]]
         row = dequantise(codes, state[self._algorithm.scales[which]], maps(codes.device)[which])
         dtype = self._algorithm.of(parameter)
@@ -223,7 +223,7 @@ class EightBit:
         return moment
 
     def _settled(self, parameter: torch.Tensor, state: State) -> State:
-        """Return a plain state on the parameter's device, its counter as the plain one has it."""
+        """Return a plain state on the parameter's device, with its counter in the plain form."""
         dtype = self._algorithm.of(parameter)
         converted = {
             name: value.to(device=parameter.device, dtype=dtype)
@@ -235,13 +235,13 @@ class EightBit:
         return {**({"step": step} if counted else self._algorithm.counted(int(step))), **converted}
 
     def _load_begins(self, optimizer: Any, document: dict[str, Any]) -> dict[str, Any]:
-        """Keep the state from being put on the device in 32 bits."""
+        """Hold the loaded state back, so that it does not fill the device in 32 bits."""
         order = [index for group in document["param_groups"] for index in group["params"]]
         self._loading = document["state"], order
         return {**document, "state": {}}
 
     def _load_ends(self, optimizer: Any) -> None:
-        """Take what was loaded as it lies; the next step brings it into form."""
+        """Store the loaded state as it is; the next step quantises it."""
         saved, order = self._loading
         self._loading, self._known = ({}, []), frozenset()
         optimizer.state.clear()
@@ -251,7 +251,7 @@ class EightBit:
 
 
 def _worth(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is worth 8 bits, and lies in memory without gaps."""
+    """Return whether a parameter is large enough and without gaps in memory."""
     dense = parameter.is_contiguous() or any(
         parameter.dim() == dimensions and parameter.is_contiguous(memory_format=form)
         for dimensions, form in ((4, torch.channels_last), (5, torch.channels_last_3d))
@@ -260,7 +260,7 @@ def _worth(parameter: torch.Tensor) -> bool:
 
 
 def _flat(parameter: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``other``, of the parameter's shape, as one row in the order of its memory."""
+    """Return ``other`` as one row in the memory order of the parameter; they have one shape."""
     other = other.detach()
     if other.stride() != parameter.stride():
         other = torch.empty_like(parameter, dtype=other.dtype).copy_(other)

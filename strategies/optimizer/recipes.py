@@ -1,12 +1,11 @@
-"""Another algorithm behind the script's own Adam or AdamW: other training, with less state.
+"""Another algorithm in place of the script's Adam or AdamW: different training, with less state.
 
-The object stays, and with it the groups, the schedule, clipping and what reads the rates. Those
-rates are made for Adam, so each algorithm here takes them as Adam's: none needs others to train at
-all, each trains differently, and the best rate of each is another one. Weights decay as the script
-says, in the gradient (Adam) or on the weights (AdamW). One parameter is stepped after the other.
+The optimizer object stays, with its groups, schedule and clipping. Each algorithm converts the
+learning rate, which the script chose for Adam; its own best rate may differ. Weight decay stays in
+the gradient (Adam) or on the weights (AdamW). Parameters step one after the other.
 
-``state_dict`` holds the state of the algorithm that trained, and its name under ``"algorithm"``. A
-parameter with state of another, loaded from a checkpoint of the script's own, begins anew.
+``state_dict`` holds the state of the new algorithm, and its name under ``"algorithm"``. State of
+another algorithm in a loaded checkpoint is dropped, and that parameter starts with empty state.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from autofit.strategies.optimizer.fused import parameters
 State = dict[str, Any]
 
 UNKNOWN = ("maximize", "capturable", "differentiable")
-"""Flags of a group that are not followed."""
+"""Flags of a group that these algorithms do not support."""
 
 
 class Recipe(ABC):
-    """An algorithm: what it keeps for a parameter, and how it steps.
+    """An algorithm: its state for one parameter, and its step.
 
-    Beside the number of steps taken, which Adam's class looks for in all that it loads.
+    Each state also has ``step``, because Adam's class reads that from a loaded state.
     """
 
     @abstractmethod
     def initial_state(self, parameter: torch.Tensor) -> State:
-        """Return what is kept before the first step."""
+        """Return the state before the first step, without ``step``."""
 
     def fresh(self, parameter: torch.Tensor) -> State:
         """Return the state before the first step."""
@@ -48,7 +47,7 @@ class Recipe(ABC):
     def step(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, rate: float
     ) -> None:
-        """Move ``parameter``, whose weights have decayed, and renew the state."""
+        """Update ``parameter``, whose weights have decayed, and its state."""
 
 
 class Lion(Recipe):
@@ -150,14 +149,14 @@ RECIPES: dict[str, Recipe] = {"lion": Lion(), "sgd": Momentum(), "adafactor": Ad
 
 
 def replace(handle: OptimizerHandle, level: str) -> Undo:
-    """Let the script's optimizer train as another would."""
+    """Train with the algorithm of ``level`` in place of the script's."""
     if reason := why_not(handle.optimizer):
         raise Refused(reason)
     return Replaced(handle, level).undo
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Return why another algorithm cannot stand in, or ``None``."""
+    """Return why no other algorithm can replace this optimizer's, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in (Adam, AdamW):
         return f"{name} is not torch's Adam or AdamW, whose rates are understood"
@@ -194,7 +193,7 @@ class Replaced:
         self._settle(optimizer)
 
     def undo(self) -> None:
-        """Let the script's own algorithm begin anew."""
+        """Return to the script's own algorithm, with empty state."""
         while self._undos:
             self._undos.pop()()
         self._handle.optimizer.state.clear()
@@ -218,7 +217,7 @@ class Replaced:
                 self._recipe.step(parameter, gradient, state, rate)
 
     def _settle(self, optimizer: Optimizer) -> None:
-        """Keep what state there is of this algorithm, in its own precision, and drop any other."""
+        """Keep state of this algorithm, in the precision that it uses; drop any other state."""
         for parameter in parameters(optimizer):
             state = optimizer.state.pop(parameter, {})
             fresh = self._recipe.fresh(parameter.detach().to("meta"))
