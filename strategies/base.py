@@ -1,21 +1,20 @@
-"""The contract every strategy keeps. Imports no torch: the search reads it in the parent.
+"""The contract of a strategy. Imports no torch, because the parent process of a search reads it.
 
-A strategy is one technique that trades memory, time or rounding. It lives in one file, is
-registered by one line in ``strategies/__init__.py``, and keeps these promises, which
-``tests/strategies/contract.py`` puts to the test for every registered strategy:
+A strategy is one technique that trades memory, time or rounding. One line in
+``strategies/__init__.py`` registers it. ``tests/strategies/contract.py`` checks these rules for
+every registered strategy:
 
-1. Importing its file imports no torch; what needs torch is imported inside the hooks, which run
-   in the child process that becomes the user's script.
-2. ``levels[0]`` is ``as_is``: nothing is changed. Level names are lower case and unique.
-3. ``unavailable`` and ``inapplicable`` answer with a reason a user can read, or ``None``. They look
-   at facts only; whether the promise *holds* on this model and batch is what the probe measures.
-4. ``on_root`` changes the root (through the seams it is given) and returns how to take that back.
-   A level that says ``undo`` leaves no trace once taken back: no attribute, hook or wrapper.
-5. ``on_optimizer`` changes one optimizer (through the seams it is given) likewise. The script's own
-   object, groups and schedule stay what they are, and what it saves is what plain Python saves.
-6. Below ``Fidelity.RECIPE`` the outputs, the parameter gradients and the update of a step stay what
-   they were: equal up to the order of floating-point sums (``EXACT``, and ``REDRAW`` without random
-   draws), or within the lower precision's rounding (``ROUNDING``).
+1. Importing a strategy imports no torch. The hooks import torch; they run in the child process.
+2. ``levels[0]`` is ``as_is`` and changes nothing. Level names are lower case and unique.
+3. ``unavailable`` and ``inapplicable`` return a reason that a user can read, or ``None``. They read
+   facts only. The plan check measures whether the level keeps its promise on this model.
+4. ``on_root`` changes the root through its handle and returns the undo. After the undo of a level
+   with ``undo=True``, no attribute, hook or wrapper is left.
+5. ``on_optimizer`` changes one optimizer in the same way. The script's object, groups and schedule
+   stay, and a checkpoint has the same form as without autofit.
+6. Below ``Fidelity.RECIPE``, outputs, parameter gradients and updates stay the same: up to the
+   order of floating-point sums (``EXACT``, and ``REDRAW`` without random draws), or within the
+   rounding of the lower precision (``ROUNDING``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ AS_IS = "as_is"
 """The name of every strategy's first level: as the script has it."""
 
 Undo = Callable[[], None]
-"""Takes back what a hook did."""
+"""Undoes the change that a hook made."""
 
 Forward = Callable[..., Any]
 """A call of a module, ``(*args, **kwargs) -> output``, with the module bound."""
@@ -43,27 +42,28 @@ Wrapper = Callable[[Forward], Forward]
 """Puts something around a forward."""
 
 Stepper = Callable[[Any, Callable[[], None]], None]
-"""Takes an optimizer's step its own way: called with the optimizer and its plain step."""
+"""Steps an optimizer in its own way; called with the optimizer and its plain step."""
 
 View = Callable[[Any, dict[str, Any]], dict[str, Any]]
-"""Returns what a parameter's optimizer state looks like to the script: ``(parameter, state)``."""
+"""Returns the optimizer state of a parameter as the script sees it: ``(parameter, state)``."""
 
 Weights = Callable[[Any, bool], Any | None]
-"""Returns a parameter's values as the script has them, a new tensor; ``None`` if it is plain.
+"""Returns the values of a parameter as the script sees them, or ``None`` if it holds them itself.
 
-``(parameter, here)``: on the parameter's device, or wherever that takes the least of its memory.
+Called with ``(parameter, here)``; ``here`` asks for a tensor on the parameter's device. Otherwise
+the tensor is where it takes the least device memory.
 """
 
 Load = Callable[[Any, Any], None]
-"""Takes the values that the script has loaded into a parameter: ``(parameter, values)``."""
+"""Stores the values that the script loads into a parameter: ``(parameter, values)``."""
 
 
 Reader = Callable[[Any, Callable[[], Any]], Any]
-"""Gives a loader's next batch: called with its iterator and the iterator's own way to it."""
+"""Returns the next batch of a loader; called with its iterator and the plain ``next``."""
 
 
 class Fidelity(IntEnum):
-    """What a level may change in the training. Ordered: an allowance includes all below it."""
+    """What a level may change in the training. Ordered: a value allows all smaller ones too."""
 
     EXACT = 0
     """The same update, up to the order of floating-point sums."""
@@ -97,33 +97,33 @@ class Level:
     """One line, shown by ``autofit techniques``."""
     fidelity: Fidelity = Fidelity.EXACT
     slowdown: float = 1.0
-    """Step time expected against ``as_is``: a prior for the order of retreat, never a verdict.
+    """Expected step time relative to ``as_is``. A prior of the cost model, never a verdict.
 
-    Where it was measured (``benchmarks/results/strategies.json``), near the median of that.
+    The value is near the median of ``benchmarks/results/strategies.json``.
     """
     keeps: float = 1.0
-    """Share expected to be left of the memory that the strategy lowers: a prior as well."""
+    """Expected share of the memory that remains after the strategy lowers it; also a prior."""
     lowers: frozenset[Memory] | None = None
-    """The kinds of memory it lowers, where that is not all that its strategy lowers."""
+    """The kinds of memory that it lowers; ``None`` for all that its strategy lowers."""
     setup_seconds: float = 0.0
-    """Seconds that it is expected to take before the first step, charged over ``--horizon``."""
+    """Expected seconds before the first step; the search spreads them over ``--horizon`` steps."""
     made: float = 1.0
-    """Share of the weights that a GPU holds while the model is made, where it has no room for all:
-    below one for what does not wait for the model's first call."""
+    """Share of the weights that a GPU holds while the model is made and does not fit. Below one for
+    a level that acts before the model's first call."""
     undo: bool = True
-    """Can be taken back at a step boundary, so that several plans are measured in one launch."""
+    """Can be undone between two steps, so that one launch measures several plans."""
     late: bool = False
-    """Cannot be taken back, but can be put in place in a launch that has begun without it."""
+    """Cannot be undone, but can be applied in a launch that started without it."""
     replaces_as_is: bool = False
-    """Never slower nor larger than ``as_is``, and exact: a search tries it in its place."""
+    """Exact, and never slower or larger than ``as_is``: a search tries it in place of that."""
     refines: bool = False
-    """Tried beside plans that a search has measured, one such level at a time, rather than in
-    every combination: the catalogue may grow without the searches."""
+    """A search adds it to plans that it has measured, one such level at a time. So a new level does
+    not multiply the combinations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByHand:
-    """A level as one writes it by hand in plain PyTorch: ``autofit best --format python``."""
+    """A level written in plain PyTorch, for ``autofit best --format python``."""
 
     prepare: str = ""
     """Statements on ``model``, once, before training; ``torch`` is imported."""
@@ -138,35 +138,35 @@ class ByHand:
 
 
 class Deferred(ABC):
-    """In the root's output in place of a tensor, which is computed when something uses it.
+    """An output of the root that is computed when something uses it.
 
-    A level that gives such outputs makes them answer as the tensor would, for scripts that use it.
+    It behaves like the tensor that it stands for.
     """
 
     @abstractmethod
     def value(self) -> Any:
-        """Return the tensor, with its graph where it has one; raise ``Refused`` if it is lost."""
+        """Return the tensor, with its graph if any; raise ``Refused`` if it cannot be computed."""
 
     @abstractmethod
     def detached(self) -> Deferred:
-        """Return the same without its graph; that its value is differentiated is then refused."""
+        """Return the same output without a graph; a backward pass through it raises ``Refused``."""
 
     @abstractmethod
     def joined(self, others: Sequence[Any], dim: int) -> Deferred | None:
-        """Return this and those of further samples as one, along ``dim``; ``None`` if it cannot."""
+        """Concatenate this output and ``others`` along ``dim``; ``None`` if impossible."""
 
 
 class Process(Protocol):
     """The process as a strategy's hook sees it; the harness implements it."""
 
     def around_calls(self, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each call of a model, also where no plan is applied to it.
+        """Put ``wrapper`` around each call of a model, with or without a plan on it.
 
-        What is proven of a root is then compared with its calls inside ``wrapper``.
+        The plan check then compares with calls inside ``wrapper``.
         """
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
-        """Let parameters that are kept in another form be what they were to the script."""
+        """Show the script its own values of parameters that are stored in another form."""
 
     def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
         """Replace a function of a class or module of torch by ``make(function)``.
@@ -176,7 +176,7 @@ class Process(Protocol):
 
 
 class Root(Protocol):
-    """The root as a strategy's hooks see it: the seams, and nothing else.
+    """The root as a strategy's hooks see it.
 
     Implemented by ``worker/harness/session/root.py``.
     """
@@ -187,37 +187,37 @@ class Root(Protocol):
 
     @property
     def strict(self) -> bool:
-        """Whether a level is to fail where it would go on as something else: it is measured."""
+        """Whether a level must fail rather than fall back, because a trial measures it."""
 
     def one_size(self) -> Undo:
-        """Split calls, where they are split, into chunks of one size, as far as that goes."""
+        """Make all chunks of split calls the same size, if possible."""
 
     def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
         """Put ``wrapper`` around each forward of the root, inside any split of the batch.
 
-        ``lasting``: the model cannot do without; how a batch is split is proven inside it too.
+        ``lasting``: the model needs it. So the check of the split runs inside it too.
         """
 
     def around_whole(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of the root, outside any split of the batch."""
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
-        """Let parameters that are kept in another form be what they were to the script.
+        """Show the script its own values of parameters that are stored in another form.
 
-        Each passes through ``view`` in ``state_dict``, in pickles, in copies and where a search
-        compares trainings; ``load`` takes what ``load_state_dict`` brings. Raises ``Refused``
-        where others have made arrangements with the parameters as they are.
+        ``view`` gives the values for ``state_dict``, pickles, copies and the comparison of
+        trainings. ``load`` receives the values of ``load_state_dict``. Raises ``Refused`` under
+        ``DistributedDataParallel``, which holds references to the parameters.
         """
 
     def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of ``module``, a submodule of the root.
 
-        Done on its class, so that pickling or copying the module carries nothing of ours. Code that
-        the script has compiled passes it by: see ``hides``.
+        The wrapper is on the module's class, so pickles and copies of the module do not contain
+        it. Code that the script compiled does not call it: see ``hides``.
         """
 
     def hides(self, modules: Iterable[Any]) -> bool:
-        """Return whether calls of some of ``modules`` are inside what the script has compiled."""
+        """Return whether the script compiled code that calls one of ``modules``."""
 
     def split(self, micro_batch: int) -> Undo:
         """Run each call of the root in chunks of at most ``micro_batch`` samples.
@@ -229,12 +229,12 @@ class Root(Protocol):
         """Call ``hook(optimizer)`` before every optimizer step."""
 
     def taken_back_by(self, undo: Undo) -> None:
-        """Say how a change is taken back before it is made: memory may run out in its midst."""
+        """Register an undo before its change is made, because memory may run out during it."""
 
     def outliving(self, undo: Undo) -> Undo:
-        """Return ``undo``, which is called too where the script drops the model before.
+        """Return ``undo``; it is also called when the script drops the model first.
 
-        For what changes more than the model.
+        Use it for changes outside the model.
         """
 
     def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
@@ -247,32 +247,32 @@ class Root(Protocol):
         """Let ``reader`` give the next batch of every data loader of the script."""
 
     def set_aside(self) -> None:
-        """Keep the step under way out of what is measured: something is done in it once."""
+        """Leave the present step out of the measurement, because of one-time work in it."""
 
     def inside(self) -> AbstractContextManager[None]:
-        """Return a context in which calls are the root's own: no other root is met in it."""
+        """Return a context in which no call is taken for a new root."""
 
 
 class Aside(Protocol):
-    """Keeps gradients elsewhere while more of them are to come."""
+    """Stores gradients elsewhere until all chunks of the batch have run."""
 
     def put(self, parameter: Any) -> None:
-        """Take away what ``parameter.grad`` holds, and add it to what was put aside before."""
+        """Move ``parameter.grad`` to the store, added to the stored gradient."""
 
     def bring(self, parameter: Any) -> None:
-        """Add what was put aside, if anything was, to ``parameter.grad``."""
+        """Add the stored gradient, if any, to ``parameter.grad``."""
 
 
 class OptimizerHandle(Protocol):
     """One optimizer of the script as a strategy's hooks see it.
 
-    Implemented by ``worker/harness/patching/optimizers.py``. What is given to it must hold no
-    reference to the optimizer, which would otherwise never be freed.
+    Implemented by ``worker/harness/patching/optimizers.py``. Functions
+    passed to it must not hold a reference to the optimizer, which would then never be freed.
     """
 
     @property
     def optimizer(self) -> Any:
-        """The ``torch.optim.Optimizer`` itself, inside what a framework wraps around it."""
+        """The ``torch.optim.Optimizer`` itself, without the wrapper of a framework."""
 
     def modules(self) -> tuple[Any, ...]:
         """Return the roots met so far: none before the first forward."""
@@ -330,11 +330,11 @@ class Strategy(ABC):
         raise UsageError(f"{unknown}; it has {allowed}")
 
     def samples(self, level: str, batch: int) -> int:
-        """Return the samples of a call that train under ``level``, of ``batch``."""
+        """Return how many of ``batch`` samples train under ``level``."""
         return batch
 
     def drops_samples(self, level: str) -> bool:
-        """Return whether samples of a large batch do not train under ``level``."""
+        """Return whether ``level`` leaves samples of a large batch out of training."""
         large = 1 << 20
         return self.samples(level, large) < large
 
@@ -360,25 +360,24 @@ class Strategy(ABC):
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
         """Return the share of a kind of memory that ``level`` is expected to leave.
 
-        ``levels``: of the whole plan; what stands beside a level may do part of its work, or undo
-        it.
+        ``levels``: the levels of the whole plan; another level may do part of the work, or undo it.
         """
         return self.level(level).keeps if kind in self.lowered(level) else 1.0
 
     def expected_share(self, level: str, facts: Facts) -> float:
-        """Return the share that ``level`` is expected to leave of what it lowers in this script."""
+        """Return the expected share of the lowered memory that ``level`` leaves in this script."""
         return self.level(level).keeps
 
     def expected_slowdown(self, level: str, facts: Facts) -> float:
-        """Return the step time expected of ``level`` in this script, against ``as_is``."""
+        """Return the expected step time of ``level`` in this script, relative to ``as_is``."""
         return self.level(level).slowdown
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Return what ``level`` may change, given what is known of the script."""
+        """Return what ``level`` may change, given the facts of the script."""
         return self.level(level).fidelity
 
     def describe(self, level: str) -> str:
-        """Return how a plan's line names ``level``: short, as people say it."""
+        """Return the short name of ``level`` in the text of a plan."""
         return f"{self.name} {level}"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
@@ -386,36 +385,36 @@ class Strategy(ABC):
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """Return why ``level`` would do nothing, or harm, on such a script, or ``None``."""
+        """Return why ``level`` has no use for such a script, or ``None``."""
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Return why ``level`` cannot stand beside a plan's other ``levels``, or ``None``."""
+        """Return why ``level`` does not combine with a plan's other ``levels``, or ``None``."""
         return None
 
     def checkable_call(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return a call of the root on which a proof of ``level`` tells something.
+        """Return arguments of the root with which a check of ``level`` is meaningful.
 
-        ``args``, ``kwargs``: of the call at hand, which may be none that the level changes.
+        ``args``, ``kwargs``: those of the present call, which the level may not change at all.
         """
         return args, kwargs
 
     def fault(self, error: BaseException) -> str | None:
-        """Return in a line how ``error``, raised under a level, is its doing; ``None`` if not."""
+        """Return in one line how a level caused ``error``; ``None`` if it did not."""
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Return how ``level`` is written by hand; ``None`` where that takes more than lines."""
+        """Return ``level`` as plain PyTorch code; ``None`` if that takes more than a few lines."""
         return None
 
     def environment(self, level: str) -> dict[str, str]:
-        """Return what must be in the environment before the process starts."""
+        """Return the environment variables that must be set before the process starts."""
         return {}
 
     def on_process(self, level: str, process: Process) -> Undo | None:
-        """Change what is process-wide in torch, once it is imported and before any root runs.
+        """Change settings of the process after torch is imported and before any root runs.
 
-        Called for the first plan of a process; what other plans need they do at the root.
+        Called for the first plan of a process only; later plans change the root.
         """
         return None
 
