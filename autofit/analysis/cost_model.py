@@ -1,24 +1,26 @@
-"""What a plan will cost, learned from the plans that were measured: step time and device memory.
+"""The cost model: predicts step time and peak memory of plans from the finished trials.
 
-Both follow a structure that is known beforehand, so that a few trials are enough:
+Both predictions have a fixed structure, so that a few trials are enough to fit them:
 
     peak    = (weights + gradients + state + samples * slope) * (1 + waste) + context
     seconds = chunks * the larger of (compute in a chunk, overhead of a chunk)
     compute in a chunk = compute * share * (1 + rerun * (1 - share))
 
-``samples`` are those in a chunk and ``share`` is their part of the batch; ``rerun`` is what runs
-twice where only one chunk's graph is kept; ``overhead`` is the launching of kernels, for which
-small chunks wait. A plan that trains on fewer samples has a smaller batch, and is no other in a
-chunk of as many. Bytes of weights, gradients and optimizer state are arithmetic. Every level of a
-plan multiplies the kinds of memory that its strategy lowers, and ``compute``, by factors of its
-own: ``Strategy.expected_share`` and ``Strategy.expected_slowdown`` until trials say otherwise. One
-chunk frees activations while gradients come; it holds the larger of the two.
+- ``samples`` is the number of samples in a chunk, and ``share`` is their part of the batch.
+- ``rerun`` is the relative cost of what runs twice if the batch is split.
+- ``overhead`` is the time to launch the kernels of a chunk, which bounds the speed of small chunks.
+- ``weights``, ``gradients`` and ``state`` are computed from the facts of the script.
 
-The logarithms of all factors are fitted at once (least squares, each pulled towards its prior);
-what the structure leaves over is a deviation of each plan, of a size that the fit shows. Every size
-that a trial measured is a point, a size that ran out of memory a bound. Uncertainty is a set of
-draws from the posterior, the same for all plans: whether a plan fits, at which size, and how fast
-it is then follow from the structure, draw by draw.
+Each level multiplies ``compute`` and the kinds of memory that its strategy lowers by factors of its
+own. Their priors are the strategy's expectations. If the batch is whole, the backward pass frees
+activations while it creates gradients, so the peak has the larger of the two. A plan that trains on
+fewer samples differs only in the size of its batch.
+
+The logarithms of all factors are fitted together by least squares, with a pull towards each prior.
+The residual of a plan is its deviation, whose size the fit estimates. Each size that a trial
+measured is a point. Each size that ran out of memory is a lower bound on the peak. Uncertainty is a
+set of draws from the posterior, shared by all plans. Each draw gives the largest size of a plan
+that fits, and its step time at that size.
 """
 
 from __future__ import annotations
@@ -44,54 +46,61 @@ from autofit.worker.records.trials import HORIZON, Measurement, Verdict
 Array: TypeAlias = NDArray[np.float64]
 
 DRAWS = 400
-"""From the posterior."""
-SHORT = 2
-"""Steps of a window that only gives a point of the line: a noisy one."""
+"""Number of draws from the posterior."""
+SHORT_WINDOW = 2
+"""A window of this many steps or fewer has more noise."""
 KNEE = 4.0
-"""How sharply overhead gives way to compute as chunks grow: one would add them up."""
+"""Exponent of the smooth maximum of compute and overhead; 1 would be their sum."""
 EFFECTS = tuple(
     (strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:]
 )
-"""Every level that multiplies something."""
+"""Every level except the first one of each strategy: the parameters of the fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size of one plan, as it was measured."""
+    """The measurement of one plan at one micro-batch size."""
 
     plan: Plan
     samples: float
+    """Samples in a chunk."""
     seconds: float
+    """Seconds of a step with as many samples as the script's own."""
     noise: float
-    """Of the logarithm of ``seconds``."""
+    """Standard deviation of the logarithm of ``seconds``."""
     peak: float
+    """Peak bytes on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure that a fit has to explain, or to exceed."""
+    """A data point of a fit, or a lower bound."""
 
     plan: Plan
     samples: float
+    """Samples in a chunk."""
     whole: float
     """Samples in a batch under the plan."""
     figure: float
+    """Seconds of a step, or peak bytes."""
     noise: float = PRIORS.noise
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What plans may come to: one row a draw, one column a plan."""
+    """Predicted outcomes of plans: arrays with one row a draw and one column a plan."""
 
     plans: tuple[Plan, ...]
     seconds: Array
-    """Of a step, at the largest size that fits, compiling charged; infinite where none does."""
+    """Seconds of a step at the largest size that fits; infinite if no size fits.
+
+    Includes the step's share of the time to compile."""
     samples: Array
-    """That size; zero where none fits."""
+    """The largest micro-batch size that fits; zero if no size fits."""
 
 
 class CostModel:
-    """Fitted to the trials of one study under one budget."""
+    """A cost model, fitted to the trials of one study under one budget."""
 
     def __init__(
         self,
@@ -127,7 +136,7 @@ class CostModel:
         self._memory = _Fit(
             self._peak,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
-            _unsure(
+            _prior_covariance(
                 [PRIORS.context.of(cuda=cuda), PRIORS.slope, self._static.unsure],
                 KEEPS,
                 PRIORS.memory_effects,
@@ -142,8 +151,8 @@ class CostModel:
             np.array(
                 [np.log(seconds), np.log(PRIORS.rerun), np.log(launch), *slowdowns, *launches]
             ),
-            _apart(
-                _unsure(
+            _block_diagonal(
+                _prior_covariance(
                     [
                         PRIORS.first_seconds if first else PRIORS.no_seconds,
                         PRIORS.rerun_width,
@@ -152,21 +161,21 @@ class CostModel:
                     slowdowns,
                     PRIORS.time_effects,
                 ),
-                _unsure([], launches, PRIORS.launch_effects),
+                _prior_covariance([], launches, PRIORS.launch_effects),
             ),
             [Row(p.plan, p.samples, self._whole(p.plan), p.seconds, p.noise) for p in points],
             [],
         )
 
     def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
-        """Return the step seconds and the peak bytes expected of a plan with such chunks."""
+        """Return the expected step seconds and peak bytes of a plan with ``samples`` in a chunk."""
         design, size, whole = _design([plan]), np.array([float(samples)]), self._wholes([plan])
         seconds = self._seconds(self._time.mean[None], design, size, whole)
         peak = self._peak(self._memory.mean[None], design, size, whole)
         return float(seconds[0, 0]), float(peak[0, 0])
 
     def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
-        """Return what plans may come to, drawn together: what is common to them is alike."""
+        """Return draws of the outcomes of ``plans``, from the same draws of the parameters."""
         design = _design(plans)
         memory, time = self._memory.draw(self._rng), self._time.draw(self._rng)
         shape = (DRAWS, len(plans))
@@ -188,20 +197,20 @@ class CostModel:
     # --- the structure ---------------------------------------------------------------------
 
     def _peak(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
-        """Return the bytes of each row of ``design`` under each row of ``theta``."""
+        """Return the peak bytes of each plan of ``design`` for each row of ``theta``."""
         context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
         factor = {kind: np.exp(theta[:, 3:] @ (design * mask).T) for kind, mask in LOWERS.items()}
         weights = self._static.weights * factor[Memory.WEIGHTS]
         gradients = self._static.gradients * factor[Memory.GRADIENTS]
-        kept = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
+        state_bytes = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
         activations = slope * factor[Memory.ACTIVATIONS] * samples
         one = np.maximum(activations, gradients)
         work = np.where(samples >= whole, one, activations + gradients)
-        held = weights + kept + work
+        held = weights + state_bytes + work
         return np.asarray(total_bytes(held, factor[Memory.WORKSPACE], context))
 
     def _seconds(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
-        """Return the step seconds of each row of ``design`` under each row of ``theta``."""
+        """Return the step seconds of each plan of ``design`` for each row of ``theta``."""
         plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
         effects, launches = np.split(theta[:, 3:], 2, axis=1)
         compute = plain * np.exp(effects @ design.T)
@@ -218,7 +227,7 @@ class CostModel:
         return float(plan.samples(round(self._batch)))
 
     def _bounds(self, trial: TrialRecord) -> list[Row]:
-        """Return the size of a trial that ran out of memory, if one did: it needs more."""
+        """Return a lower bound on the peak at the size that ran out of memory, if one did."""
         short = trial.report.out_of_memory if trial.report else None
         if short is None:
             return []
@@ -230,7 +239,7 @@ class CostModel:
 
 
 class _Fit:
-    """Parameters whose logarithms were fitted to points and bounds, each pulled to its prior."""
+    """Parameters, as logarithms, fitted to points and bounds with a Gaussian prior."""
 
     def __init__(
         self,
@@ -259,23 +268,23 @@ class _Fit:
             return np.hstack([parts, pull])
 
         self.mean, inverse = _least_squares(residuals, prior)
-        if points:  # as far off as they turned out to be, and no less than was expected
+        if points:  # fit again with the observed deviation, if it exceeds the prior one
             off = residuals(self.mean[None])[0, : len(points)]
             scale *= max(1.0, float(np.sqrt(np.mean(off**2))))
             self.mean, inverse = _least_squares(residuals, self.mean)
         left = np.log(predict(self.mean[None], design, samples, whole))[0] - target
         off = np.array([_mean(plan, points, left) for plan in {row.plan for row in points}])
         self.deviation = max(PRIORS.deviation, float(np.sqrt(np.mean(off**2))) if points else 0.0)
-        """Of a plan that was not measured from what the structure says, as a share."""
+        """Expected deviation of an unmeasured plan from the structure, as a share."""
         self._spread = np.linalg.cholesky(inverse)
 
     def draw(self, rng: np.random.Generator) -> Array:
-        """Return draws from the posterior, one a row."""
+        """Return draws from the posterior, one a row, of shape ``(DRAWS, parameters)``."""
         return np.asarray(self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T)
 
 
 def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:
-    """Return how far a plan's points are from the structure, the surer ones counting for more."""
+    """Return the mean residual of a plan's points, weighted by their inverse variance."""
     mine = [
         (1 / row.noise**2, off) for row, off in zip(points, left, strict=False) if row.plan == plan
     ]
@@ -283,15 +292,15 @@ def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:
 
 
 def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[Array, Array]:
-    """Return the parameters of the least squares, and the inverse of their curvature.
+    """Return the least-squares parameters and the inverse of the Gauss-Newton curvature.
 
-    Levenberg and Marquardt's method; ``residuals`` takes one set of parameters a row. Written out
-    because nothing else here needs SciPy.
+    Uses the Levenberg-Marquardt method, without SciPy, which nothing else here needs.
+    ``residuals`` takes one set of parameters a row.
     """
     theta, damping, small = start, 1e-3, 1e-5
     for _ in range(60):
-        now, moved = residuals(theta[None])[0], residuals(theta + small * np.eye(len(theta)))
-        slopes = (moved - now).T / small
+        now, shifted = residuals(theta[None])[0], residuals(theta + small * np.eye(len(theta)))
+        slopes = (shifted - now).T / small
         curvature = slopes.T @ slopes
         scaled = curvature + damping * np.diag(np.diag(curvature))
         step = np.linalg.solve(scaled, -slopes.T @ now)
@@ -306,22 +315,26 @@ def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[A
 
 
 def _covariance(points: Sequence[Row]) -> Array:
-    """Return how points deviate together, in deviations: those of one plan share its own."""
+    """Return the covariance of the points, in units of ``PRIORS.deviation`` squared.
+
+    Points of one plan share the deviation of the plan; each has noise of its own.
+    """
     same = np.array([[one.plan == other.plan for other in points] for one in points], dtype=float)
     noise = np.array([point.noise for point in points])
     return same.reshape(len(points), len(points)) + np.diag((noise / PRIORS.deviation) ** 2)
 
 
 def _design(plans: Sequence[Plan]) -> Array:
-    """Return which effects each plan has: one row a plan, one column an effect."""
+    """Return the design matrix: one row a plan, one column an effect, 1 if the plan has it."""
     rows = [[plan[strategy.name] == level.name for strategy, level in EFFECTS] for plan in plans]
     return np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
 
 
 def _lowers() -> dict[Memory, Array]:
-    """Return which effects act on which memory; workspace counts where there is nothing else.
+    """Return, for each kind of memory, a 0/1 mask of the effects that lower it.
 
-    None of those that leave samples out: the others need as much as before.
+    An effect on workspace counts only if the level lowers nothing else. Levels that leave samples
+    out have no effect on the memory of a chunk, so they count for no kind.
     """
     lowered = [
         frozenset() if strategy.drops_samples(level.name) else strategy.lowered(level.name)
@@ -333,19 +346,24 @@ def _lowers() -> dict[Memory, Array]:
 
 LOWERS = _lowers()
 KEEPS = [float(np.log(level.keeps)) for _, level in EFFECTS]
-"""Logarithms of what is expected of any script: the larger an effect is, the less it is known."""
+"""Logarithm of the share of memory that each level leaves in a typical script."""
 KERNELS = np.array(
     [level.slowdown >= 1.0 or level.fidelity < Fidelity.ROUNDING for _, level in EFFECTS],
     dtype=float,
 )
-"""Which effects change how long launching takes: not a precision's, whose kernels are faster."""
+"""1 for effects that change the time to launch kernels. A faster precision changes only compute."""
 
 
-def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> Array:
-    """Return how parameters vary together, before anything was measured.
+def _prior_covariance(plain: Sequence[float], effects: Sequence[float], share: float) -> Array:
+    """Return the prior covariance of the parameters.
 
-    ``plain``: deviations of those without a level. An effect is the less known the larger it is,
-    and levels of one strategy are off the same way: where bf16 gains more than usual, so does tf32.
+    The larger an effect, the larger its uncertainty. Levels of one strategy are correlated: if bf16
+    gains more than usual, so does tf32.
+
+    Args:
+        plain: Standard deviations of the parameters that belong to no level.
+        effects: Prior means of the effects, as logarithms.
+        share: Standard deviation of an effect, as a share of its mean.
     """
     widths = np.array([*plain, *(share * abs(effect) + PRIORS.least_effect for effect in effects)])
     names = [*range(len(plain)), *(strategy.name for strategy, _ in EFFECTS)]
@@ -354,14 +372,17 @@ def _unsure(plain: Sequence[float], effects: Sequence[float], share: float) -> A
     return np.asarray(alike * np.outer(widths, widths))
 
 
-def _apart(one: Array, other: Array) -> Array:
-    """Return two covariances as that of both, which vary apart."""
+def _block_diagonal(one: Array, other: Array) -> Array:
+    """Return the covariance of two independent groups of parameters: a block-diagonal matrix."""
     zeros = np.zeros((len(one), len(other)))
     return np.block([[one, zeros], [zeros.T, other]])
 
 
 def _compile_seconds(finished: Sequence[TrialRecord]) -> Array:
-    """Return the seconds that each level takes once: as it last did, or as it says itself."""
+    """Return the seconds to compile under each level.
+
+    This is the last measurement of a plan with one such level, or else the level's own estimate.
+    """
     seconds = {(strategy.name, level.name): level.setup_seconds for strategy, level in EFFECTS}
     for trial in finished:
         slow = [change for change in trial.plan.changes if seconds.get(change)]
@@ -371,10 +392,7 @@ def _compile_seconds(finished: Sequence[TrialRecord]) -> Array:
 
 
 def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
-    """Return what a trial measured; a size measured twice counts as it was last.
-
-    The seconds are those of as many samples as a step of the script has.
-    """
+    """Return a point for each size that a trial measured; the last measurement of a size counts."""
     report = trial.report
     found = {each.micro_batch: each for each in report.measurements} if report else {}
     return [
@@ -394,4 +412,4 @@ def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
 def _noise(measurement: Measurement) -> float:
     if measurement.strained:
         return PRIORS.strained_noise
-    return PRIORS.noise if len(measurement.step_seconds) > SHORT else PRIORS.short_noise
+    return PRIORS.noise if len(measurement.step_seconds) > SHORT_WINDOW else PRIORS.short_noise

@@ -1,4 +1,4 @@
-"""Which of the machine's cards a search uses: pure functions, cards in, cards and lines out."""
+"""Selects the GPUs of this machine that a search uses."""
 
 from __future__ import annotations
 
@@ -11,26 +11,34 @@ from autofit.worker.launch.guard import SLACK, who
 from autofit.worker.meter import Card
 
 SHARE = 0.9
-"""Of what the freest card has free: a card with less would lower the budget on all of them."""
+"""Without ``--memory``, a GPU must have this share of the largest free memory of any GPU.
+
+The GPU with the least free memory sets the budget of all."""
 WHOLE = 0.95
-"""Of a card's memory: the driver keeps the rest to itself, or nearly so."""
+"""Share of a GPU's memory that processes can use; the driver reserves up to the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a search uses."""
+    """The GPUs that a search uses."""
 
     cards: tuple[Card, ...]
     lines: tuple[str, ...]
-    """For people: who else is on these cards, and which are left out."""
+    """Lines for the user: GPUs left out, and other processes on the chosen GPUs."""
 
 
 def choose(cards: Sequence[Card], asked: int, memory: int | None) -> Choice:
-    """Return ``asked`` of the visible ``cards`` that are free enough, all of one model.
+    """Choose up to ``asked`` of the visible GPUs: of one model, with enough free memory.
 
-    ``memory``: bytes that each must have free; ``None`` for about as much as the freest has.
-    Fewer are chosen when the others are too busy. Raises ``UsageError`` when there are not as many,
-    or not one is free enough.
+    Fewer are chosen if the others have too little free memory.
+
+    Args:
+        cards: The visible GPUs.
+        asked: Number of GPUs to use.
+        memory: Bytes that each GPU must have free. ``None`` for a share of the largest free memory.
+
+    Raises:
+        UsageError: Fewer than ``asked`` GPUs are visible, or none has enough free memory.
     """
     if len(cards) < asked:
         raise UsageError(f"--gpus {asked}: {len(cards)} are visible here; ask for fewer")

@@ -143,7 +143,9 @@ class Search:
         budget = studies.budget(self._slots.free, hardware, options.memory, options.headroom)
         self._workers = partial(self._slots.workers, self._stack)  # started for the first launch
         self._store = self._stack.enter_context(Store(options.storage))
-        study, before = studies.taken(self._store, options, hardware, budget, self._slots.versions)
+        study, before = studies.open_study(
+            self._store, options, hardware, budget, self._slots.versions
+        )
         self._tell(
             studies.study_started(study, options, devices=self._slots.devices, resumed=len(before))
         )

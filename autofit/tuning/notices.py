@@ -1,6 +1,6 @@
-"""What a search tells whoever watches it: frozen notices, in order. Imports no torch.
+"""The notices that a search sends to its listener, in order. Imports no torch.
 
-The controller computes, a renderer (``autofit/cli``) shows; neither knows the other.
+The controller sends them and ``autofit/cli`` renders them. Neither imports the other.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from autofit.worker.records.trials import Measurement, Script, TrialReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyStarted:
-    """The study is known: first notice of every search."""
+    """The study is open: the first notice of every search."""
 
     study: str
     """Short identifier, eight hexadecimal digits."""
     script: Script
     hardware: Hardware
     devices: int
-    """On which trials run: side by side, or together as the ranks of one."""
+    """Number of devices, on which trials run in parallel, or as the ranks of one trial."""
     budget: int
     """Bytes per device."""
     asked: bool
-    """The budget was asked for with ``--memory``; else it is what the device has free."""
+    """Whether the budget was given with ``--memory``; otherwise it is the device's free memory."""
     allow: str
     """The highest fidelity allowed, as ``str(Fidelity)``."""
     resumed: int
-    """Finished trials the study holds already."""
+    """Finished trials that the study already has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactsKnown:
-    """The script has shown what it is."""
+    """A launch has learned facts about the script."""
 
     facts: Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelsLeftOut:
-    """Levels the search will not try, each with its reason."""
+    """Levels that the search will not try, each with a reason."""
 
     reasons: tuple[tuple[str, str, str], ...]
     """``(strategy, level, reason)``."""
@@ -50,12 +50,12 @@ class LevelsLeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStarted:
-    """A slot has turned to a plan, in a process of its own or in one that goes on."""
+    """A trial has started on a slot, in a new process or in one that measured other plans."""
 
     slot: int
     plan: Plan
     on: str = ""
-    """The card the slot has, where there are several slots: ``"GPU 2"``."""
+    """The device of the slot, such as ``"GPU 2"``; empty if there is one slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +69,18 @@ class SizeMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialEnded:
-    """A trial has its verdict and is stored."""
+    """A trial has a verdict and is stored."""
 
     number: int
     slot: int
     report: TrialReport
     best: bool
-    """It is the fastest that fits so far."""
+    """Whether its plan is the fastest that fits so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialDropped:
-    """A trial is ended before its verdict: by now, it would not be begun."""
+    """A running trial is stopped, because the cost model no longer expects it to win."""
 
     slot: int
     plan: Plan
@@ -88,14 +88,14 @@ class TrialDropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remeasuring:
-    """The fastest plan is measured again, in a fresh process."""
+    """The confirmation run of a plan has started, in a new process."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line for people: something the search decided, and why."""
+    """One line of text: a decision of the search, with its reason."""
 
     text: str
 

@@ -1,7 +1,8 @@
-"""The study as Optuna sees it: asked for proposals, told what became of them.
+"""The Optuna study that proposes plans and mirrors the finished trials.
 
-Our tables are the truth. Optuna's are written after our commit and can be made again from ours, so
-a kill between the two loses nothing: ``OptunaStudy.catch_up`` tells what was not told.
+The tables of autofit are authoritative. Optuna's tables are written after them and can be rebuilt
+from them. If the process is killed between the two writes, ``OptunaStudy.catch_up`` tells Optuna
+the missing trials.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
     from autofit.analysis.acquisition import Situation
 
 OURS = "autofit_trial"
-"""User attribute of Optuna's trial: the row of ours that it mirrors."""
+"""User attribute of an Optuna trial: the id of the trial that it mirrors."""
 MEMORY = "memory"
-"""The constraint: by what part of the budget a plan is too large; above zero where it is."""
+"""Constraint: excess of the peak over the budget, as a share; above zero if it does not fit."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     strategy.name: tuple(level.name for level in strategy.levels)
     for strategy in strategies.REGISTRY
 }
-"""Every level of every strategy, whatever may be tried now."""
+"""Every level of every strategy, whether or not this search tries it."""
 VERSION = f"{zlib.crc32(repr(CHOICES).encode()):08x}"
-"""Of these choices: Optuna refuses a parameter whose choices have changed."""
+"""Checksum of the choices. Optuna refuses a parameter whose choices have changed."""
 
 
 P = ParamSpec("P")
@@ -43,7 +44,7 @@ T = TypeVar("T")
 def _explained(
     method: Callable[Concatenate[OptunaStudy, P], T],
 ) -> Callable[Concatenate[OptunaStudy, P], T]:
-    """Let a method turn errors of the database, as Optuna raises them, into one clear line."""
+    """Make a method raise ``StorageError`` in place of Optuna's database errors."""
 
     @functools.wraps(method)
     def explained(self: OptunaStudy, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -54,7 +55,7 @@ def _explained(
 
 
 class OptunaStudy:
-    """Optuna's study of one of ours. Its methods raise ``StorageError`` as the store's do."""
+    """The Optuna study of a study. Its methods raise ``StorageError``."""
 
     def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
         import optuna
@@ -82,7 +83,7 @@ class OptunaStudy:
 
     @_explained
     def catch_up(self, trials: Iterable[TrialRecord]) -> None:
-        """Tell what a killed search could not; end what it asked and never finished."""
+        """Tell Optuna the trials that a killed search did not tell, and end its open trials."""
         states = self._optuna.trial.TrialState
         told: dict[int, tuple[int, optuna.trial.TrialState]] = {}
         for mirrored in self._study.get_trials(deepcopy=False):
@@ -96,12 +97,12 @@ class OptunaStudy:
             number, state = told.get(trial.id, (-1, None))
             if state is self._outcome(trial)[0]:
                 self._store.set_optuna_number(trial, number)
-            else:  # not told, or given up half-told by a search that was killed as well
+            else:  # not told, or told with the state FAIL after an earlier kill
                 self.tell(trial)
 
     @_explained
     def ask(self, situation: Situation) -> Plan | None:
-        """Return the plan to measure next; ``None`` when no candidate is worth it."""
+        """Return the plan to measure next; ``None`` if no candidate is worth a trial."""
         chosen = self._sampler.choose(situation)
         if chosen is None:
             return None
@@ -113,13 +114,13 @@ class OptunaStudy:
 
     @_explained
     def drop(self, plan: Plan) -> None:
-        """End what was asked and will not be told: its trial ended before its verdict."""
+        """End the Optuna trial of a plan whose trial ended without a verdict."""
         if (asked := self._request.pop(plan, None)) is not None:
             self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
 
     @_explained
     def tell(self, trial: TrialRecord) -> None:
-        """Tell a trial that has just been stored as finished."""
+        """Tell Optuna a finished trial, and store the number of the Optuna trial."""
         state, value, constraints = self._outcome(trial)
         asked = self._request.pop(trial.plan, None)
         if asked is not None:
@@ -147,9 +148,9 @@ class OptunaStudy:
     def _outcome(
         self, trial: TrialRecord
     ) -> tuple[optuna.trial.TrialState, float | None, dict[str, float]]:
-        """Return the state, the samples per second and the constraints of a finished trial.
+        """Return the Optuna state, the samples per second and the constraints of a finished trial.
 
-        Out of memory is pruned, never failed: a failed trial would be proposed again.
+        A trial that ran out of memory is ``PRUNED``: its constraint stays known to Optuna.
         """
         states = self._optuna.trial.TrialState
         measurement = trial.measurement

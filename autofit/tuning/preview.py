@@ -13,24 +13,26 @@ from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
 
 SECONDS_PER_MINUTE = (90, 40)
-"""Seconds of the last search of the script that make one minute of the estimate: at least, at most.
+"""Divisors that turn the seconds of the script's last search into least and most minutes.
 
-A search that starts anew spends between two thirds and one and a half times as long."""
+A new search takes between two thirds of the last one's time and one and a half times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """What a search would try."""
+    """The plans that a search would try."""
 
     plans: tuple[Plan, ...]
     left_out: tuple[Reason, ...]
+    """Levels that the search would not try, each with a reason."""
     note: str
+    """A caveat for the user; empty if there is none."""
     minutes: tuple[float, float] | None
-    """Least and most minutes of a device; ``None`` where no search of the script was stored."""
+    """Least and most minutes on one device; ``None`` if no search of the script is stored."""
 
 
 def dry_run(options: SearchOptions) -> Preview:
-    """Return what ``search`` would try, and start nothing."""
+    """Return the plans that ``search`` would try, without starting a process."""
     hardware = meter.hardware(meter.default_device())
     known = _last_seen(options)
     found = space(
@@ -51,7 +53,7 @@ def dry_run(options: SearchOptions) -> Preview:
 
 
 def _last_seen(options: SearchOptions) -> StudyRecord | None:
-    """Return the newest study of this script that has learned its facts."""
+    """Return the newest study of this script with known facts; ``None`` if there is none."""
     try:
         with Store(options.storage, create=False) as store:
             records = store.studies(script_path(options.script))

@@ -1,4 +1,4 @@
-"""An Optuna sampler that suggests what the cost model finds most promising."""
+"""An Optuna sampler that suggests the plan with the largest expected gain."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from autofit.analysis.acquisition import Prospect, Situation, choose
 
 
 class CostSampler(TPESampler):
-    """Suggests every level of the plan that was chosen last; without one, what TPE would.
+    """Suggests the levels of the plan that ``choose`` returned; without one, samples like TPE.
 
-    Choosing comes before asking, because there may be nothing worth a trial: a search ends there,
-    and Optuna has no word for that.
+    Call ``choose`` before ``study.ask``. A search ends when no plan is worth a trial, and a sampler
+    cannot tell Optuna so.
     """
 
     def __init__(self, choices: Mapping[str, Sequence[str]]) -> None:
-        """``choices``: of each parameter."""
+        """Create a sampler; ``choices`` maps each parameter to its values."""
         super().__init__(seed=0, constant_liar=True)
         self._space = {name: CategoricalDistribution(each) for name, each in choices.items()}
-        self._waiting: dict[str, str] | None = None
-        """Levels of the plan that the next trial gets."""
+        self._next_levels: dict[str, str] | None = None
+        """Levels of the next trial's plan."""
 
     def choose(self, situation: Situation) -> Prospect | None:
-        """Choose the plan of the next trial; ``None`` when none is worth one."""
+        """Choose the plan of the next trial; ``None`` if no plan is worth a trial."""
         chosen = choose(situation)
-        self._waiting = chosen.plan.levels if chosen else None
+        self._next_levels = chosen.plan.levels if chosen else None
         return chosen
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """All parameters at once, where a plan was chosen."""
-        if self._waiting is None:
+        """Return all parameters if a plan was chosen."""
+        if self._next_levels is None:
             return super().infer_relative_search_space(study, trial)
         return {**self._space}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Give away the plan that was chosen, once."""
-        if self._waiting is None:
+        """Return the levels of the chosen plan, and forget them."""
+        if self._next_levels is None:
             return super().sample_relative(study, trial, search_space)
-        chosen, self._waiting = self._waiting, None
+        chosen, self._next_levels = self._next_levels, None
         return {**chosen}

@@ -1,4 +1,4 @@
-"""What a study is of: what was asked, of which device, within which budget, with which versions."""
+"""Opens the study of a search: its key, its budget and its earlier trials."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autofit.tuning.options import SearchOptions
 from autofit.units import format_size
 from autofit.worker.cluster.versions import versions
 
-__all__ = ["budget", "key", "study_started", "taken", "versions"]
+__all__ = ["budget", "key", "open_study", "study_started", "versions"]
 
 
 def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
-    """Return what makes another search the same study as this one."""
+    """Return the key of the study. Searches with equal keys share a study."""
     return StudyKey.of(
         options.script,
         gpu=hardware.name,
@@ -28,10 +28,10 @@ def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
 
 
 def budget(free: int, hardware: Hardware, asked: int | None, headroom: float) -> int:
-    """Return the bytes a trial may occupy on the device.
+    """Return the bytes that a trial may occupy on the device.
 
-    ``asked``: taken as it is; raise ``UsageError`` if the device has less. Without it: what the
-    device has ``free``, less ``headroom`` per cent of the whole.
+    This is ``asked`` if given. Otherwise it is ``free`` minus ``headroom`` per cent of the device's
+    memory. Raises ``UsageError`` if the device has less memory than ``asked``.
     """
     if asked is None:
         return max(0, int(free - hardware.total_bytes * headroom / 100))
@@ -43,17 +43,17 @@ def budget(free: int, hardware: Hardware, asked: int | None, headroom: float) ->
     return asked
 
 
-def taken(
+def open_study(
     store: Store,
     options: SearchOptions,
     hardware: Hardware,
     budget: int,
     installed: Mapping[str, str],
 ) -> tuple[StudyRecord, tuple[TrialRecord, ...]]:
-    """Return the study to search, for this process alone, and the trials it holds.
+    """Return the study to search and its finished trials.
 
-    One in which the script failed begins anew. Raises ``UsageError`` where another process searches
-    it.
+    A study in which the script failed is replaced by a new one. Raises ``UsageError`` if another
+    process searches the study.
     """
 
     def found(*, fresh: bool) -> StudyRecord:
@@ -74,7 +74,7 @@ def taken(
         )
     store.reclaim(study)
     before = store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
-    if not options.fresh and messages.failed(before):  # there is nothing to carry on
+    if not options.fresh and messages.failed(before):
         return found(fresh=True), ()
     return study, before
 
@@ -82,7 +82,7 @@ def taken(
 def study_started(
     study: StudyRecord, options: SearchOptions, *, devices: int, resumed: int
 ) -> StudyStarted:
-    """Return the notice that a study is open; ``resumed``: trials it holds already."""
+    """Return the notice that a study is open; ``resumed``: number of its finished trials."""
     return StudyStarted(
         study=study.id,
         script=options.script,
