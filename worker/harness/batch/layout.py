@@ -221,7 +221,7 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
     first = column[0]
     if all(equal(part, first) for part in column[1:]):
         return first
-    raise Refused("what was the same for all parts of a batch depends on the samples now")
+    raise Refused("an output that was the same for all parts of a batch depends on the samples now")
 
 
 def _deferred(join: Join, column: Sequence[Any], cuts: Sequence[Cut]) -> Any:

@@ -60,7 +60,7 @@ from autofit.worker.oom.classifier import Kind, classify
 SAMPLES = 4
 """The number of samples in the check: enough for uneven chunks, few enough to be cheap."""
 
-REENTRANT = "the model checkpoints with use_reentrant=True: nothing can be proven through it"
+REENTRANT = "the model checkpoints with use_reentrant=True, through which nothing can be verified"
 HALF_SCALE = 2.0**12
 """The loss scale in float16, so that gradients do not underflow."""
 

@@ -338,7 +338,7 @@ class Comparison:
             try:
                 outcome = attempt(run)
             except Refused as refusal:
-                raise Doubt("the model answers parts of another size otherwise") from refusal
+                raise Doubt("the model's output differs for parts of another size") from refusal
             if outcome.fits:
                 return outcome.result()
             size //= 2
@@ -353,7 +353,9 @@ class Comparison:
     def _choose(self, holding: list[Join], differentiable: bool) -> Join:
         rules = {join.rule for join in holding}
         if Rule.SUM in rules and rules & {Rule.SAMPLES, Rule.TOKENS} and Rule.SAME not in rules:
-            raise Undecided("the model returns zero for every sample: nothing can be proven on it")
+            raise Undecided(
+                "the model returns zero for every sample, so the split cannot be verified"
+            )
         return replace(holding[0], detached=not differentiable)
 
     def close(self, found: Any, expected: Any) -> bool:
@@ -381,7 +383,9 @@ class Comparison:
             apart, size = _distance(turned, view)
             rounding = size * self.criterion.rounding
             if apart <= max(CLOSER * _distance(found, leaf)[0], rounding):
-                raise Undecided("the model answers every sample alike: nothing can be proven on it")
+                raise Undecided(
+                    "the model's outputs are alike for all samples, so the split cannot be verified"
+                )
 
     def _check_gradients(self, layout: Layout, part: Batch) -> None:
         expected = self._digest(layout, part, (0, self.size))
@@ -392,7 +396,7 @@ class Comparison:
         arguments = len(expected) - len(self.parameters)
         self.criterion.refuse(pieces, expected, [*self.parameters, *["an argument"] * arguments])
         if part is self.part and not any(bool(each.any()) for each in expected):
-            raise Undecided("no gradient reaches the weights: nothing can be proven on it")
+            raise Undecided("no gradient reaches the weights, so the split cannot be verified")
 
     def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
         """Return the digest of the gradients of some samples; ``None`` if no output has a
