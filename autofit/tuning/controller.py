@@ -1,4 +1,4 @@
-"""The search: ask, launch, record, tell, until nothing better is likely."""
+"""The search loop: propose a plan, launch it, record the result, until no plan is likely to win."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
 from autofit.tuning.confirmation import Confirmation
 from autofit.tuning.history import History
-from autofit.tuning.launches import MOMENT, Doubt, RunningLaunch, RunningLaunches, in_turn
+from autofit.tuning.launches import MOMENT, Doubt, RunningLaunch, RunningLaunches, one_by_one
 from autofit.tuning.notices import (
     FactsKnown,
     Line,
@@ -50,20 +50,20 @@ from autofit.worker.records.trials import (
 )
 
 PLAN_SECONDS = 900.0
-"""A launch that spends longer on one plan, its start included, is ended."""
+"""Seconds after which a launch is ended, for one plan, the start of the process included."""
 HEARTBEAT = 10.0
-"""Seconds between two renewals of the lease on running trials."""
+"""Seconds between two heartbeats of the running trials."""
 UNCONTAINED = (
     "The files that the script writes are not removed after a trial: this system allows no overlay."
 )
-AGAIN = 2
-"""Times that a plan is run again whose worker was lost under it."""
-KILLED_AGAIN = 1
-"""Times that a plan is run again whose process was killed from outside."""
-BREAKS = 3 * (AGAIN + 1)
-"""Workers a slot lost on end, with no plan heard out in between, at which a search gives up."""
+RETRIES = 2
+"""Maximum number of retries of a plan whose worker was lost."""
+KILL_RETRIES = 1
+"""Maximum number of retries of a plan whose process was killed from outside."""
+MAX_LOST = 3 * (RETRIES + 1)
+"""Workers lost in a row, for each slot, after which a search gives up."""
 LATE_STEPS = 50
-"""Steps the neutral plan must survive where it is not known at which step a plan failed."""
+"""Steps that the neutral plan must complete if it is not known at which step a plan failed."""
 
 
 def search(options: SearchOptions, listener: Listener = lambda notice: None) -> Result:
@@ -78,7 +78,7 @@ def search(options: SearchOptions, listener: Listener = lambda notice: None) -> 
 
 
 class Search:
-    """One search of one study; a context manager that ends its processes."""
+    """One search of one study. A context manager that ends the search's processes."""
 
     def __init__(self, options: SearchOptions, listener: Listener) -> None:
         self._options = options
@@ -86,15 +86,20 @@ class Search:
         self._owner = Owner.current()
         self._started = time.monotonic()
         self._launches = RunningLaunches()
-        self._broken: Counter[tuple[Plan, Purpose]] = Counter()
-        """Workers lost, by what ran there."""
+        self._lost_workers: Counter[tuple[Plan, Purpose]] = Counter()
+        """Number of lost workers, by the plan and purpose that ran there."""
         self._killed: Counter[tuple[Plan, Purpose]] = Counter()
-        """Processes killed from outside, by what ran there."""
-        self._on_end = 0
+        """Number of processes killed from outside, by the plan and purpose that ran there."""
+        self._lost_in_a_row = 0
+        """Workers lost in a row."""
         self._safe_steps = 0
-        self._ahead: set[int] = set()  # slots on which a launch was started before its plan
-        self._spared = False  # one of them for the last word
-        self._served: object = None  # what was known when launches that wait were last answered
+        """Most steps that the reference has completed."""
+        self._ahead: set[int] = set()
+        """Slots on which a launch was started before there was a plan for it."""
+        self._spare_kept = False
+        """Whether one started process is kept idle for the confirmation."""
+        self._answered_at: object = None
+        """What was known when waiting launches were last answered."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -115,7 +120,7 @@ class Search:
             self._stack.close()
 
     def run(self) -> Result:
-        """Search, confirm the winner, return it."""
+        """Search, confirm the winner and return it."""
         history = self._history
         self._drive(self._proposer.next)
         history.require_baseline()
@@ -123,9 +128,11 @@ class Search:
             asked = self._options.timeout if history.late() else None
             messages.give_up(history.finished(), history.study.budget, asked)
         self._proposer.tell_limit()
-        last = Confirmation(history, self._proposer, self._again, self._slots.count)
+        last = Confirmation(history, self._proposer, self._confirm, self._slots.count)
         last.confirm()
-        while self._proposer.wants_launch():  # what was ruled out or slower may have hidden others
+        while (
+            self._proposer.wants_launch()
+        ):  # a failed confirmation can make other plans worthwhile
             self._drive(self._proposer.next)
             last.confirm()
         self._proposer.tell_limit()
@@ -163,64 +170,64 @@ class Search:
     def _drive(
         self, propose: Callable[[Plan | None], Plan | None], purpose: Purpose = Purpose.SEARCH
     ) -> None:
-        """Keep every slot busy with what is proposed, until nothing is and nothing runs."""
+        """Keep every slot busy with proposed plans, until none is proposed and nothing runs."""
         while True:
             while self._slots.update(self._history.say, idle=not self._launches):
                 self._store.heartbeat(self._owner)
             if purpose is Purpose.SEARCH:
-                self._serve()
+                self._answer_waiting()
             soon = purpose is Purpose.SEARCH and self._launches.about_to_ask
             for slot in () if soon else self._slots.idle(self._launches):
                 if (plan := propose(None)) is None:
                     break
                 self._launch(slot, plan, purpose)
             if purpose is Purpose.SEARCH:
-                self._look_ahead()
+                self._start_early()
             if len(self._launches.waiting) == len(self._launches):
                 return
-            for slot, happening in self._workers().events(timeout=MOMENT if soon else HEARTBEAT):
-                self._hear(slot, happening)
+            for slot, event in self._workers().events(timeout=MOMENT if soon else HEARTBEAT):
+                self._handle_event(slot, event)
             self._store.heartbeat(self._owner)
 
     def _launch(self, slot: int, plan: Plan, purpose: Purpose) -> None:
-        """Start a launch; in the search, one that asks for more plans when it is done."""
-        self._workers()  # where there are none to be had, no trial is begun
+        """Start a launch; in the search, one that asks for more plans afterwards."""
+        self._workers()  # raises if there are no workers, before a trial is stored
         number = self._store.next_launch(self._history.study)
         trial = self._begin(plan, number, purpose)
         self._launches[slot] = RunningLaunch([trial], number=number, ahead=plan.fixed)
         request = self._request(plan, purpose)
         self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
 
-    def _look_ahead(self) -> None:
-        """Start the script on idle slots before there is a plan for them: that may take longest.
+    def _start_early(self) -> None:
+        """Start the script on idle slots before there is a plan for them, to save start-up time.
 
-        While what plans are compared with is awaited; at the end, one for the last word, for which
-        a launch that waits ends.
+        While the reference runs, this fills all idle slots. Later it keeps one started process idle
+        for the final confirmation. If no slot is idle then, a waiting launch ends to free one.
         """
         idle, ranked = self._slots.idle(self._launches), self._history.ranked()
         if self._slots.count == 1 or not self._launches:
             return
-        if self._proposer.awaiting():
+        if self._proposer.reference_running():
             for slot in set(idle) - self._ahead:
                 self._start_ahead(slot, RunningLaunch([]))
             return
-        waiting, spared = self._launches.waiting, self._spared or self._launches.about_to_ask
+        waiting, spared = self._launches.waiting, self._spare_kept or self._launches.about_to_ask
         if len(idle) + len(waiting) < 2 or not ranked or spared:
             return
         unused = [launch for launch in waiting.values() if not launch.trials]
-        self._spared = bool(unused or idle)
+        self._spare_kept = bool(unused or idle)
         if unused:
             unused[0].spare = True
         elif idle:
             self._start_ahead(idle[-1], RunningLaunch([], ahead=ranked[0].plan.fixed, spare=True))
         elif not self._launches.ending:
             slot = max(waiting, key=lambda each: len(waiting[each].fixed.changes))
-            self._give(slot, waiting[slot], None, Purpose.SEARCH)
+            self._send_plan(slot, waiting[slot], None, Purpose.SEARCH)
 
-    def _drop_what_is_outdone(self) -> None:
-        """End what the search would only wait for: by what is known now it would not be begun."""
+    def _drop_losing_trials(self) -> None:
+        """Stop the running trials if the cost model no longer expects any of them to win."""
         running = {slot: launch for slot, launch in self._launches.items() if launch.runs}
-        if self._slots.count > 1 and running and self._proposer.outdone():
+        if self._slots.count > 1 and running and self._proposer.nothing_worth_running():
             for slot, launch in running.items():
                 launch.over = True
                 self._workers().cancel(slot)
@@ -233,37 +240,39 @@ class Search:
         self._workers().submit(slot, replace(request, converses=True, waits=True))
         self._launches[slot] = launch
 
-    def _serve(self) -> None:
-        """Answer launches that wait for a plan, where there may be another answer than before."""
-        before, self._served = self._served, self._proposer.known()
-        if before == self._served:
+    def _answer_waiting(self) -> None:
+        """Answer launches that wait for a plan, if anything has changed since the last answer."""
+        before, self._answered_at = self._answered_at, self._proposer.known()
+        if before == self._answered_at:
             return
         for slot, launch in self._launches.waiting.items():
-            assert launch.asking is not None, "it waits"
+            assert launch.asking is not None, "a waiting launch has asked"
             self._answer(slot, launch, launch.asking)
-        self._drop_what_is_outdone()
+        self._drop_losing_trials()
 
     def _answer(self, slot: int, launch: RunningLaunch, asking: Asking) -> None:
-        """Give a launch that asks its next plan; none where its weights may be spoilt."""
-        plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.spoilt or launch.over)
+        """Send the next plan to a launch that asks; none if its weights may be damaged."""
+        plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.tainted or launch.over)
         if more and not launch.spare:
             plan = self._proposer.next(launch.fixed, fresh=asking.fresh)
         launch.asking = asking
-        if plan is not None or not more or not self._waits(launch):  # there may be one later
-            self._give(slot, launch, plan, launch.purpose)
+        if plan is not None or not more or not self._keep_waiting(launch):
+            self._send_plan(slot, launch, plan, launch.purpose)
 
-    def _waits(self, launch: RunningLaunch) -> bool:
-        """Return whether a launch for which there is no plan now is kept: a start is saved.
+    def _keep_waiting(self, launch: RunningLaunch) -> bool:
+        """Return whether to keep a launch without a plan, in case it gets one later.
 
-        While others run, unless the slot is wanted for a plan in a new one.
+        It is kept while others run, unless a plan that needs a new launch wants its slot.
         """
-        if not launch.trials and (launch.spare or self._proposer.awaiting()):
+        if not launch.trials and (launch.spare or self._proposer.reference_running()):
             return True
         wanted = not self._launches.ending and not self._slots.idle(self._launches)
         return self._launches.busy and not (wanted and self._proposer.wants_launch())
 
-    def _give(self, slot: int, launch: RunningLaunch, plan: Plan | None, purpose: Purpose) -> None:
-        """Tell a launch that has asked which plan is next; it ends where there is none."""
+    def _send_plan(
+        self, slot: int, launch: RunningLaunch, plan: Plan | None, purpose: Purpose
+    ) -> None:
+        """Send a plan to a launch that asks; ``None`` ends the launch."""
         launch.asking, launch.over = None, plan is None
         if plan is not None:
             launch.trials.append(self._begin(plan, launch.number, purpose))
@@ -275,10 +284,10 @@ class Search:
         )
         self._workers().answer(slot, answer)
         if plan is not None:
-            self._turned(slot, plan)
+            self._tell_started(slot, plan)
 
     def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
-        """Write a trial down before it runs: a kill finds it there."""
+        """Store a trial before it runs, so that it is known after a kill."""
         return self._store.add_trials(
             self._history.study, [plan], launch=launch, owner=self._owner, purpose=purpose
         )[0]
@@ -297,75 +306,75 @@ class Search:
 
     def _submit(self, slot: int, request: LaunchRequest) -> None:
         self._workers().submit(slot, request)
-        self._turned(slot, request.plans[0])
+        self._tell_started(slot, request.plans[0])
 
-    def _turned(self, slot: int, plan: Plan) -> None:
+    def _tell_started(self, slot: int, plan: Plan) -> None:
         self._tell(TrialStarted(slot=slot, plan=plan, on=self._slots.label(slot)))
 
     def _deadline(self, purpose: Purpose) -> float:
-        """Return the seconds a plan may take; the last word is not cut short by --timeout."""
+        """Return the seconds that a plan may take; ``--timeout`` does not limit confirmations."""
         if self._options.timeout is None or purpose is Purpose.CONFIRM:
             return PLAN_SECONDS
         return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._history.lap()))
 
-    def _hear(self, slot: int, happening: LaunchEvent | WorkerError) -> None:
+    def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]
-        if isinstance(happening, LaunchEnded) and (
-            self._slots.handle_end(slot, happening, self._history.say) or launch.killed
+        if isinstance(event, LaunchEnded) and (
+            self._slots.handle_end(slot, event, self._history.say) or launch.killed
         ):
             self._release(self._launches.pop(slot))
             self._history.keep_seconds()
             return
-        if isinstance(happening, TrialReport) and happening.killed:
-            happening = self._was_killed(launch, happening)
-        if launch.killed and not isinstance(happening, WorkerError):
+        if isinstance(event, TrialReport) and event.killed:
+            event = self._handle_kill(launch, event)
+        if launch.killed and not isinstance(event, WorkerError):
             return
         if launch.steps:
-            self._hear_reference(slot, launch, happening)
+            self._handle_reference_event(slot, launch, event)
             return
-        match happening:
+        match event:
             case Uncontained():
                 self._history.say_unless_said(UNCONTAINED)
             case Learned(facts=facts):
                 self._history.learn(facts)
             case Proven() | Verified():
-                self._history.verified(happening)
+                self._history.verified(event)
             case Measured(index=index, measurement=measurement):
                 plan = launch.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))
             case Traced(index=index, trace=trace):
                 launch.traces[index] = trace
             case TrialReport():
-                launch.note(happening)
-                self._on_end = 0
-                self._judge(slot, launch, happening)
+                launch.note(event)
+                self._lost_in_a_row = 0
+                self._judge(slot, launch, event)
             case Asking():
-                self._answer(slot, launch, happening)
+                self._answer(slot, launch, event)
             case LaunchEnded():
-                self._landed(slot, happening)
+                self._handle_end(slot, event)
             case WorkerError():
-                self._worker_broke(slot, happening)
+                self._handle_lost_worker(slot, event)
 
-    def _was_killed(self, launch: RunningLaunch, report: TrialReport) -> TrialReport:
-        """Have a plan run again whose process was killed from outside; blame it the next time."""
+    def _handle_kill(self, launch: RunningLaunch, report: TrialReport) -> TrialReport:
+        """Let a plan run again if its process was killed from outside; blame it the next time."""
         ran = report.plan, launch.trials[report.index].purpose
         self._killed[ran] += 1
-        if self._killed[ran] > KILLED_AGAIN:
+        if self._killed[ran] > KILL_RETRIES:
             return replace(report, reason=f"{report.reason}, again")
         launch.killed = True
         self._history.say(messages.killed(report))
         return report
 
-    def _worker_broke(self, slot: int, error: WorkerError) -> None:
-        """Run what was lost with a worker again; record a plan that loses its worker each time."""
+    def _handle_lost_worker(self, slot: int, error: WorkerError) -> None:
+        """Let the plan of a lost worker run again; record a failure if it loses each worker."""
         launch = self._launches.pop(slot)
-        running = launch.trials[launch.reported :][:1]  # none, if it was lost between two plans
-        self._on_end += 1
+        running = launch.trials[launch.reported :][:1]  # empty if no plan was running
+        self._lost_in_a_row += 1
         times = 0
         for trial in running:
-            self._broken[trial.plan, trial.purpose] += 1
-            times = self._broken[trial.plan, trial.purpose]
-        if times > AGAIN and self._history.finished():
+            self._lost_workers[trial.plan, trial.purpose] += 1
+            times = self._lost_workers[trial.plan, trial.purpose]
+        if times > RETRIES and self._history.finished():
             trial = running[0]
             reason = f"its worker was lost {times} times; the last time: {error}"
             report = TrialReport(
@@ -373,24 +382,24 @@ class Search:
             )
             self._history.finish(trial, report, slot)
         self._release(launch)
-        if times > AGAIN and not self._history.finished():
+        if times > RETRIES and not self._history.finished():
             raise WorkerError(
                 f"{error}. This happened {times} times under {running[0].plan}, before another plan"
                 " ran: start the same command again"
             )
-        if self._on_end >= BREAKS * self._slots.count:  # one machine may hold many
-            on_end = f"{self._on_end} workers were lost in a row"
+        if self._lost_in_a_row >= MAX_LOST * self._slots.count:  # one machine may hold many
+            on_end = f"{self._lost_in_a_row} workers were lost in a row"
             raise WorkerError(f"{error}. {on_end}: run `autofit doctor`")
-        if times <= AGAIN:
+        if times <= RETRIES:
             self._history.say(f"{error}. Its plan is tried again.")
 
-    def _landed(self, slot: int, ended: LaunchEnded) -> None:
-        """Close a launch: what it did not reach is planned again, unless it never can be."""
+    def _handle_end(self, slot: int, ended: LaunchEnded) -> None:
+        """Handle the end of a launch: plans that it did not reach can be proposed again."""
         launch = self._launches[slot]
         if launch.doubted is not None:
             self._run_reference(slot, launch.doubted, ended.steps, launch)
             return
-        if not launch.trials:  # it was started ahead, and nothing came of it
+        if not launch.trials:  # it was started ahead and got no plan
             self._launches.pop(slot)
             return
         first = launch.trials[0]
@@ -406,6 +415,7 @@ class Search:
         self._history.keep_seconds()
 
     def _release(self, launch: RunningLaunch, *, but: TrialRecord | None = None) -> None:
+        """Remove the unfinished trials of a launch from the store, except ``but``."""
         running = {t.id for t in self._store.trials(self._history.study, state=State.RUNNING)}
         for trial in launch.trials:
             if trial.id in running and trial != but:
@@ -415,9 +425,10 @@ class Search:
     # --- whose fault -----------------------------------------------------------------------
 
     def _judge(self, slot: int, launch: RunningLaunch, report: TrialReport) -> None:
-        """Finish a trial, or put off what only another run of the reference can tell.
+        """Finish a trial, or postpone its verdict until the reference has run again.
 
-        That the script as it is was measured says no more than that its few steps went well.
+        A measured neutral plan only shows that its few steps went well. The script itself may fail
+        or change its loss later.
         """
         trial, trace = launch.trials[report.index], launch.traces.get(report.index)
         facts = self._history.study.facts
@@ -427,7 +438,7 @@ class Search:
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
         if judged is None:
             self._history.alone |= {trial.plan}
-            launch.spoilt = True
+            launch.tainted = True
         elif judged.verdict is Verdict.DRIFTED and self._history.reference.trace is not None:
             launch.doubt(Doubt(trial, report, trace, drifted=True))
         elif failed and self._history.baseline() is Verdict.MEASURED:
@@ -436,7 +447,7 @@ class Search:
             self._history.finish(trial, judged, slot, trace)
 
     def _run_reference(self, slot: int, doubt: Doubt, steps: int, launch: RunningLaunch) -> None:
-        """Run the reference past the step at which the doubted trial failed or drifted."""
+        """Run the reference as many steps as the doubted trial took to fail or drift."""
         self._release(launch, but=doubt.trial)
         steps = steps or LATE_STEPS
         known = self._history.reference.training.repeats is not None or not doubt.drifted
@@ -451,27 +462,27 @@ class Search:
         plan = self._history.reference.plan if doubt.drifted else Plan()
         self._submit(slot, replace(self._request(plan, Purpose.CONFIRM), steps=steps))
 
-    def _hear_reference(
-        self, slot: int, launch: RunningLaunch, happening: LaunchEvent | WorkerError
+    def _handle_reference_event(
+        self, slot: int, launch: RunningLaunch, event: LaunchEvent | WorkerError
     ) -> None:
         doubt = launch.doubted
         assert doubt is not None
-        match happening:
+        match event:
             case Traced(trace=trace):
                 self._history.reference.run_again(trace)
             case TrialReport(verdict=Verdict.SCRIPT_FAILED):
-                self._history.finish(doubt.trial, replace(happening, plan=doubt.trial.plan), slot)
+                self._history.finish(doubt.trial, replace(event, plan=doubt.trial.plan), slot)
             case TrialReport():
-                self._history.reference.run_longer(happening)
+                self._history.reference.run_longer(event)
             case LaunchEnded():
                 self._safe_steps = max(self._safe_steps, launch.steps)
                 self._launches.pop(slot)
                 self._settle(doubt, slot)
             case WorkerError():
-                self._worker_broke(slot, happening)
+                self._handle_lost_worker(slot, event)
 
     def _settle(self, doubt: Doubt, slot: int) -> None:
-        """Finish a trial whose doubt another run of the reference has resolved."""
+        """Finish a trial whose verdict waited for another run of the reference."""
         judged = self._history.reference.compared(
             doubt.report, doubt.trace, self._history.study.facts
         )
@@ -479,22 +490,22 @@ class Search:
 
     # --- ending ----------------------------------------------------------------------------
 
-    def _again(self, *plans: Plan) -> None:
-        """Measure plans in fresh processes; once more where that was none of their doing."""
+    def _confirm(self, *plans: Plan) -> None:
+        """Confirm plans in new processes; repeat launches that were lost without their fault."""
         plans = tuple(plan for plan in plans if not self._history.confirmations(plan))
         for plan in plans:
             self._tell(Remeasuring(plan=plan))
         before = -1
-        while before < self._undone():
-            before = self._undone()
+        while before < self._lost_launches():
+            before = self._lost_launches()
             left = [plan for plan in plans if not self._history.confirmations(plan)]
-            for slot, launch in self._launches.items():  # those that wait
+            for slot, launch in self._launches.items():  # all of them wait for a plan
                 unused = () if launch.trials else left
-                alike = next((plan for plan in unused if plan.follows(launch.fixed)), None)
-                left = [plan for plan in left if plan != alike]
-                self._give(slot, launch, alike, Purpose.CONFIRM)
-            self._drive(in_turn(left), Purpose.CONFIRM)
+                suitable = next((plan for plan in unused if plan.follows(launch.fixed)), None)
+                left = [plan for plan in left if plan != suitable]
+                self._send_plan(slot, launch, suitable, Purpose.CONFIRM)
+            self._drive(one_by_one(left), Purpose.CONFIRM)
 
-    def _undone(self) -> int:
-        """Return how often a launch came to nothing by no doing of its plan."""
-        return self._slots.interrupted + self._broken.total() + self._killed.total()
+    def _lost_launches(self) -> int:
+        """Return the number of launches that were lost through no fault of their plan."""
+        return self._slots.interrupted + self._lost_workers.total() + self._killed.total()

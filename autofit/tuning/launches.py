@@ -1,4 +1,4 @@
-"""The launches under way, as the controller keeps track of them."""
+"""The state of the running launches."""
 
 from __future__ import annotations
 
@@ -12,112 +12,113 @@ from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Asking, TrialReport, Verdict
 
 MOMENT = 2.0
-"""Seconds after a report within which a launch asks for another plan, unless its process ends."""
+"""Seconds after its last report in which a launch is expected to ask for another plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A trial that cannot be judged before another run has shown what the script does itself."""
+    """A trial whose verdict waits for another run of the reference."""
 
     trial: TrialRecord
     report: TrialReport
-    """As the trial ended; not judged yet."""
+    """The trial's report, without a final verdict."""
     trace: Trace | None = None
     drifted: bool = False
-    """It seems to train something else; else it failed."""
+    """Whether its training differs from the reference; otherwise the trial failed."""
 
 
 @dataclass(slots=True)
 class RunningLaunch:
-    """A launch under way."""
+    """The state of a running launch."""
 
     trials: list[TrialRecord]
-    """One a plan it was given, in order."""
+    """Its trials, in order: one for each plan that it was given."""
     reported: int = 0
+    """Number of trials that have reported."""
     traces: dict[int, Trace] = field(default_factory=dict)
-    """Of the first steps, by the index of the plan they were taken under."""
+    """Traces of first steps, by the index of the plan."""
     doubted: Doubt | None = None
-    """The trial in doubt."""
-    spoilt: bool = False
-    """A plan may have left bad weights behind: the launch gets no other."""
+    """The trial whose verdict waits for another run of the reference."""
+    tainted: bool = False
+    """Whether a plan may have damaged the weights. The launch then gets no further plan."""
     steps: int = 0
-    """Where this launch runs the reference for the doubted trial's sake: for how long."""
+    """Steps to run, if this launch runs the reference again; otherwise 0."""
     number: int = 0
     """Its number in the study."""
     ahead: Plan = field(default_factory=Plan)
-    """What is fixed in it from its start, also where that came before there was a plan for it."""
+    """The levels fixed at its start, which may precede its first plan."""
     spare: bool = False
-    """Nothing has run in it: it waits for the last word."""
+    """Whether it is kept idle for the final confirmation."""
     asking: Asking | None = None
-    """It waits for a plan."""
+    """Its request for a plan; ``None`` while it does not wait for one."""
     over: bool = False
-    """It has been told that there is no other, or is ended, and ends."""
+    """Whether it was told to end."""
     killed: bool = False
-    """Its process was killed from outside: what ran there is tried again."""
+    """Whether its process was killed from outside. Its plan is then tried again."""
     refused: set[int] = field(default_factory=set)
-    """Indices of the plans that it did not take."""
-    heard: float = 0.0
-    """When it reported last."""
+    """Indices of the plans that it refused."""
+    last_report: float = 0.0
+    """Time of its last report, by ``time.monotonic``."""
 
     @property
     def fixed(self) -> Plan:
-        """What the plan to come must follow."""
+        """The fixed levels that its next plan must have (``Plan.follows``)."""
         taken = [t.plan.fixed for i, t in enumerate(self.trials) if i not in self.refused]
         return taken[-1] if taken else self.ahead
 
     @property
     def about_to_ask(self) -> bool:
-        """Whether it has measured what it was given, and will ask for more in a moment."""
+        """Whether all its trials have reported and it is expected to ask for a plan."""
         done = 0 < len(self.trials) == self.reported and not (self.over or self.asking)
-        return done and time.monotonic() - self.heard < MOMENT
+        return done and time.monotonic() - self.last_report < MOMENT
 
     @property
     def runs(self) -> bool:
-        """Whether a plan of the search is being measured, and nothing has ended it."""
+        """Whether it measures a plan of the search and was not told to end."""
         ended = self.over or self.doubted is not None or self.purpose is not Purpose.SEARCH
         return len(self.trials) > self.reported and not ended
 
     def note(self, report: TrialReport) -> None:
-        """Note that a plan is done."""
-        self.reported, self.heard = self.reported + 1, time.monotonic()
+        """Record the report of its current plan."""
+        self.reported, self.last_report = self.reported + 1, time.monotonic()
         if report.verdict is Verdict.REFUSED:
             self.refused.add(report.index)
 
     @property
     def purpose(self) -> Purpose:
-        """What its trials are for."""
+        """The purpose of its trials."""
         return self.trials[0].purpose if self.trials else Purpose.SEARCH
 
     def doubt(self, doubt: Doubt) -> None:
-        """Put a trial off until the launch has ended."""
-        self.doubted, self.spoilt = doubt, True
+        """Postpone the verdict of a trial until the launch has ended."""
+        self.doubted, self.tainted = doubt, True
 
 
 class RunningLaunches(dict[int, RunningLaunch]):
-    """The launches under way, by their slots."""
+    """The running launches, by slot."""
 
     @property
     def about_to_ask(self) -> bool:
-        """Whether one will ask for a plan in a moment, which then needs no start."""
+        """Whether a launch is expected to ask for a plan, which then needs no new process."""
         return any(launch.about_to_ask for launch in self.values())
 
     @property
     def ending(self) -> bool:
-        """Whether a slot is about to be free."""
+        """Whether a launch is ending, so that its slot becomes free."""
         return any(launch.over and launch.doubted is None for launch in self.values())
 
     @property
     def waiting(self) -> dict[int, RunningLaunch]:
-        """Those that wait for a plan."""
+        """The launches that wait for a plan."""
         return {slot: launch for slot, launch in self.items() if launch.asking is not None}
 
     @property
     def busy(self) -> bool:
-        """Whether one runs, of which something may be learned."""
+        """Whether a launch measures a plan."""
         return any(launch.asking is None and not launch.over for launch in self.values())
 
 
-def in_turn(plans: Iterable[Plan]) -> Callable[[Plan | None], Plan | None]:
-    """Return what proposes each of ``plans`` once, and nothing after."""
+def one_by_one(plans: Iterable[Plan]) -> Callable[[Plan | None], Plan | None]:
+    """Return a function that proposes each of ``plans`` once, and then ``None``."""
     left = iter(list(plans))
     return lambda fixed: next(left, None)

@@ -175,14 +175,14 @@ class Proposer:
             fixed=fixed,
         )
 
-    def outdone(self) -> bool:
+    def nothing_worth_running(self) -> bool:
         """Return whether nothing is worth beginning by what is known now, not even what runs."""
-        if self.awaiting() or not self._history.ranked():
+        if self.reference_running() or not self._history.ranked():
             return False
         space = self._space()
         return choose(self._situation(space, self._level_sets(space), set())) is None
 
-    def awaiting(self) -> bool:
+    def reference_running(self) -> bool:
         """Return whether the launch is out that shows what plans are compared with."""
         return self._reference_runs({trial.plan for trial in self._history.running()})
 

@@ -111,11 +111,11 @@ def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
     narrow = [split.replace(precision=name) for name in ("tf32", "bf16")]
     proposer, first = Proposer(history, GPU), begun(split)
     running = [begun(plan) for plan in narrow]
-    assert not proposer.outdone()
+    assert not proposer.nothing_worth_running()
     ends(first, 1.0)
-    assert not proposer.outdone()
+    assert not proposer.nothing_worth_running()
     ends(running[1], 0.1)
-    assert proposer.outdone(), "tf32 alone will not be faster"
+    assert proposer.nothing_worth_running(), "tf32 alone will not be faster"
 
 
 @pytest.mark.parametrize(

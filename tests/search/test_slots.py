@@ -200,7 +200,7 @@ def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
         times[due] += 1
         return due
 
-    monkeypatch.setattr(Proposer, "outdone", once)
+    monkeypatch.setattr(Proposer, "nothing_worth_running", once)
     heard: list[Notice] = []
     result = search(options, heard.append)
     dropped = [each for each in heard if isinstance(each, TrialDropped)]
