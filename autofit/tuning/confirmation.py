@@ -1,4 +1,4 @@
-"""The last word of a search: the winner, and what may take its place, in fresh processes."""
+"""Confirmation: measures the winner and its rivals again, in new processes."""
 
 from __future__ import annotations
 
@@ -14,41 +14,48 @@ from autofit.tuning.proposals import Proposer
 from autofit.worker.records.trials import Verdict
 
 FINALISTS = 3
-"""Plans that get a chance to hold in a fresh process; and rungs, where none of them does."""
+"""Maximum number of plans that are confirmed, and of fallbacks if none of them fits."""
 
 
 class Confirmation:
-    """Decides on what is measured again, until something holds that nothing may beat."""
+    """Decides which plans are confirmed, until a confirmed plan has no rival left."""
 
     def __init__(
-        self, history: History, proposer: Proposer, again: Callable[..., None], slots: int
+        self, history: History, proposer: Proposer, measure_again: Callable[..., None], slots: int
     ) -> None:
-        """``again``: measures plans in fresh processes; ``slots``: how many at once."""
+        """Create a confirmation.
+
+        ``measure_again`` measures plans in new processes. ``slots`` is the number of launches that
+        run in parallel.
+        """
         self._history, self._proposer = history, proposer
-        self._again, self._slots = again, slots
+        self._measure_again, self._slots = measure_again, slots
 
     def confirm(self) -> None:
-        """Measure the winner again in a fresh process, and what may take its place."""
+        """Confirm the winner and the plans that may replace it."""
         history = self._history
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
-        if self._slots > 1 and not history.late():  # side by side; else one decides on the next
-            self._again(*history.finalists(history.ranked()[0], min(self._slots, FINALISTS)))
+        if self._slots > 1 and not history.late():  # with one slot, each result decides the next
+            self._measure_again(
+                *history.finalists(history.ranked()[0], min(self._slots, FINALISTS))
+            )
         for plan in history.finalists(self.holding(), FINALISTS)[1:]:
             if not history.late() and not history.confirmations(plan):
-                self._again(plan)
+                self._measure_again(plan)
         for _ in range(FINALISTS):
             if history.late() or (faster := history.faster_unconfirmed()) is None:
                 break
-            self._again(faster)
+            self._measure_again(faster)
         if history.baseline_was_faster():
-            self._again(Plan())
+            self._measure_again(Plan())
         for plan in fastest:
-            self._tell_change(plan)
+            self._tell_replacement(plan)
 
     def holding(self) -> TrialRecord:
-        """Return the fastest trial whose plan fits in a fresh process too, or the rung that does.
+        """Return the fastest trial whose plan also fits in its confirmation run.
 
-        Raises ``NothingFits`` where none does.
+        If no plan of the search does, this is the confirmation run of a fallback. Raises
+        ``NothingFits`` if no fallback fits either.
         """
         tried, history = 0, self._history
         while tried < FINALISTS:
@@ -57,14 +64,14 @@ class Confirmation:
             if not left or history.held(best_plan(left[0])) or (some and history.late()):
                 break
             plan = best_plan(left[0])
-            self._again(plan)  # it may be slower than the next by itself
+            self._measure_again(plan)  # may reorder the ranking, if the plan is slower now
             tried += not history.confirmations(plan, Verdict.DRIFTED)
-            self._tell(plan)
+            self._tell_failure(plan)
         held = [trial for trial in history.ranked_sound() if history.held(best_plan(trial))]
         return held[0] if held else self._fallback()
 
     def _fallback(self) -> TrialRecord:
-        """Return what holds below the plans that fitted in the search alone, within a little."""
+        """Return the confirmation run of the first fallback that fits, of at most ``FINALISTS``."""
         tried = 0
         while not (found := self._history.fitted_again()):
             plan = self._proposer.fallback() if tried < FINALISTS else None
@@ -73,21 +80,22 @@ class Confirmation:
                     "no plan that fitted in the search fitted again in its confirmation run;"
                     " give more with --memory"
                 )
-            self._again(plan)
+            self._measure_again(plan)
             tried += 1
-            self._tell(plan)
+            self._tell_failure(plan)
         return found[-1]
 
-    def _tell_change(self, first: Plan) -> None:
-        """Say what is kept in place of the plan that was the fastest in the search, if it is not.
+    def _tell_replacement(self, first: Plan) -> None:
+        """Say which plan replaces the fastest of the search, if one does.
 
-        The table has shown that one as the best.
+        The table of trials marked that plan as the best.
         """
         history, winner = self._history, self._history.winner()
         if winner is not None and best_plan(winner) != first:
             terms = history.study.budget, history.options.horizon
             history.say(messages.replaced(first, history.confirmations(first), winner, *terms))
 
-    def _tell(self, plan: Plan) -> None:
+    def _tell_failure(self, plan: Plan) -> None:
+        """Say why a plan failed its confirmation run, if it did."""
         if not self._history.held(plan):
             self._history.say(messages.did_not_hold(plan, self._history.confirmations(plan)))

@@ -115,7 +115,7 @@ class Search:
             for launch in self._launches.values():
                 self._release(launch)
             if error is not None:
-                self._history.keep_seconds()
+                self._history.store_seconds()
         finally:
             self._stack.close()
 
@@ -136,7 +136,7 @@ class Search:
             self._drive(self._proposer.next)
             last.confirm()
         self._proposer.tell_limit()
-        history.keep_seconds()
+        history.store_seconds()
         result = result_of(self._store, self._store.study(history.study.id), self._options.horizon)
         assert result is not None, "a confirmed plan is a result"
         return result
@@ -323,7 +323,7 @@ class Search:
             self._slots.handle_end(slot, event, self._history.say) or launch.killed
         ):
             self._release(self._launches.pop(slot))
-            self._history.keep_seconds()
+            self._history.store_seconds()
             return
         if isinstance(event, TrialReport) and event.killed:
             event = self._handle_kill(launch, event)
@@ -334,7 +334,7 @@ class Search:
             return
         match event:
             case Uncontained():
-                self._history.say_unless_said(UNCONTAINED)
+                self._history.say_once(UNCONTAINED)
             case Learned(facts=facts):
                 self._history.learn(facts)
             case Proven() | Verified():
@@ -412,7 +412,7 @@ class Search:
             report = TrialReport(index=0, plan=first.plan, verdict=Verdict.REFUSED, reason=reason)
             self._history.finish(first, report, slot)
         self._release(self._launches.pop(slot))
-        self._history.keep_seconds()
+        self._history.store_seconds()
 
     def _release(self, launch: RunningLaunch, *, but: TrialRecord | None = None) -> None:
         """Remove the unfinished trials of a launch from the store, except ``but``."""

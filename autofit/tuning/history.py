@@ -74,7 +74,7 @@ class Snapshot:
 
     @cached_property
     def ranked_sound(self) -> list[TrialRecord]:
-        """Those of ``ranked`` that hold nothing that drifted in a confirmation run."""
+        """The trials of ``ranked`` without a level that drifted in a confirmation run."""
         return ranked_sound((*self.finished, *self.confirmations), self.budget, self.horizon)
 
     @cached_property
@@ -85,7 +85,7 @@ class Snapshot:
 
 
 class History:
-    """Keeps one study while it is searched: every trial that ends is entered here."""
+    """The study of a running search: records the end of each trial and answers questions on it."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class History:
         self.options = options
         self.tell = listener
         self.alone: frozenset[Plan] = frozenset()
-        """Whose loss looked wrong after other plans: to be launched first in a process."""
+        """Plans whose loss was wrong after other plans; each must be the first of a process."""
         self.reference = Reference(store.reference(study), self.say)
         self.optuna_study = OptunaStudy(store, study, horizon=options.horizon)
         self.optuna_study.catch_up(store.trials(study, purpose=Purpose.SEARCH))
@@ -118,16 +118,16 @@ class History:
             versions=study.versions,
         )
         self.evidence = Evidence(where, options.script, store.evidence(where))
-        """What launches have verified of the script, before this search and in it."""
+        """What launches have verified of the script, in this search and in earlier ones."""
         self._new: dict[str, Proven] = {}
-        """The part of it that is not stored yet."""
+        """The part of ``evidence`` that is not stored yet."""
 
     def say(self, line: str) -> None:
-        """Tell a line for people."""
+        """Send a line for the user to the listener."""
         self.tell(Line(text=line))
 
-    def say_unless_said(self, line: str) -> None:
-        """Tell a line, the first time it comes up."""
+    def say_once(self, line: str) -> None:
+        """Send a line for the user, unless it was sent before."""
         if line not in self._said:
             self._said.add(line)
             self.say(line)
@@ -156,7 +156,7 @@ class History:
         return self.now.ranked
 
     def ranked_sound(self) -> list[TrialRecord]:
-        """Return those of ``ranked`` that hold nothing that drifted in a confirmation run."""
+        """Return the trials of ``ranked`` without a level that drifted in a confirmation run."""
         return self.now.ranked_sound
 
     def ranked_before_confirmation(self) -> list[TrialRecord]:
@@ -225,7 +225,7 @@ class History:
     # --- entering --------------------------------------------------------------------------
 
     def learn(self, facts: Facts) -> None:
-        """Keep new facts, unless a launch that has just begun knows less than an earlier one."""
+        """Store new facts, unless a launch that has just started knows less than an earlier one."""
         before = self.study.facts or Facts()
         more = facts.called or (facts.roots and not before.roots)
         if facts.stepped or self.study.facts is None or (more and not before.called):
@@ -233,12 +233,12 @@ class History:
             self.tell(FactsKnown(facts=facts))
 
     def verified(self, found: Proven | Verified) -> None:
-        """Take in what a launch has verified; it is stored with the next trial that ends."""
+        """Add what a launch has verified; it is stored with the next trial that ends."""
         stored = self.evidence.add(found)
         self._new[stored.key] = stored
 
-    def keep_evidence(self) -> None:
-        """Store what was verified since this was called last."""
+    def store_evidence(self) -> None:
+        """Store the new evidence."""
         new, self._new = tuple(self._new.values()), {}
         if new:
             self.store.add_evidence(self.evidence.key, new)
@@ -246,10 +246,13 @@ class History:
     def finish(
         self, trial: TrialRecord, report: TrialReport, slot: int, trace: Trace | None = None
     ) -> None:
-        """Enter what became of a trial; raise ``ScriptError`` where that is the script's fault."""
-        cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by the search's own time
+        """Record the report of a trial: judge it, store it and tell the listener.
+
+        Raises ``ScriptError`` if the script itself is at fault.
+        """
+        cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by --timeout
         if report.verdict is Verdict.INTERRUPTED or cut:
-            return  # released with its launch, and planned again
+            return  # the trial is released with its launch, and can be proposed again
         report = judged(report, self.baseline())
         if report.best is not None and self.study.facts is not None:
             report = replace(report, best=report.best.whole(self.study.facts))
@@ -258,7 +261,7 @@ class History:
         if report.verdict in BLAMED:
             revoked = self.evidence.revoke(report.plan)
             self._new[revoked.key] = revoked
-        self.keep_evidence()
+        self.store_evidence()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.optuna_study.tell(trial)
@@ -273,7 +276,7 @@ class History:
             self.study = self.store.leave_out(self.study, *ruled_out, report.reason)
 
     def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
-        """Tell of a finished trial."""
+        """Send the notice of a finished trial."""
         assert trial.report is not None, "a finished trial has a report"
         best = any(each.id == trial.id for each in self.ranked_sound()[:1])
         self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
@@ -285,11 +288,11 @@ class History:
         return time.monotonic() - self._started
 
     def late(self) -> bool:
-        """Return whether the time that was asked for is up."""
+        """Return whether the search has used up its ``--timeout``."""
         return self.options.timeout is not None and self.lap() > self.options.timeout
 
-    def keep_seconds(self) -> None:
-        """Add the time since it was last kept: a kill loses no more than one launch's."""
+    def store_seconds(self) -> None:
+        """Add the time since the last call to the study, so that a kill loses little of it."""
         lap = self.lap()
         self.store.add_seconds(self.study, lap - self._stored_seconds)
         self._stored_seconds = lap

@@ -1,4 +1,4 @@
-"""Which plan is measured next."""
+"""Proposes the plan to measure next."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from autofit.units import format_duration
 from autofit.worker.records.trials import HORIZON, Verdict
 
 REFINED = 3
-"""Plans beside which levels that refine are tried: the fastest that fit, or the leanest of all."""
-LOSSES = 5
-"""Plans that run out of memory, the script as it is among them, before sets of levels that need
-less are tried although arithmetic asked for none; while no plan fits."""
+"""Number of plans to which refining levels are added: the fastest that fit, or the leanest."""
+MAX_SHORT = 5
+"""Trials that may run out of memory before level sets are tried, if no plan fits.
+
+Without this many, level sets are tried only if the computed static memory exceeds the budget."""
 
 
 def within_reach(
@@ -45,23 +46,30 @@ def within_reach(
     *,
     holds: Callable[[Plan], bool] | None = None,
 ) -> tuple[Plan, ...]:
-    """Return the plans that may be measured next, and those that were.
+    """Return the plans that a search considers now, whether or not they were measured.
 
-    Levels that refine stand beside the fastest plans that fit; while none does, beside those that
-    retreated furthest. ``holds``: whether a plan may fit whatever the batch, where most do not: all
-    stand on what one of those that fit stands on.
+    These are the plans of the space, and the fastest fitting plans with one refining level added.
+    While no plan fits, refining levels are added to the leanest plans that were tried.
+
+    Args:
+        space: The space of the search.
+        finished: The finished trials.
+        budget: Bytes of a device.
+        horizon: Optimizer steps over which the time to compile is charged.
+        holds: Whether the static memory of a plan may fit. Given if plans need a level set: then
+            all plans contain the level set of one of the fastest fitting plans.
     """
     fitting = [trial.plan for trial in ranked(finished, budget, horizon)]
     short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
     bases = fitting or sorted(short, key=by_cost, reverse=True)
     refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
-    stands = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
-    core = [p for each in stands for p in each.plans(space)] if holds else space.plans()
+    level_sets = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
+    core = [p for each in level_sets for p in each.plans(space)] if holds else space.plans()
     return (*dict.fromkeys(filter(holds, (*core, *refined))),)
 
 
 class Proposer:
-    """Proposes one plan at a time, by what the history holds when it is asked."""
+    """Proposes one plan at a time, from the current state of the history."""
 
     def __init__(self, history: History, hardware: Hardware) -> None:
         self._history = history
@@ -69,16 +77,17 @@ class Proposer:
         self._left_out: tuple[Reason, ...] = ()
 
     def next(self, fixed: Plan | None = None, *, fresh: bool = False) -> Plan | None:
-        """Return the plan to measure next; ``None`` when there is none worth it now.
+        """Return the plan to measure next; ``None`` if no plan is worth a trial now.
 
-        ``fixed``: the ``Plan.fixed`` of the launch that asks; ``None`` for a new launch. ``fresh``:
-        nothing has run in the one that asks, so that the plan comes first in its process.
+        Args:
+            fixed: ``Plan.fixed`` of the launch that asks; ``None`` for a new launch.
+            fresh: Whether the plan would be the first of the process that asks.
         """
         found = self._next(fixed, fresh=fresh)
         return self._history.optuna_study.ask(found) if isinstance(found, Situation) else found
 
     def known(self) -> tuple[Hashable, ...]:
-        """Return what proposals depend on: while that stays equal, so do they."""
+        """Return the state on which proposals depend. Equal states give equal proposals."""
         study = self._history.study
         running = frozenset(trial.plan for trial in self._history.running())
         return len(self._history.finished()), running, study.facts, study.left_out
@@ -89,14 +98,14 @@ class Proposer:
         return choose(found) is not None if isinstance(found, Situation) else found is not None
 
     def fallback(self) -> Plan | None:
-        """Return the next rung below the fastest plan; ``None`` after the last.
+        """Return the next fallback below the fastest plan; ``None`` if none is left.
 
-        For when none of those that fitted did so again in a fresh process. Where the heap was in
-        pieces then, the first one is the same plan with segments that grow.
+        Fallbacks are needed if no plan fits in its confirmation run. If the heap was fragmented in
+        that run, the first fallback is the same plan with expandable segments.
         """
         study, history, space = self._history.study, self._history, self._space()
         unused = (name for name, levels in space.levels if len(levels) == 1)
-        level_sets = FallbackContext(
+        context = FallbackContext(
             hardware=self._hardware,
             allow=history.options.allow,
             facts=study.facts or Facts(),
@@ -108,19 +117,20 @@ class Proposer:
         if not (fitted := history.ranked_before_confirmation()):
             return None
         plan = best_plan(fitted[0])
-        fallbacks = fallbacks_below(plan, level_sets)
-        pieces = any(fragmentation(trial) >= FRAGMENTED for trial in history.confirmations(plan))
-        if pieces and EXPANDABLE in space.choices("allocator"):
+        fallbacks = fallbacks_below(plan, context)
+        runs = history.confirmations(plan)
+        fragmented = any(fragmentation(trial) >= FRAGMENTED for trial in runs)
+        if fragmented and EXPANDABLE in space.choices("allocator"):
             fallbacks.insert(0, plan.replace(allocator=EXPANDABLE))
         return next(
             (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
         )
 
     def _next(self, fixed: Plan | None, *, fresh: bool) -> Plan | Situation | None:
-        """Return the plan to measure next, or of what it is to be chosen."""
+        """Return the plan to measure next, or the situation from which to choose one."""
         history = self._history
         finished, running = history.finished(), {trial.plan for trial in history.running()}
-        if self._spent(len(finished) + len(running)):
+        if self._limit_reached(len(finished) + len(running)):
             return None
         if fixed is None and self._reference_runs(running):
             return None
@@ -138,8 +148,7 @@ class Proposer:
         core = [plan for plan in space.plans() if plan in found.candidates]
         if (first := self._leading(core)) is not None:
             here = fixed is None or (fresh and first.follows(fixed))
-            out = first in running  # in small parts, in a launch that began a moment ago
-            return first if here and not out else None  # what others are compared with comes first
+            return first if here and first not in running else None  # nothing before the reference
         if fixed is not None and not fresh:
             left = tuple(plan for plan in found.candidates if plan not in history.alone)
             return replace(found, candidates=left)
@@ -152,7 +161,7 @@ class Proposer:
         running: set[Plan],
         fixed: Plan | None = None,
     ) -> Situation:
-        """Return what may be measured next beside what is ``flying``, and what that depends on."""
+        """Return the situation from which to choose the next plan, beside those ``running``."""
         history = self._history
         finished, drifted = history.finished(), history.drifted()
         good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
@@ -176,37 +185,45 @@ class Proposer:
         )
 
     def nothing_worth_running(self) -> bool:
-        """Return whether nothing is worth beginning by what is known now, not even what runs."""
+        """Return whether no plan would be started now, not even one that is running."""
         if self.reference_running() or not self._history.ranked():
             return False
         space = self._space()
         return choose(self._situation(space, self._level_sets(space), set())) is None
 
     def reference_running(self) -> bool:
-        """Return whether the launch is out that shows what plans are compared with."""
+        """Return whether the reference is running."""
         return self._reference_runs({trial.plan for trial in self._history.running()})
 
     def _level_sets(self, space: Space) -> tuple[LevelSet, ...] | None:
-        """Return the sets of levels of which a plan needs one; ``None`` if it fits without."""
+        """Return the level sets of which a plan needs one; ``None`` if no set is needed."""
         facts, budget = self._history.study.facts, self._history.study.budget
         if facts is None or self._history.baseline() is not Verdict.OUT_OF_MEMORY:
             return None
         return level_sets_needed(space, facts, budget, cuda=self._hardware.device == "cuda")
 
     def _holds(self, plan: Plan) -> bool:
-        """Return whether what is held whatever the batch may fit under ``plan``."""
+        """Return whether the static memory under ``plan`` may fit the budget."""
         facts, cuda = self._history.study.facts or Facts(), self._hardware.device == "cuda"
         return least_bytes(plan, facts, cuda=cuda) <= self._history.study.budget
 
     def _next_level_set(
         self, level_sets: Sequence[LevelSet] | None, space: Space, finished: Sequence[TrialRecord]
     ) -> LevelSet | None:
-        """Return the set of levels to try next: where one is needed, or nothing else has fitted."""
+        """Return the level set to try next; ``None`` if a plan fits or no set is left.
+
+        Sets are tried if one is needed, or if ``MAX_SHORT`` trials ran out of memory.
+        """
         if self._history.ranked():
             return None
         study, cuda = self._history.study, self._hardware.device == "cuda"
         short = sum(trial.verdict is Verdict.OUT_OF_MEMORY for trial in finished)
-        if level_sets is None and short >= LOSSES and study.facts is not None and study.facts.roots:
+        if (
+            level_sets is None
+            and short >= MAX_SHORT
+            and study.facts is not None
+            and study.facts.roots
+        ):
             level_sets = level_sets_within(space, study.facts, study.budget, cuda=cuda)
         return next_level_set(level_sets or (), space, finished)
 
@@ -219,9 +236,9 @@ class Proposer:
         *,
         fresh: bool,
     ) -> Plan | None:
-        """Return the plan that shows whether a set of levels is enough; one at a time.
+        """Return the plan that tests whether a level set is enough; ``None`` while another runs.
 
-        On an exact set, what others are compared with comes before it.
+        If the set allows an exact plan, the reference comes first.
         """
         if fixed is None and running:
             return None
@@ -243,7 +260,7 @@ class Proposer:
         return plan if here else None
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
-        """Return the plan that goes first, to be the reference, where the script does not fit."""
+        """Return the plan to launch as the reference; ``None`` if no reference is missing."""
         history = self._history
         if history.reference.trace is not None or history.baseline() in (None, Verdict.MEASURED):
             return None
@@ -254,7 +271,7 @@ class Proposer:
         return leading(candidates, finished, self._history.study.facts, cuda=cuda)
 
     def _reference_runs(self, running: set[Plan]) -> bool:
-        """Return whether the launch that becomes the reference, or shows there is none, is out."""
+        """Return whether the neutral plan, or the plan chosen as the reference, is running."""
         exact = {plan for plan in running if self._first([plan], ())}
         return Plan() in running or bool(exact and self._leading([*exact]))
 
@@ -280,22 +297,23 @@ class Proposer:
         return found
 
     def _is_news(self, strategy: str, level: str) -> bool:
-        """Return whether people expect a level to be tried; ``--dry-run`` tells of all."""
-        asked = strategy in self._history.options.only
-        return asked or not strategies.get(strategy).level(level).refines
+        """Return whether to tell the user that a level is left out; ``--dry-run`` lists all."""
+        selected = strategy in self._history.options.only
+        return selected or not strategies.get(strategy).level(level).refines
 
     def tell_limit(self) -> None:
-        """Tell, once, which option has ended the search, if one has."""
+        """Say once which option has ended the search, if one has."""
         history, options, limit = self._history, self._history.options, ""
         if history.late() and options.timeout is not None:
             limit = f"--timeout {format_duration(options.timeout)}"
-        elif self._spent(len(history.finished())):
+        elif self._limit_reached(len(history.finished())):
             limit = f"--trials {options.trials}"
         if limit:
-            history.say_unless_said(
+            history.say_once(
                 f"The search ended by {limit}. Plans that were not tried may be faster."
             )
 
-    def _spent(self, trials: int) -> bool:
+    def _limit_reached(self, trials: int) -> bool:
+        """Return whether ``--timeout`` or ``--trials`` ends the search."""
         most = self._history.options.trials
         return self._history.late() or (most is not None and trials >= most)

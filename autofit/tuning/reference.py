@@ -1,4 +1,7 @@
-"""What a study's plans are compared with: the script as it is, or else the leanest exact plan."""
+"""The reference of a study: the trial with which the training under other plans is compared.
+
+It is the script as it is if that fits, and otherwise a lean exact plan.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import TrialReport, Verdict
 
 PARTS = 16
-"""Of the batch, in which a reference that cannot win is measured: small ones, to fit."""
+"""Number of chunks for a reference that is too slow to win: small chunks are more likely to fit."""
 SLOW = 0.6
-"""Expected step time of a plan, as a share of another's, from which the other cannot win."""
+"""A plan cannot win if another's expected step time is this share of its own, or less."""
 NOTHING_EXACT = (
     "No exact plan fits, so that there is no reference to compare plans with."
     " Only losses that are not finite are noticed."
@@ -27,9 +30,9 @@ OWN_LOSS = "The script's own loss becomes infinite or NaN. The losses of plans a
 
 
 class Reference:
-    """The trial that others are compared with, once there is one, and what it did.
+    """The reference trial, once there is one, and its training.
 
-    ``say`` is given lines for people, each once.
+    ``say`` receives lines for the user, each of them once.
     """
 
     def __init__(
@@ -55,13 +58,14 @@ class Reference:
     def adopt(
         self, trial: TrialRecord, report: TrialReport, trace: Trace | None, facts: Facts | None
     ) -> Trace | None:
-        """Make a trial the reference if there is none and it may be; return what is to be stored.
+        """Make a trial the reference, if there is none yet; return the trace to store.
 
-        It must be exact and measured, and have come first in its process.
+        The trial must be exact, measured, and the first of its process. Returns ``None`` if the
+        trial does not become the reference.
         """
         exact = trial.plan.fidelity(facts) <= Fidelity.REDRAW
-        fit = exact and trial.purpose is Purpose.SEARCH and report.verdict is Verdict.MEASURED
-        if self.trace is not None or trace is None or not fit:
+        able = exact and trial.purpose is Purpose.SEARCH and report.verdict is Verdict.MEASURED
+        if self.trace is not None or trace is None or not able:
             return None
         self._take(trial.plan, report, trace)
         if not trial.plan.neutral:
@@ -79,7 +83,8 @@ class Reference:
     ) -> TrialReport | None:
         """Return the report, as ``drifted`` if its training is not the reference's.
 
-        ``None``: the plan has to come first in a process to be judged. See ``verdicts.compared``.
+        Returns ``None`` if the plan must be the first of a process to be judged. See
+        ``verdicts.compared``.
         """
         found = compared(report, trace, self.training, facts)
         if found.without_reference:
@@ -89,7 +94,7 @@ class Reference:
         return found.report
 
     def run_again(self, trace: Trace) -> None:
-        """Learn from a second run whether the script repeats itself."""
+        """Learn from the trace of a second run whether the script repeats itself."""
         assert self.trace is not None
         other = compare(trace, self.trace, Fidelity.EXACT, splits=False)
         repeats = other.drifted is None and other.steps > 0
@@ -101,7 +106,7 @@ class Reference:
             )
 
     def run_longer(self, report: TrialReport) -> None:
-        """Learn from a longer run how the reference's loss goes on."""
+        """Take over the losses of a longer run of the reference."""
         if self.trace is not None and report.verdict is Verdict.MEASURED:
             longer = (*_start(self.trace), *losses_of(report))
             self.training = replace(
@@ -123,11 +128,13 @@ def leading(
     *,
     cuda: bool,
 ) -> Plan | None:
-    """Return the plan to launch next so that there is a reference where the script does not fit.
+    """Return the plan to launch as the reference of a script that does not fit as it is.
 
-    The leanest exact one of those that most others can share a launch with; ``None`` where that has
-    run out of memory as well. Where others are much faster, as levels promise for ``cuda``, it is
-    measured in small parts only; if that comes to nothing, as the others are.
+    It is the leanest exact candidate. Plans without fixed levels are preferred, because most others
+    can share their launch. On a GPU, if other plans are expected to be much faster, its batch is
+    first split into ``PARTS`` chunks. If that trial fails, its micro-batch size is searched.
+
+    Returns ``None`` if there is no exact candidate, or if an exact plan ran out of memory.
     """
     finished = tuple(finished)
     for trial in finished:
@@ -146,7 +153,7 @@ def leading(
 
 
 def slow(plan: Plan, others: Iterable[Plan]) -> bool:
-    """Return whether others are expected to be so much faster that ``plan`` cannot win."""
+    """Return whether another plan is expected to be so much faster that ``plan`` cannot win."""
     return any(expected(other) <= SLOW * expected(plan) for other in others)
 
 
