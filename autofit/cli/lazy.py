@@ -1,4 +1,4 @@
-"""A Click group whose commands are imported when they are asked for."""
+"""A Click group that imports a command when it is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands by name, and where each of them lives.
+    """A group that knows the name and the module of each command.
 
     ``name`` is the object ``command`` of ``<package>.<name>``.
     """

@@ -1,4 +1,4 @@
-"""The one way out to a terminal: what a store or a script holds cannot act on it."""
+"""All output to the terminal; control characters from a script or a store are made harmless."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def show(lines: Iterable[str], *, err: bool = False) -> None:
 
 
 def write(text: str, *, err: bool = False) -> None:
-    """Write text as it is to a file or a pipe, and so that it does nothing to a terminal."""
+    """Write text: unchanged to a file or a pipe, without control characters to a terminal."""
     stream = sys.stderr if err else sys.stdout
     click.echo(printable(text, keep="\n\t") if stream.isatty() else text, nl=False, err=err)

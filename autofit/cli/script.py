@@ -23,7 +23,7 @@ class ScriptCommand(click.Command):
     """A command whose line is cut at the first ``--``: what follows belongs to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse what stands before ``--``; keep the rest for :func:`the_launch`."""
+        """Parse the words before ``--``; keep the rest for :func:`the_launch`."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[_ARGS] = tuple(args[cut + 1 :])
         try:
@@ -67,7 +67,10 @@ def script_argument(command: _F) -> _F:
 
 
 def some_launch(script: str | None, module: str | None) -> Launch | None:
-    """Return what is asked to be started, if anything; raise ``UsageError`` if it cannot be."""
+    """Return the launch that the command line names, if it names one.
+
+    Raises ``UsageError`` if it cannot be started.
+    """
     from autofit.launch_lines import MODULES, REPLACED, Launch, understand
     from autofit.worker.records.trials import Script
 
@@ -91,7 +94,7 @@ def some_launch(script: str | None, module: str | None) -> Launch | None:
 
 
 def the_launch(script: str | None, module: str | None) -> Launch:
-    """Return what is asked to be started; raise ``UsageError`` when there is nothing."""
+    """Return the launch that the command line names; raise ``UsageError`` if it names none."""
     asked = some_launch(script, module)
     if asked is None:
         raise UsageError(

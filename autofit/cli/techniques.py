@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NOTHING = "no memory by itself"
 EVERY, SOME, NONE = "+", "~", "-"
-"""Of the levels of two strategies: how many stand beside one another."""
+"""How many levels of two strategies can be combined: all, some, none."""
 
 
 @click.command("techniques")
@@ -85,7 +85,7 @@ def lines(strategies: Iterable[Strategy]) -> list[str]:
 
 
 def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
-    """Return a line a strategy: how its levels stand beside those of each one above it."""
+    """Return a line for each strategy: whether its levels combine with those of the ones above."""
     reasons: dict[tuple[str, str], list[bool]] = {}
     for pair in found:
         reasons.setdefault((pair.one[0], pair.other[0]), []).append(pair.reason is None)
@@ -95,13 +95,13 @@ def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
         cells = "".join(f"  {_cell(reasons[above, name])}" for above in names[:row])
         told.append(f"{row + 1:>2} {name:<{wide}}{cells}".rstrip())
     needs = dict.fromkeys(need for pair in found for need in pair.needs)
-    alone = (f"{' '.join(one)} needs another, here {' '.join(other)}" for one, other in needs)
-    legend = f"{EVERY} every two levels stand together   {SOME} some do   {NONE} none do"
+    alone = (f"{' '.join(one)} needs another level, here {' '.join(other)}" for one, other in needs)
+    legend = f"{EVERY} all levels can be combined   {SOME} some can   {NONE} none can"
     return [*told, "", legend, *alone]
 
 
 def clashing(found: Iterable[Pair]) -> list[str]:
-    """Return a line for each reason why levels do not stand together; of the strategies' own."""
+    """Return lines for each reason why levels cannot be combined, in the strategies' own words."""
     told: dict[tuple[str, str, str], list[set[str]]] = {}
     for pair in found:
         if pair.reason is not None:

@@ -80,7 +80,7 @@ _KINDS: dict[Kind, dict[str, Any]] = {
 }
 
 
-class _ShownDefault(click.Option):
+class _LazyDefault(click.Option):
     """An option whose default is a function, which ``--help`` calls to show it."""
 
     def get_default(self, ctx: click.Context, call: bool = True) -> Any:
@@ -93,7 +93,7 @@ def _option(each: Field[Any], flag: Flag) -> click.Option:
     settings |= {"help": flag.help, "metavar": flag.metavar}
     if not flag.show_default:
         return click.Option([name], **settings)
-    return _ShownDefault([name], default=partial(_default, each), show_default=True, **settings)
+    return _LazyDefault([name], default=partial(_default, each), show_default=True, **settings)
 
 
 def _default(each: Field[Any]) -> Any:

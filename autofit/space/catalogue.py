@@ -18,20 +18,20 @@ Reason = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The levels that may be tried, and why the others may not."""
+    """The levels that a search may try, and why it leaves the others out."""
 
     levels: tuple[tuple[str, tuple[str, ...]], ...]
     """Strategy to its levels, ``as_is`` first, in the catalogue's order."""
     left_out: tuple[Reason, ...] = ()
 
     def plans(self, fixed: Mapping[str, str] | None = None) -> tuple[Plan, ...]:
-        """Return every plan a search may launch besides the neutral one, cheapest first.
+        """Return every plan that a search may launch besides the neutral one, cheapest first.
 
-        The batch is split in every plan where it can be: the ramp tries the whole batch too, so
-        a plan without a split would be measured twice. A level that is never worse than ``as_is``
-        takes its place. Levels that refine are left to ``refinements``.
+        Every plan splits the batch if it can be split. The search for a size tries the whole batch
+        too, so that a plan without a split would be measured twice. A level that is never worse
+        than ``as_is`` replaces it. ``refinements`` returns the plans with levels that refine.
 
-        ``fixed``: levels that each plan has.
+        ``fixed`` holds levels that every plan must have.
         """
         names = [name for name, _ in self.levels]
         given = {name: (level,) for name, level in (fixed or {}).items()}
@@ -43,15 +43,15 @@ class Space:
     def refinements(self, plan: Plan) -> tuple[Plan, ...]:
         """Return the plans that differ from ``plan``, as it was searched, by a level that refines.
 
-        It stands beside the others, or in the place of its strategy's level. Never worse levels
-        are there, and the batch is split, as in ``plans``; where ``plan`` does not split it, that
-        is tried as well, since some levels gain by a batch in one piece.
+        The level is added, or replaces another level of its strategy. As in ``plans``, levels that
+        are never worse are included and the batch is split. If ``plan`` does not split the batch,
+        plans without a split are returned too, because some levels gain from a whole batch.
         """
         tried = {name: self._tried(name) for name, _ in self.levels}
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
         base = plan.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
         bases = dict.fromkeys((base, base.replace(micro_batch=plan["micro_batch"])))
-        found = dict.fromkeys(  # in the same order each time, also where two cost as much
+        found = dict.fromkeys(  # keeps the order, also for plans of equal cost
             each.replace(**{name: level})
             for each in bases
             for name, levels in self.levels
@@ -61,7 +61,7 @@ class Space:
         return tuple(sorted((each for each in found if not clash(each)), key=by_cost))
 
     def choices(self, name: str) -> tuple[str, ...]:
-        """Return the levels of a strategy; what is never worse than ``as_is`` in its place."""
+        """Return the levels of a strategy, without ``as_is`` if another level is never worse."""
         levels = dict(self.levels)[name]
         better = any(strategies.get(name).level(each).replaces_as_is for each in levels)
         return tuple(each for each in levels if not (better and each == AS_IS))
@@ -83,9 +83,10 @@ def space(
     without: frozenset[str] = frozenset(),
     refused: Iterable[Reason] = (),
 ) -> Space:
-    """Return what may be tried under an allowance, given what is known so far.
+    """Return the levels that may be tried, from the hardware and the known facts of the script.
 
-    ``refused``: levels that trials have ruled out, with their reasons.
+    ``allow`` is the most that a level may change. ``refused`` holds the levels that trials have
+    ruled out, with their reasons.
     """
     known = {(name, level): reason for name, level, reason in refused}
     levels: list[tuple[str, tuple[str, ...]]] = []
@@ -115,7 +116,7 @@ def _reason(
 
 
 def clash(plan: Plan) -> str | None:
-    """Return why the levels of ``plan`` cannot stand beside one another, or ``None``."""
+    """Return why the levels of ``plan`` cannot be combined, or ``None`` if they can."""
     levels = plan.levels
     reasons = (strategy.clashes(level, levels) for strategy, level in plan)
     return next((reason for reason in reasons if reason), None)

@@ -54,12 +54,12 @@ def only_saves(plan: Plan, than: Plan) -> bool:
 
 
 def by_cost(plan: Plan) -> tuple[float, float, float]:
-    """Return what plans are sorted by: the least loss of speed for memory first.
+    """Return the sort key of all plans: the plan that gives up least speed for memory comes first.
 
-    The first figure is what the plan trades for memory, its slowdowns alone; the second, which
-    decides between equals, is the step time expected against the script as it is. So every
-    precision comes before any of them with more checkpointing. The third lets a level that depends
-    on the batch's size follow the same plan without it, which finds that size.
+    The first figure is the product of the plan's slowdowns. The second, for equal plans, is the
+    expected step time relative to the script without a plan. So every precision comes before any of
+    them with more checkpointing. The third puts a level that depends on the batch's size after the
+    same plan without it, because that plan finds the size.
     """
     slowdowns = [strategy.level(level).slowdown for strategy, level in plan]
     sized = [strategy.level(level).slowdown for strategy, level in plan if strategy.sized]
@@ -71,7 +71,7 @@ def by_cost(plan: Plan) -> tuple[float, float, float]:
 
 
 def expected(plan: Plan) -> float:
-    """Return the step time expected of a plan, that of the script as it is being one."""
+    """Return the expected step time of a plan, relative to the script without a plan."""
     return math.prod(strategy.level(level).slowdown for strategy, level in plan)
 
 

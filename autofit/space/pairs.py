@@ -1,7 +1,7 @@
-"""Which levels of the catalogue stand beside one another: derived from what the strategies say.
+"""Which levels can be combined: derived from the strategies' own rules.
 
-Imports no torch. What a pair does to a training is put to the test in
-``tests/strategies/test_pairs.py``; here is only what is refused before a launch.
+This module knows only what is refused before a launch. ``tests/strategies/test_pairs.py`` tests
+what a pair does to a training. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Pair:
     one: Setting
     other: Setting
     needs: tuple[tuple[Setting, Setting], ...] = ()
-    """A level of the two that cannot stand alone, and the first that it can stand beside."""
+    """A level of the two that needs another level, and the first level that serves."""
     reason: str | None = None
-    """Why no plan holds both; ``None`` where they stand beside one another."""
+    """Why no plan holds both; ``None`` if they can be combined."""
 
     @property
     def plan(self) -> Plan:
-        """Both, and what they need."""
+        """The plan with both levels and the levels that they need."""
         return Plan.of(dict((*(need for _, need in self.needs), self.one, self.other)))
 
 
 def pairs(registry: Sequence[Strategy] = REGISTRY) -> tuple[Pair, ...]:
-    """Return every pair of the catalogue."""
+    """Return every pair of levels of two strategies."""
     needs = {each: _needed(each, registry) for s in registry for each in _changed(s)}
     found = (
         Pair(one=a, other=b, needs=tuple((each, need) for each in (a, b) for need in needs[each]))
@@ -47,7 +47,7 @@ def pairs(registry: Sequence[Strategy] = REGISTRY) -> tuple[Pair, ...]:
 
 
 def _needed(level: Setting, registry: Sequence[Strategy]) -> tuple[Setting, ...]:
-    """Return what ``level`` cannot stand without; nothing as a rule."""
+    """Return the level that ``level`` needs beside it; most need none."""
     if clash(Plan.of(dict([level]))) is None:
         return ()
     others = (each for s in registry for each in _changed(s) if s.name != level[0])

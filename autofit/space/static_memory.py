@@ -15,9 +15,9 @@ from autofit.plan import Plan
 from autofit.strategies import AS_IS, Facts, Memory
 
 STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
-"""Of Adam and its kin, and of others: numbers kept a parameter, and how unsure that is."""
+"""Numbers of optimizer state a parameter, and the width of that prior: for Adam, for others."""
 KINDS = (Memory.WEIGHTS, Memory.GRADIENTS, Memory.OPTIMIZER_STATE)
-"""What a script holds whatever its batch."""
+"""The kinds of memory that do not depend on the batch."""
 CONTEXT = 0.6 * 2**30
 """Bytes that a CUDA context and its libraries hold, before one was measured."""
 CPU_CONTEXT = 0.02
@@ -38,21 +38,21 @@ class Static:
 
     @classmethod
     def of(cls, facts: Facts) -> Static:
-        """Return what arithmetic says."""
+        """Return the bytes of a script with these facts."""
         weights = sum(root.parameter_bytes for root in facts.roots)
         gradients = sum(root.trainable * _element(root.dtype) for root in facts.roots)
         numbers, unsure = STATE[_is_adam(facts)]
         return cls(float(weights), float(gradients), numbers * gradients, unsure)
 
     def under(self, plan: Plan) -> float:
-        """Return the bytes that are left of all three under ``plan``."""
+        """Return the bytes of weights, gradients and state under ``plan``."""
         sizes = (self.weights, self.gradients, self.state)
         return sum(
             size * remaining_share(plan, kind) for kind, size in zip(KINDS, sizes, strict=True)
         )
 
     def made(self, plan: Plan, *, cuda: bool) -> float:
-        """Return the bytes of the weights while the model is made under ``plan``."""
+        """Return the bytes of the weights while the script makes the model under ``plan``."""
         shares = (strategy.level(level).made for strategy, level in plan)
         return self.weights * (math.prod(shares) if cuda else 1.0)
 

@@ -1,4 +1,4 @@
-"""What a search says, line by line: notices in, styled text out. No terminal, no stream."""
+"""Turns the notices of a search into lines of text with a style; writes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Said(NamedTuple):
 
 
 class Transcript:
-    """Turns each notice into the lines it is worth, at the width given (``None``: any)."""
+    """Turns each notice into lines of at most a given width."""
 
     def __init__(self) -> None:
         self._opened: StudyStarted | None = None
@@ -41,7 +41,7 @@ class Transcript:
         self._now: float | None = None
 
     def lines(self, notice: Notice, width: int | None = None) -> list[Said]:
-        """Return the lines to show for ``notice``; most of what runs is worth none.
+        """Return the lines to show for ``notice``; notices of running trials have none.
 
         Nothing in them acts on a terminal, whatever a script is called or has raised.
         """

@@ -1,4 +1,4 @@
-"""How figures and facts are put in words: pure functions, text out."""
+"""Figures and facts as text: pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAILED = {
 
 
 def unit_of(budget: int) -> tuple[str, int]:
-    """Return the unit a budget is told in, and its bytes: every peak beside it uses the same."""
+    """Return the unit of a budget and its bytes; peaks beside the budget use the same unit."""
     return next((unit for unit in _UNITS if budget >= unit[1]), _UNITS[-1])
 
 
@@ -94,7 +94,7 @@ def script_line(script: Script, facts: Facts) -> str:
 
 
 def _samples(facts: Facts) -> str:
-    """Return what rates in samples count; nothing before it is known."""
+    """Return what a sample is in the rates; empty while that is not known."""
     samples = facts.effective_batch
     if samples is None:
         return "a step counted as one sample, as no argument shows a batch" if facts.stepped else ""
@@ -120,7 +120,7 @@ def left_out(reasons: Iterable[tuple[str, str, str]]) -> list[str]:
 
 
 def verdict(report: TrialReport, *, best: bool = False) -> str:
-    """Return what became of a trial, in a few words; the ``best`` so far has an arrow."""
+    """Return the verdict of a trial in a few words; the ``best`` so far has an arrow."""
     short = report.out_of_memory
     if report.verdict is Verdict.MEASURED:
         size = short.micro_batch if short else None
