@@ -336,7 +336,7 @@ class Trial(Session):
         What was measured still counts, and so does a shortage.
         """
         if self.index == 0 and self._current is not None:  # the first plan is itself at fault
-            self.shortage(self._out_of_memory(classify(failure.error), None))
+            self.shortage(self.runner.out_of_memory(classify(failure.error), None))
         if self._measured or (self._current is not None and self._current.shortage is not None):
             self._end_caught()
         self._end()
@@ -496,7 +496,7 @@ class Trial(Session):
         )
         seen = self._ranks.step(own)
         if self.step_calls.learns(seen.calls, self.facts.calls_per_step):
-            self._learn(calls_per_step=seen.calls)
+            self.learn(calls_per_step=seen.calls)
         step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
         settling = window.settles(seen.proven or seen.compiled)
         window.end_short(seen.shortage)

@@ -202,7 +202,7 @@ class RealRun(Session):
 
     def _prove_on_copy(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         module = copied(root.module, weights=True)
-        copy = HarnessRoot(module, self.seams, self.calls, self._on_shortage)
+        copy = HarnessRoot(module, self.seams, self.calls, self.runner.on_shortage)
         copy.learn(root.facts)
         prove(copy, plan, args, kwargs, self.facts)
         copy.take_back()
@@ -210,7 +210,7 @@ class RealRun(Session):
     def agree_on_facts(self, facts: RootFacts) -> RootFacts:
         """Learn how many ranks train together, also if another launcher has started them."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._learn(world_size=torch.distributed.get_world_size())
+            self.learn(world_size=torch.distributed.get_world_size())
         return facts
 
     def splits(self) -> bool:

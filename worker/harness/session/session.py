@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from traceback import clear_frames
 from typing import Any, NoReturn
 
 import torch
@@ -24,36 +22,28 @@ from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import Undo
-from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.batch.lazy_output import LazyOutput, materialize, refuse_gradient
+from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
-from autofit.worker.harness.session import error_source, uncalled_model
-from autofit.worker.harness.session import script_facts as learn
+from autofit.worker.harness.session import script_facts, uncalled_model
+from autofit.worker.harness.session.call_runner import OUTSIDE, CallRunner
 from autofit.worker.harness.session.calls_per_step import CallsPerStep
+from autofit.worker.harness.session.first_call import with_samples
 from autofit.worker.harness.session.leading_optimizer import LeadingOptimizer
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
-from autofit.worker.harness.torch_state.guarded import beside
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
-from autofit.worker.harness.verification.short_of_memory import checking, in_check
-from autofit.worker.harness.verification.split_check import batched_arguments
+from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.meter import Meter
-from autofit.worker.oom.attempt import Outcome, attempt
-from autofit.worker.oom.classifier import Diagnosis, Kind, classify
-from autofit.worker.records.trials import CHECK, OutOfMemory
+from autofit.worker.records.trials import OutOfMemory
 
-OUTSIDE = "outside the model"
-BATCH = "which dimension the batch is"
 BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
-TRANSFORMED = "the script calls the model inside a transform of torch.func"
 SETTLED = 2
 """Optimizer steps without a new root after which the search for roots ends."""
 
@@ -68,12 +58,11 @@ class Session:
         self.calls = Calls()
         self.optimizers = Optimizers(self)
         self.reads = ReadBeforeStep(
-            self.seams.gradient_reads, lambda: self._learn(gradients_read=True)
+            self.seams.gradient_reads, lambda: self.learn(gradients_read=True)
         )
         self.roots: list[HarnessRoot] = []
         self.facts = Facts(world_size=ranks)
-        self.phase = OUTSIDE
-        """What the script does now, for reports of errors."""
+        self.runner = CallRunner(self)
         self.step_calls = CallsPerStep()
         """Counts the calls of the first root; only a trial uses it."""
         self.steps = 0
@@ -106,6 +95,11 @@ class Session:
             for root in self.roots:
                 stack.callback(root.take_back)
         self._undos.clear()
+
+    @property
+    def phase(self) -> str:
+        """What the script does now, for reports of errors."""
+        return self.runner.phase
 
     @property
     def size(self) -> int | None:
@@ -214,7 +208,7 @@ class Session:
     def describe_uncalled_model(self, error: BaseException) -> None:
         """Learn the facts of a model that ran out of memory before its first call."""
         if not self.roots and (found := uncalled_model.facts_of(error)) is not None:
-            self._learn(roots=(found,))
+            self.learn(roots=(found,))
 
     # --- events -----------------------------------------------------------------------------
 
@@ -240,10 +234,12 @@ class Session:
             each for each in self.roots if each.alive
         ]  # drop the roots of an earlier training
         policy = self.policy(module)
-        root = HarnessRoot(module, self.seams, self.calls, self._on_shortage, known, policy)
+        root = HarnessRoot(module, self.seams, self.calls, self.runner.on_shortage, known, policy)
         self.roots.append(root)
         self._quiet_steps = 0
-        self.calls.wrap(module, lambda _: lambda *args, **kwargs: self._call(root, args, kwargs))
+        self.calls.wrap(
+            module, lambda _: lambda *args, **kwargs: self.runner.call(root, args, kwargs)
+        )
 
     def inner_call(self) -> None:
         """Notice autocast that the script itself enters inside a root.
@@ -254,18 +250,18 @@ class Session:
             return
         plain = self.roots[-1].plan.neutral and not self.seams.around
         if not self.facts.autocast and plain and autocast_on():
-            self._learn(autocast=True)
+            self.learn(autocast=True)
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run the script's backward pass."""
         first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self.loss(first.detach())
-        self.phase = "backward"
+        self.runner.enter("backward")
         with inside(self.seams):
-            self._reporting_shortages(lambda: self.around_backward(tensors, run))
+            self.runner.reporting_shortages(lambda: self.around_backward(tensors, run))
         self.reads.fresh = True
-        self.phase = OUTSIDE
+        self.runner.enter(OUTSIDE)
         self.step_calls.backward_ended()
 
     def grad(self, inputs: Any) -> None:
@@ -291,7 +287,7 @@ class Session:
         alive = (root for root in self.roots if root.alive)
         roots = [r for r in alive if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
-            self._learn(autograd_grad=True)
+            self.learn(autograd_grad=True)
         return [root for root in roots if root.elastic is not None]
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -306,7 +302,7 @@ class Session:
     def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
         """Notice that gradients are zeroed: the calls before may be no part of a step."""
         if in_place and not self.facts.gradients_zeroed:
-            self._learn(gradients_zeroed=True)
+            self.learn(gradients_zeroed=True)
         if self.roots and self.roots[0].alive:
             self.step_calls.dropped(owner, self.roots[0].module)
 
@@ -318,22 +314,22 @@ class Session:
         self.seams.run_delayed_calls()
         self.step_calls.step_begins()
         self.reads.fresh = False
-        self.phase = "optimizer step"
+        self.runner.enter("optimizer step")
         self.optimizer_begins(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count the step if it is the leading optimizer's; look for roots until they are known."""
         self.optimizer_stepped(optimizer)
-        self.phase = OUTSIDE
+        self.runner.enter(OUTSIDE)
         name = type(optimizer).__name__
         before = self.facts.optimizers if self.facts.stepped else ()
         if name not in before:
             optimizers = (*before, name)
             calls = self.step_calls.taken if self.steps == 0 else self.facts.calls_per_step
-            self._learn(
+            self.learn(
                 optimizers=optimizers,
                 stepped=True,
-                framework=learn.framework(),
+                framework=script_facts.framework(),
                 calls_per_step=calls,
             )
         if not self._leader.leads(optimizer):
@@ -350,94 +346,7 @@ class Session:
         self._quiet_steps = 0
         self.seams.look_for_roots()
 
-    # --- inside ----------------------------------------------------------------------------
-
-    def _call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        if self.seams.delayed_calls:
-            args, kwargs = materialize((args, kwargs))
-        return self._root_call(root, args, kwargs, lambda: self._with_phase(root, args, kwargs))
-
-    def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Run a delayed call; its root was already noticed."""
-
-        def run() -> Any:
-            return self._run_until_answered(root, lambda: self._run(root, args, kwargs))
-
-        return self._root_call(root, args, kwargs, run)
-
-    def _root_call(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run``; a call inside another root runs as the script has it."""
-        if self.seams.inside:
-            return root.own_call(*args, **kwargs)
-        try:
-            return run()
-        except NotTakenBack as failure:
-            self.not_taken_back(failure)
-        finally:
-            root.proof.drop_plain_results()
-
-    def _with_phase(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self.phase = "evaluation"
-            output = root.call(args, kwargs)
-            self.phase = OUTSIDE
-            return output
-        self.call_begins()
-        self.phase, self.reads.fresh = "forward", False
-        if root.facts is None:
-            self._describe_root(root, args, kwargs)
-        self.root_called(root)
-        return self._run_until_answered(
-            root,
-            lambda: self.around_run(root, args, kwargs, lambda: self._run(root, args, kwargs)),
-        )
-
-    def _run_until_answered(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run``, under one plan after another until one succeeds."""
-        self.phase = "forward"
-        while True:
-            self.seams.watch_inside = self.plan_for(root).neutral
-            try:
-                with inside(self.seams):
-                    output = self._reporting_shortages(run)
-            except Refused as refusal:
-                root.take_back()
-                self.refused(root, refusal)
-            except Exception as error:
-                if not (self.retry_after_shortage(error) or self.retry_after_error(root, error)):
-                    raise
-                clear_frames(error.__traceback__)  # they hold the tensors that did not fit
-                root.take_back()
-                root.proof.drop_plain_results()  # the failed call has changed running statistics
-                self.phase = "forward"
-                self.prepare_retry()
-            else:
-                self.phase = OUTSIDE
-                self.call_succeeded(root)
-                return output
-
-    def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Run a call under the present plan; apply and verify a new plan first."""
-        plan = self.plan_for(root)
-        if transformed():
-            changes = [strategy.name for strategy, _ in plan if strategy.changes_models]
-            if root.plan != plan and changes:
-                raise Refused(TRANSFORMED, changes[0])
-            return root.own_call(*args, **kwargs)
-        if root.plan != plan:
-            self.turn_to(root, plan, args, kwargs)
-        if self.optimizers.prepare():
-            self.meter.release()  # converting the optimizer's state leaves cached memory
-        waits = root.delay(args, kwargs, partial(self._repeat, root), self._run_delayed)
-        return root.call(args, kwargs) if waits is None else waits
-
-    def _run_delayed(self, run: Callable[[], Any]) -> Any:
-        """Run a part of a delayed call."""
-        self.phase = "forward"
-        with inside(self.seams):
-            output = self._reporting_shortages(run)
-        self.phase = OUTSIDE
-        return output
+    # --- plans and facts -------------------------------------------------------------------
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply a new plan to ``root``; raise ``Refused`` with the reason if it is impossible."""
@@ -466,87 +375,20 @@ class Session:
         with checking():
             return prove(root, plan, args, kwargs, self.facts, known=known)
 
-    def _describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
-        facts = learn.describe(root.outer, args, kwargs)
+    def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        """Learn the facts of a root from its first call."""
+        facts = script_facts.describe(root.outer, args, kwargs)
         root.learn(facts)
         if not facts.batch_norm and not transformed():
             with inside(self.seams):
-                facts = self._with_samples(root, facts, args, kwargs)
+                facts = with_samples(root, facts, args, kwargs, self.meter, splits=self.splits())
         root.learn(self.agree_on_facts(facts))
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
         autocast = self.facts.autocast or autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()
-        self._learn(roots=met, autocast=autocast, workers=self.seams.workers, optimizers=names)
+        self.learn(roots=met, autocast=autocast, workers=self.seams.workers, optimizers=names)
 
-    def _with_samples(
-        self, root: HarnessRoot, facts: RootFacts, args: Any, kwargs: Any
-    ) -> RootFacts:
-        """Return a root's facts with the samples in its first call; verify how it is split.
-
-        This must happen before the weights change: a diverged model gives every sample the same
-        output, and any rule of joining chunks would then look right. If nothing is split, an
-        earlier process may have found which dimension is the batch.
-        """
-        kwargs = without_cache(root.module, kwargs)
-        lost = "how many samples a call of the model has cannot be told"
-        batch = beside(lambda: Batch.of(args, kwargs), None, lost)
-        if batch is None:
-            return facts
-        dim: int | None = root.proof.evidence.get(BATCH)
-        if self.splits():
-            try:
-                outcome = attempt(lambda: root.layout(batch), corroborated=self.meter.short)
-            except Refused:  # a plan that splits the batch is refused later, with the reason
-                outcome = Outcome()
-            if (layout := outcome.value) is not None:
-                before, dim = dim, layout.dim
-                facts = replace(facts, dropout=facts.dropout or layout.draws)
-                if dim != before:
-                    root.proof.evidence.put(dim, BATCH)
-        if dim is None or not (batched := batched_arguments(batch, dim)):
-            return replace(facts, batch_doubted=learn.batch_dimension_uncertain(facts, batch))
-        return replace(facts, batch=Layout(dim, batched, ()).size(batch))
-
-    def _learn(self, **changes: Any) -> None:
+    def learn(self, **changes: Any) -> None:
+        """Replace some of the script's facts."""
         self.facts = replace(self.facts, **changes)
         self.learned()
-
-    def _reporting_shortages(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` returns; report a shortage of memory in it."""
-        try:
-            return run()
-        except Exception as error:
-            found = classify(error, corroborated=self.meter.short())
-            if found.kind is Kind.OOM:
-                told = self._out_of_memory(found, None)
-                self.shortage(replace(told, phase=CHECK) if in_check(error) else told)
-            elif found.kind is Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
-                clear_frames(error.__traceback__)
-                raise refusal from None
-            if not isinstance(error, Refused):
-                self.call_failed()
-            raise
-
-    def _fault(self, error: Exception) -> Refused | None:
-        """Return the refusal that an error amounts to, if a strategy of the plan knows it."""
-        plans = dict.fromkeys(root.plan for root in self.roots)
-        return next(filter(None, (error_source.fault_of(error, plan) for plan in plans)), None)
-
-    def _on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
-        """Note a shortage inside a split root; return whether to continue in smaller chunks."""
-        found = classify(error, corroborated=self.meter.short())
-        if found.kind is not Kind.OOM:
-            raise error
-        self.phase = phase
-        self.shortage(self._out_of_memory(found, size))
-        return self.can_shrink(phase)
-
-    def _out_of_memory(self, found: Diagnosis, size: int | None) -> OutOfMemory:
-        return OutOfMemory(
-            phase=self.phase,
-            message=found.message,
-            requested=found.requested,
-            micro_batch=size,
-            steps=self.steps,
-            room=self.meter.available(),
-        )

@@ -1,0 +1,233 @@
+"""Runs the calls of roots: under which plan, and what follows from a refusal or a shortage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from traceback import clear_frames
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.worker.harness.batch.lazy_output import materialize
+from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
+from autofit.worker.harness.patching.observers import Seams, inside
+from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.session import error_source
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.undo import NotTakenBack
+from autofit.worker.harness.verification.short_of_memory import in_check
+from autofit.worker.meter import Meter
+from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.records.trials import CHECK, OutOfMemory
+
+OUTSIDE = "outside the model"
+TRANSFORMED = "the script calls the model inside a transform of torch.func"
+
+
+class CallOwner(Protocol):
+    """What the runner of calls needs of its session."""
+
+    meter: Meter
+    seams: Seams
+    reads: ReadBeforeStep
+    optimizers: Optimizers
+    roots: list[HarnessRoot]
+    steps: int
+
+    def plan_for(self, root: HarnessRoot) -> Plan:
+        """Return the plan that ``root`` should run under now."""
+
+    def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Apply a new plan; raise ``Refused`` with the reason if it is impossible."""
+
+    def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        """Learn the facts of a root from its first call."""
+
+    def call_begins(self) -> None:
+        """Notice that a call with gradients begins, before anything of it has run."""
+
+    def root_called(self, root: HarnessRoot) -> None:
+        """Notice a call with gradients of a root whose facts are known."""
+
+    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return what ``run``, a call of ``root``, returns."""
+
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        """Respond to a refusal: choose another plan, or raise."""
+
+    def retry_after_shortage(self, error: Exception) -> bool:
+        """Return whether a call that ran out of memory runs again."""
+
+    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether a failed call runs again under another plan."""
+
+    def prepare_retry(self) -> None:
+        """Choose the plan for the retry."""
+
+    def call_succeeded(self, root: HarnessRoot) -> None:
+        """Notice that a call with gradients succeeded."""
+
+    def call_failed(self) -> None:
+        """Notice that the script receives the error."""
+
+    def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
+        """Respond to a shortage while a plan was undone."""
+
+    def shortage(self, found: OutOfMemory) -> None:
+        """Notice that memory ran out."""
+
+    def can_shrink(self, phase: str) -> bool:
+        """Return whether a split call that ran out of memory continues in smaller chunks."""
+
+
+class CallRunner:
+    """Runs the calls of a session's roots."""
+
+    def __init__(self, owner: CallOwner) -> None:
+        self._owner = owner
+        self.phase = OUTSIDE
+        """What the script does now, for reports of errors."""
+
+    def enter(self, phase: str) -> None:
+        """Note what the script does from now on."""
+        self.phase = phase
+
+    def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a call that the script makes of a root."""
+        if self._owner.seams.delayed_calls:
+            args, kwargs = materialize((args, kwargs))
+        return self._root_call(root, args, kwargs, lambda: self._with_phase(root, args, kwargs))
+
+    def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a delayed call; its root was already noticed."""
+
+        def run() -> Any:
+            return self._run_until_answered(root, lambda: self._run(root, args, kwargs))
+
+        return self._root_call(root, args, kwargs, run)
+
+    def _root_call(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return the result of ``run``; a call inside another root runs as the script has it."""
+        if self._owner.seams.inside:
+            return root.own_call(*args, **kwargs)
+        try:
+            return run()
+        except NotTakenBack as failure:
+            self._owner.not_taken_back(failure)
+        finally:
+            root.proof.drop_plain_results()
+
+    def _with_phase(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self.phase = "evaluation"
+            output = root.call(args, kwargs)
+            self.phase = OUTSIDE
+            return output
+        self._owner.call_begins()
+        self.phase = "forward"
+        self._owner.reads.fresh = False
+        if root.facts is None:
+            self._owner.describe_root(root, args, kwargs)
+        self._owner.root_called(root)
+        return self._run_until_answered(
+            root,
+            lambda: self._owner.around_run(
+                root, args, kwargs, lambda: self._run(root, args, kwargs)
+            ),
+        )
+
+    def _run_until_answered(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
+        """Return the result of ``run``, under one plan after another until one succeeds."""
+        self.phase = "forward"
+        while True:
+            self._owner.seams.watch_inside = self._owner.plan_for(root).neutral
+            try:
+                with inside(self._owner.seams):
+                    output = self.reporting_shortages(run)
+            except Refused as refusal:
+                root.take_back()
+                self._owner.refused(root, refusal)
+            except Exception as error:
+                if not (
+                    self._owner.retry_after_shortage(error)
+                    or self._owner.retry_after_error(root, error)
+                ):
+                    raise
+                clear_frames(error.__traceback__)  # they hold the tensors that did not fit
+                root.take_back()
+                root.proof.drop_plain_results()  # the failed call has changed running statistics
+                self.phase = "forward"
+                self._owner.prepare_retry()
+            else:
+                self.phase = OUTSIDE
+                self._owner.call_succeeded(root)
+                return output
+
+    def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a call under the present plan; apply and verify a new plan first."""
+        plan = self._owner.plan_for(root)
+        if transformed():
+            changes = [strategy.name for strategy, _ in plan if strategy.changes_models]
+            if root.plan != plan and changes:
+                raise Refused(TRANSFORMED, changes[0])
+            return root.own_call(*args, **kwargs)
+        if root.plan != plan:
+            self._owner.turn_to(root, plan, args, kwargs)
+        if self._owner.optimizers.prepare():
+            self._owner.meter.release()  # converting the optimizer's state leaves cached memory
+        waits = root.delay(args, kwargs, partial(self._repeat, root), self._run_delayed)
+        return root.call(args, kwargs) if waits is None else waits
+
+    def _run_delayed(self, run: Callable[[], Any]) -> Any:
+        """Run a part of a delayed call."""
+        self.phase = "forward"
+        with inside(self._owner.seams):
+            output = self.reporting_shortages(run)
+        self.phase = OUTSIDE
+        return output
+
+    def reporting_shortages(self, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` returns; report a shortage of memory in it."""
+        try:
+            return run()
+        except Exception as error:
+            found = classify(error, corroborated=self._owner.meter.short())
+            if found.kind is Kind.OOM:
+                told = self.out_of_memory(found, None)
+                self._owner.shortage(replace(told, phase=CHECK) if in_check(error) else told)
+            elif found.kind is Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
+                clear_frames(error.__traceback__)
+                raise refusal from None
+            if not isinstance(error, Refused):
+                self._owner.call_failed()
+            raise
+
+    def _fault(self, error: Exception) -> Refused | None:
+        """Return the refusal that an error amounts to, if a strategy of the plan knows it."""
+        plans = dict.fromkeys(root.plan for root in self._owner.roots)
+        return next(filter(None, (error_source.fault_of(error, plan) for plan in plans)), None)
+
+    def on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
+        """Note a shortage inside a split root; return whether to continue in smaller chunks."""
+        found = classify(error, corroborated=self._owner.meter.short())
+        if found.kind is not Kind.OOM:
+            raise error
+        self.phase = phase
+        self._owner.shortage(self.out_of_memory(found, size))
+        return self._owner.can_shrink(phase)
+
+    def out_of_memory(self, found: Diagnosis, size: int | None) -> OutOfMemory:
+        """Return the report of a shortage; ``size``: the samples in the chunk."""
+        return OutOfMemory(
+            phase=self.phase,
+            message=found.message,
+            requested=found.requested,
+            micro_batch=size,
+            steps=self._owner.steps,
+            room=self._owner.meter.available(),
+        )
