@@ -79,7 +79,7 @@ class Trial(Session):
         self._ranks = RankAgreement(reporter, request.ranks)
         self._reporter = reporter
         self._batches = SameBatches()
-        self.seams.order = self._batches.next
+        self.seams.order_batches(self._batches.next)
         self.index = 0  # of the present plan
         self._request = request
         self._given = [] if request.waits else list(request.plans)
@@ -477,7 +477,7 @@ class Trial(Session):
         if (window := self._current) is not None:
             self._close_step(window, seconds)
         self._losses, self._open_graphs = [], 0
-        self.seams.data_seconds = 0.0
+        self.seams.restart_data_clock()
         self._clock = time.perf_counter()
 
     def _close_step(self, window: Window, seconds: float) -> None:

@@ -71,6 +71,14 @@ class ReadBeforeStep:
         while self._undos:
             self._undos.pop()()
 
+    def gradients_complete(self) -> None:
+        """Note the end of a backward pass: a read from now on sees its gradients."""
+        self.fresh = True
+
+    def gradients_outdated(self) -> None:
+        """Note a forward pass or an optimizer step: a read from now on does not count."""
+        self.fresh = False
+
     def _read(self, parameter: nn.Parameter) -> None:
         if self.fresh:
             self.stop()

@@ -148,6 +148,22 @@ class Seams:
         for call in list(self.delayed_calls):
             call.run_before_change()
 
+    def order_batches(self, order: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+        """Let ``order`` choose the next batch of every loader."""
+        self.order = order
+
+    def ignore_loader(self) -> None:
+        """Leave the loader's ``next`` as it is; call this before ``attach``."""
+        self.loader = False
+
+    def restart_data_clock(self) -> None:
+        """Count the seconds in the loader's ``next`` from zero."""
+        self.data_seconds = 0.0
+
+    def watch_submodules(self, wanted: bool) -> None:
+        """Watch calls inside a root too, or no longer."""
+        self.watch_inside = wanted
+
     def read_by(self, reader: Reader) -> Undo:
         """Let ``reader`` give the batches of loaders; the last one does."""
         self._readers.append(reader)

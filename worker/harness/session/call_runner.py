@@ -130,7 +130,7 @@ class CallRunner:
             return output
         self._owner.call_begins()
         self.phase = "forward"
-        self._owner.reads.fresh = False
+        self._owner.reads.gradients_outdated()
         if root.facts is None:
             self._owner.describe_root(root, args, kwargs)
         self._owner.root_called(root)
@@ -145,7 +145,7 @@ class CallRunner:
         """Return the result of ``run``, under one plan after another until one succeeds."""
         self.phase = "forward"
         while True:
-            self._owner.seams.watch_inside = self._owner.plan_for(root).neutral
+            self._owner.seams.watch_submodules(self._owner.plan_for(root).neutral)
             try:
                 with inside(self._owner.seams):
                     output = self.reporting_shortages(run)

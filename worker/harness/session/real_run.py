@@ -75,7 +75,7 @@ class RealRun(Session):
         """Calls of all roots since the last backward pass; their graphs still exist."""
         self._broken: tuple[int, str, str | None] | None = None
         """The plan under which a call failed, the error, and the strategy at fault."""
-        self.seams.loader = False
+        self.seams.ignore_loader()
 
     @property
     def plan(self) -> Plan:

@@ -260,7 +260,7 @@ class Session:
         self.runner.enter("backward")
         with inside(self.seams):
             self.runner.reporting_shortages(lambda: self.around_backward(tensors, run))
-        self.reads.fresh = True
+        self.reads.gradients_complete()
         self.runner.enter(OUTSIDE)
         self.step_calls.backward_ended()
 
@@ -313,7 +313,7 @@ class Session:
         """Note the phase, and run delayed calls."""
         self.seams.run_delayed_calls()
         self.step_calls.step_begins()
-        self.reads.fresh = False
+        self.reads.gradients_outdated()
         self.runner.enter("optimizer step")
         self.optimizer_begins(optimizer)
 

@@ -61,7 +61,7 @@ from autofit.worker.harness.verification.split_check import (
     preserved,
 )
 from autofit.worker.harness.verification.tolerances import TOLERANCES
-from autofit.worker.oom.attempt import Outcome, attempt
+from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
 
 Effects = tuple[Digest, dict[Key, Change | NewValue]]
@@ -460,25 +460,25 @@ def _in_float64(root: CheckedRoot, applied: Plan, batch: Batch) -> tuple[Effects
     size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
     for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
         samples = widened_batch(_samples(batch, most))
-        try:
-            root.take_back()
-            with saved(), in_float64(root.module):
-                plain = _gradients(root, root.plain, samples)
-            root.apply(applied)  # outside the context, which restores attributes of modules
-            with saved(), in_float64(root.module):
-                return _gradients(root, root.forward, samples), plain
-        except CannotRun:
+        outcome = attempt_model(partial(_both_in_float64, root, applied, samples, saved))
+        if outcome.value is not None:
+            return outcome.value
+        if isinstance(outcome.failure, CannotRun):
             break
-        except Refused:
-            raise
-        except Exception as error:
-            kind = classify(error).kind
-            if kind not in (Kind.OOM, Kind.NOT_OOM):
-                raise
-            clear_frames(error.__traceback__)
     if root.plan != applied:
         root.apply(applied)
     return None
+
+
+def _both_in_float64(
+    root: CheckedRoot, applied: Plan, samples: Batch, saved: Saved
+) -> tuple[Effects, Effects]:
+    root.take_back()
+    with saved(), in_float64(root.module):
+        plain = _gradients(root, root.plain, samples)
+    root.apply(applied)  # outside the context, which restores attributes of modules
+    with saved(), in_float64(root.module):
+        return _gradients(root, root.forward, samples), plain
 
 
 def _compare_rounded(
