@@ -246,7 +246,7 @@ def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], l
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"
-        "from tests.harness.test_known import CALLED, Net\n"
+        "from tests.harness.test_proof_cache import CALLED, Net\n"
         "torch.manual_seed(0)\n"
         "net = Net()\n"
         "optimizer = torch.optim.AdamW(net.parameters())\n"
