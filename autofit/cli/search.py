@@ -105,11 +105,11 @@ def _submit(
 
     _end_as_by_ctrl_c()
     storage = given["storage"]
-    store = job.on_the_head(storage)
+    store = job.storage_of_job(storage)
     line = ["search", *command_line({**given, "address": "auto", "storage": store}), *script]
     code = job.submit(url, line, options.script, write=write)
     if code == 0 and storage is None and store == job.STORE:
-        say(job.where(store))
+        say(job.storage_line(store))
     return code
 
 

@@ -1,4 +1,4 @@
-"""The slots of a search on a cluster: which machines are used, which join, which are gone."""
+"""The slots of a search on a Ray cluster, whose machines may join and leave."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from autofit.worker.cluster.nodes import Node, Places
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.guard import who
 
-LOOK = 5.0
-"""Seconds between two looks at which machines there are."""
-FIRST = 120.0
-"""Seconds a cluster is given to start a worker where there is none."""
-OTHERS = 20.0
-"""Seconds, once there is a worker, for which the others are waited for; late ones join then."""
+QUERY_SECONDS = 5.0
+"""Seconds between two queries for the machines of the cluster."""
+FIRST_WORKER_SECONDS = 120.0
+"""Seconds to wait for the first worker."""
+MORE_WORKERS_SECONDS = 20.0
+"""Seconds to wait for more workers after the first. Later ones join the running search."""
 _PAUSE = 0.5
-NOBODY = f"none started a worker within {FIRST:.0f} s; other jobs may hold the CPUs or GPUs"
+NO_WORKER = (
+    f"none started a worker within {FIRST_WORKER_SECONDS:.0f} s;"
+    " other jobs may hold the CPUs or GPUs"
+)
 
 
 def open_slots(options: SearchOptions, stack: ExitStack) -> LocalSlots:
-    """Return the crew of a search: of this machine, or of the cluster it was given."""
+    """Return the slots of a search, on this machine or on the cluster of ``--address``."""
     return LocalSlots(options) if options.address is None else ClusterSlots(options, stack)
 
 
 class ClusterSlots(LocalSlots):
-    """Knows what a search on a cluster runs on; the workers are started at once, and say it.
+    """The slots of a search on a cluster. Starts the workers at once; ``stack`` closes them.
 
-    They are left with ``stack``. Raises ``UsageError`` where the cluster has no room for what was
-    asked, ``WorkerError`` where it cannot be joined.
+    Raises ``UsageError`` if the cluster has too few devices for the options, and ``WorkerError`` if
+    the cluster cannot be joined.
     """
 
     def __init__(self, options: SearchOptions, stack: ExitStack) -> None:
@@ -50,43 +53,43 @@ class ClusterSlots(LocalSlots):
         self._own = of_node()
         self._model: Found | None = None
         self._needed = 0
-        self._remarked: set[str] = set()
+        self._said: set[str] = set()
         self._known: set[int] = set()
-        """Slots that have been used."""
+        """Slots that were accepted at least once."""
         self._cluster_pool = stack.enter_context(ClusterPool(options.address, options.script))
         alive = nodes.look()
         self._places: Places = nodes.choose(alive.values(), options.gpus, self.ranks)
         self.device = self._places.device
-        self._looked = time.monotonic()
-        self._deserted: float | None = None
-        """When the last slot was lost."""
+        self._queried_at = time.monotonic()
+        self._empty_since: float | None = None
+        """When the last slot was lost, by ``time.monotonic``; ``None`` while there is one."""
         self._cluster_pool.settle(self.device, self.ranks)
         self._tried: set[str] = set()
-        """Nodes, by id, that have been used, or were to be."""
+        """Ids of the nodes on which slots were started."""
         self._add(alive, self._places.slots)
         lines = [*self._places.lines]
-        self._open(lines.append)
+        self._wait_for_workers(lines.append)
         self.lines = tuple(lines)
 
     # --- the beginning ---------------------------------------------------------------------
 
-    def _open(self, say: Say) -> None:
-        """Wait for the workers, and settle by what they find what the study is of."""
+    def _wait_for_workers(self, say: Say) -> None:
+        """Wait for the workers, and derive the study's hardware and budget from their devices."""
         arrived = self._gather()
         found = {slot: each for slot, each in arrived if isinstance(each, Found)}
         self._model = self._typical([*found.values()])
         if self._model is not None and self.device == "cuda":
             same = [e for e in found.values() if e.hardware.name == self._model.hardware.name]
-            self._needed = self._least(same)
+            self._needed = self._bytes_needed(same)
         for slot, each in arrived:
-            self._welcome(slot, each, say)
+            self._accept(slot, each, say)
         used = [found[slot] for slot in self._cluster_pool.slots]
         if not used:
             for _, each in arrived:
                 if isinstance(each, UsageError):
                     raise each
             why = "; ".join(dict.fromkeys(self._lost.values()))
-            raise WorkerError(f"no machine of the cluster can be used: {why or NOBODY}")
+            raise WorkerError(f"no machine of the cluster can be used: {why or NO_WORKER}")
         self.hardware = min((each.hardware for each in used), key=lambda h: h.total_bytes)
         self.free = min(each.free for each in used)
         if self.device == "cpu":
@@ -95,45 +98,46 @@ class ClusterSlots(LocalSlots):
         self.versions = dict(used[0].versions)
 
     def _gather(self) -> list[Arrival]:
-        """Return what has become of the workers, once most can be expected to be there."""
+        """Wait for the first worker, then for more; return those that arrived or failed."""
         arrived: list[Arrival] = []
-        until = time.monotonic() + FIRST
+        until = time.monotonic() + FIRST_WORKER_SECONDS
         while self._cluster_pool.coming and (left := until - time.monotonic()) > 0:
             arrived += self._cluster_pool.arrivals(left)
             if self._cluster_pool.slots:
-                until = min(until, time.monotonic() + OTHERS)
+                until = min(until, time.monotonic() + MORE_WORKERS_SECONDS)
         return arrived
 
     def _typical(self, found: list[Found]) -> Found | None:
-        """Return one of those that can be used and are most alike."""
+        """Return a usable worker with the most frequent model of device."""
         able = [each for each in found if not obstacles(each.versions, self._own, builds=False)]
         names = Counter(each.hardware.name for each in able)
         return max(able, key=lambda each: names[each.hardware.name], default=None)
 
-    def _least(self, found: list[Found]) -> int:
-        """Return the bytes that every card must have free, of cards that are alike."""
+    def _bytes_needed(self, found: list[Found]) -> int:
+        """Return the bytes that each GPU of the chosen model must have free."""
         if self._options.memory is None:
             return int(SHARE * max(each.free for each in found))
         return min(self._options.memory, int(WHOLE * found[0].hardware.total_bytes))
 
-    # --- who may stay ----------------------------------------------------------------------
+    # --- which workers are used ------------------------------------------------------------
 
-    def _welcome(self, slot: int, arrived: Found | Exception, say: Say) -> bool:
-        """Keep a slot that can be used; give up one that cannot, and say why."""
+    def _accept(self, slot: int, arrived: Found | Exception, say: Say) -> bool:
+        """Accept a usable slot and return ``True``; give up any other, and say why."""
         if not isinstance(arrived, Found):
             why = f"{self._host(slot)} cannot be used: {arrived}"
-        elif objections := self._objections(arrived):
-            why = f"{arrived.label} is left out: {', '.join(objections)}"
+        elif reasons := self._obstacles(arrived):
+            why = f"{arrived.label} is left out: {', '.join(reasons)}"
         else:
             for remark in remarks(arrived.versions, self._own):
-                self._say_unless_said(f"{arrived.host}: {remark}", say)
+                self._say_once(f"{arrived.host}: {remark}", say)
             self._known.add(slot)
             return True
         self._give_up(slot, why)
-        self._say_unless_said(why, say)
+        self._say_once(why, say)
         return False
 
-    def _objections(self, found: Found) -> list[str]:
+    def _obstacles(self, found: Found) -> list[str]:
+        """Return why a worker cannot be used: its versions, its model or its free memory."""
         reasons = obstacles(found.versions, self._own, builds=False)
         if reasons or self._model is None:
             return reasons
@@ -156,35 +160,37 @@ class ClusterSlots(LocalSlots):
         node = self._cluster_pool.where(slot)
         return node.host if node is not None else "a machine"
 
-    def _say_unless_said(self, line: str, say: Say) -> None:
-        if line not in self._remarked:
-            self._remarked.add(line)
+    def _say_once(self, line: str, say: Say) -> None:
+        if line not in self._said:
+            self._said.add(line)
             say(line)
 
     # --- while the search runs -------------------------------------------------------------
 
     def update(self, say: Say, *, idle: bool) -> bool:
-        """Take in what has come, give up what is gone; each is said.
+        """Accept workers that joined and give up machines that left; see ``LocalSlots.update``.
 
-        Return whether to call again: nothing runs (``idle``), no slot is left, one may yet come.
+        Returns whether to call again: no launch is running (``idle``), no slot is left, and one may
+        still come.
         """
-        self._take_in(say)
+        self._refresh(say)
         if self._cluster_pool.slots or not idle:
-            self._deserted = None
+            self._empty_since = None
             return False
         now = time.monotonic()
-        self._deserted = self._deserted or now
+        self._empty_since = self._empty_since or now
         time.sleep(_PAUSE)
-        return now - self._deserted < FIRST
+        return now - self._empty_since < FIRST_WORKER_SECONDS
 
-    def _take_in(self, say: Say) -> None:
+    def _refresh(self, say: Say) -> None:
+        """Accept new workers, give up machines that left, and start slots on new machines."""
         for slot, arrived in self._cluster_pool.arrivals(0):
-            back = slot in self._known
-            if self._welcome(slot, arrived, say) and not back:
+            known = slot in self._known
+            if self._accept(slot, arrived, say) and not known:
                 say(f"{self._cluster_pool.labels[slot]} has joined the search")
-        if time.monotonic() - self._looked < LOOK:
+        if time.monotonic() - self._queried_at < QUERY_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._queried_at = time.monotonic()
         alive = nodes.look()
         for slot in self._cluster_pool.gone(set(alive)):
             why = (
@@ -193,8 +199,8 @@ class ClusterSlots(LocalSlots):
             self._give_up(slot, why)
             say(why)
         new = [node for node in alive.values() if node.id not in self._tried]
-        asked = self._options.gpus
-        left = None if asked is None else asked // self.ranks - self._cluster_pool.size
+        gpus = self._options.gpus
+        left = None if gpus is None else gpus // self.ranks - self._cluster_pool.size
         self._add(alive, nodes.more(self._places, new, self.ranks, left))
 
     def _add(self, alive: Mapping[str, Node], counts: Mapping[str, int]) -> None:
@@ -203,18 +209,21 @@ class ClusterSlots(LocalSlots):
         self._tried |= counts.keys()
 
     def workers(self, stack: ExitStack) -> ClusterPool:
-        """Return the fleet; raise ``WorkerError`` when no machine of it is left."""
+        """Return the pool of workers; raise ``WorkerError`` if no slot is left."""
         if not self._cluster_pool.slots:
             raise self._none_left()
         return self._cluster_pool
 
     def label(self, slot: int) -> str:
-        """Return what a slot sits on, where there is more than one."""
+        """Return the name of a slot's device; empty if there is one slot."""
         return self._cluster_pool.labels[slot] if len(self._cluster_pool.slots) > 1 else ""
 
     def idle(self, busy: Collection[int]) -> list[int]:
-        """Return the slots that are not ``busy``; any, where nothing runs and none is left."""
-        gone = (
-            not busy and not self._cluster_pool.slots
-        )  # then whoever has work for one hears of it
-        return [0] if gone else [slot for slot in self._cluster_pool.slots if slot not in busy]
+        """Return the slots that are not ``busy``.
+
+        If nothing runs and no slot is left, it is ``[0]``, so that the next launch raises
+        ``WorkerError``.
+        """
+        if not busy and not self._cluster_pool.slots:
+            return [0]
+        return [slot for slot in self._cluster_pool.slots if slot not in busy]

@@ -1,7 +1,7 @@
-"""``autofit search --submit URL``: the same search as a job of a Ray cluster, followed from here.
+"""``autofit search --submit URL``: runs the search as a job of a Ray cluster and shows its log.
 
-The working directory travels along (``worker/cluster/upload.py``); the job's log comes back as
-it is written. Formats and states: Ray's job submission SDK.
+The working directory is uploaded with the job (``worker/cluster/upload.py``). Ray's job submission
+SDK defines the formats and states.
 """
 
 from __future__ import annotations
@@ -28,29 +28,36 @@ if TYPE_CHECKING:
     from autofit.worker.records.trials import Script
 
 STORE = "~/autofit.db"
-"""Where a job keeps its trials when no ``--storage`` is given: on the machine the job runs on."""
+"""The default storage of a job, on the machine where the job runs."""
 LOST = 60.0
-"""Seconds the job server may be silent before it is taken for gone."""
+"""Seconds without an answer after which the job server counts as lost."""
 STARTING = 30.0
-"""Seconds a head that answers is given until it takes jobs."""
+"""Seconds to wait until a new head node accepts jobs."""
 STOPPED = 30.0
-"""Seconds a job that was told to stop is given to end in good order."""
+"""Seconds that a job has to end after it was told to stop."""
 
 _PAUSE = 1.0
 _NOT_FOUND = (126, 127)
-"""What a shell returns for a command it does not have."""
+"""Exit codes of a shell for a command that it cannot execute or find."""
 
 
 def submit(url: str, line: Sequence[str], script: Script, write: Callable[[str], object]) -> int:
     """Run ``autofit LINE`` as a job at ``url`` and return its exit code.
 
-    The working directory of ``script`` becomes the job's; ``write`` is given its log, piece by
-    piece. Ctrl-C stops the job, waits for its end and goes on as ``KeyboardInterrupt``. Raises
-    ``WorkerError`` where no job server answers, or does no more, and ``UsageError`` for a folder
-    that is too large, or does not hold the script.
+    Ctrl-C stops the job, waits for its end and raises ``KeyboardInterrupt``.
+
+    Args:
+        url: The URL of the Ray dashboard.
+        line: The arguments of ``autofit``.
+        script: The script of the search; its working directory becomes the job's.
+        write: Receives the job's log, piece by piece.
+
+    Raises:
+        WorkerError: The job server does not answer, or stops answering.
+        UsageError: The working directory is too large or does not contain the script.
     """
     folder = Path(script.cwd).resolve()
-    _check_travels(script, folder)
+    _check_inside(script, folder)
     patterns = checked_excludes(folder)
     client = _client(url)
     columns = shutil.get_terminal_size((100, 24)).columns
@@ -65,20 +72,20 @@ def submit(url: str, line: Sequence[str], script: Script, write: Callable[[str],
     }
     entrypoint = shlex.join(["exec", "python", "-m", "autofit", *line])
     deadline = time.monotonic() + STARTING
-    while (job := _taken(client, url, entrypoint, runtime_env, deadline)) is None:
+    while (job := _submitted_job(client, url, entrypoint, runtime_env, deadline)) is None:
         time.sleep(_PAUSE)
     write(f"job {job} at {url}; Ctrl-C stops it\n")
     return _followed(client, url, job, write)
 
 
-def _taken(
+def _submitted_job(
     client: JobSubmissionClient,
     url: str,
     entrypoint: str,
     runtime_env: dict[str, Any],
     deadline: float,
 ) -> str | None:
-    """Return the job's name; ``None`` where the head has only just started, before ``deadline``."""
+    """Return the id of the submitted job; ``None`` if the head node is not ready yet."""
     try:
         return client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env)
     except (RuntimeError, OSError, ValueError) as error:
@@ -87,21 +94,22 @@ def _taken(
         raise WorkerError(f"the job server at {url} takes no job: {_first_line(error)}") from error
 
 
-def _check_travels(script: Script, folder: Path) -> None:
+def _check_inside(script: Script, folder: Path) -> None:
+    """Raise ``UsageError`` if the script is not below the working directory."""
     target = Path(script.target)
     inside = (folder / target).resolve().is_relative_to(folder) and not target.is_absolute()
     if not script.module and not inside:
         raise UsageError(
-            f"--submit takes the working directory {folder} to the cluster: name the script by its"
-            f" path below it, not {script.target!r}"
+            f"--submit uploads the working directory {folder} to the cluster: name the script by"
+            f" its path below it, not {script.target!r}"
         )
 
 
-def where(store: str) -> str:
-    """Return what to say of a store that was not asked for."""
+def storage_line(store: str) -> str:
+    """Return the line that says where the default storage of a job is."""
     return (
-        f"the trials are in {store} on the machine the job ran on, the same command carries on from"
-        " them; with --storage postgresql+psycopg://... `autofit best` and `run` find them here too"
+        f"the trials are in {store} on the machine the job ran on; the same command continues from"
+        " them. With --storage postgresql+psycopg://... `autofit best` and `run` work here too"
     )
 
 
@@ -116,10 +124,10 @@ def _client(url: str) -> JobSubmissionClient:
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError("--submit needs Ray's job client: pip install 'autofit-torch[cluster]'")
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # they tell what they upload
+        logging.getLogger(name).setLevel(logging.ERROR)  # they log each upload
     try:
         return JobSubmissionClient(url)
-    except (RayError, RuntimeError, OSError, ValueError) as error:  # it knows them all
+    except (RayError, RuntimeError, OSError, ValueError) as error:
         raise WorkerError(
             f"no job server answers at {url} ({_first_line(error)}): start the head with"
             " --include-dashboard=true (pip install 'autofit-torch[cluster]' there), forward its"
@@ -130,6 +138,7 @@ def _client(url: str) -> JobSubmissionClient:
 def _followed(
     client: JobSubmissionClient, url: str, job: str, write: Callable[[str], object]
 ) -> int:
+    """Show the log of a job until it ends; return its exit code."""
     log = _Log(client, url, job, write)
     try:
         log.follow()
@@ -148,7 +157,7 @@ def _followed(
 
 
 def _code(info: Any, job: str) -> int:
-    """Return the exit code of the job's command; raise ``WorkerError`` where it never ran."""
+    """Return the exit code of the job's command; raise ``WorkerError`` if it never ran."""
     code: int | None = info.driver_exit_code
     if code in _NOT_FOUND:
         raise WorkerError(
@@ -163,7 +172,7 @@ def _code(info: Any, job: str) -> int:
 
 
 class _Log:
-    """What a job has written so far, and how it is."""
+    """The log and the state of a job."""
 
     def __init__(
         self, client: JobSubmissionClient, url: str, job: str, write: Callable[[str], object]
@@ -172,14 +181,14 @@ class _Log:
         self._url = url
         self._job = job
         self._write = write
-        self._shown = 0
+        self._written = 0
 
     def info(self) -> Any:
         """Return the job's state."""
         return self._request(self._client.get_job_info)
 
     def follow(self, seconds: float = math.inf) -> bool:
-        """Show what it writes until it has ended; return whether it has, after ``seconds``."""
+        """Show the log until the job ends, for at most ``seconds``; return whether it ended."""
         deadline = time.monotonic() + seconds
         while not (ended := self.info().status.is_terminal()) and time.monotonic() < deadline:
             self._advance()
@@ -189,12 +198,12 @@ class _Log:
 
     def _advance(self) -> None:
         text: str = self._request(self._client.get_job_logs)
-        if len(text) > self._shown:
-            self._write(text[self._shown :])
-            self._shown = len(text)
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)
 
     def _request(self, ask: Callable[[str], Any]) -> Any:
-        """Ask, again where the server is silent for a while: a search takes hours."""
+        """Call the job server; retry for ``LOST`` seconds, because a search takes hours."""
         deadline = time.monotonic() + LOST
         while True:
             try:
@@ -203,8 +212,8 @@ class _Log:
                 if time.monotonic() > deadline:
                     raise WorkerError(
                         f"the job server at {self._url} does not answer any more"
-                        f" ({_first_line(error)}); `ray job logs --follow {self._job}` shows how"
-                        " the job goes on, the same command carries on from what it has stored"
+                        f" ({_first_line(error)}). `ray job logs --follow {self._job}` shows the"
+                        " job; the same command continues from what it has stored"
                     ) from error
                 time.sleep(_PAUSE)
 
@@ -213,12 +222,12 @@ def _first_line(error: object) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def on_the_head(storage: str | None) -> str:
-    """Return the store that a job is given for ``--storage``.
+def storage_of_job(storage: str | None) -> str:
+    """Return the value of ``--storage`` for a job.
 
-    Where none is asked for, a server that ``AUTOFIT_STORAGE`` names is it as well from there; a
-    file that it names is of this machine. Raises ``UsageError`` for a file's path that means
-    another one in each job.
+    Without ``--storage``, it is the server in ``AUTOFIT_STORAGE``, or else ``STORE``. A file in
+    ``AUTOFIT_STORAGE`` belongs to this machine and is not used. Raises ``UsageError`` for a
+    relative path, because each job runs in a new folder.
     """
     if storage is None:
         named = os.environ.get(VARIABLE, "")
@@ -228,6 +237,6 @@ def on_the_head(storage: str | None) -> str:
     if storage.startswith(("/", "~", "sqlite:////")):
         return storage
     raise UsageError(
-        f"--storage {storage}: a job runs in a folder that goes away with it; give an absolute path"
+        f"--storage {storage}: a job's folder is deleted when the job ends. Give an absolute path"
         f" on the cluster's head (default: {STORE}), or a server: postgresql+psycopg://..."
     )

@@ -1,4 +1,4 @@
-"""The slots of a search on this machine: on which cards, and which have been given up."""
+"""The slots of a search on this machine: the devices on which trials run in parallel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autofit.worker.cluster.versions import versions
 from autofit.worker.records.trials import LaunchEnded
 
 CPU_SLOTS = 1
-"""Trials side by side would disturb one another's times."""
-TAKEN = 5
-"""Launches that others may take the memory from before the search gives up."""
+"""Slots on the CPU. Parallel trials would disturb one another's step times."""
+MAX_INTERRUPTED = 5
+"""Launches that may lose their memory to other processes before the search gives up."""
 
 BLIND = (
     "NVML is missing, so that the memory of other processes is unknown."
@@ -28,9 +28,9 @@ Say = Callable[[str], None]
 
 
 class LocalSlots:
-    """Knows what a search runs on, and starts its workers when the first is needed.
+    """The slots of a search on this machine. Starts the workers when the first is needed.
 
-    Raises ``UsageError`` where the devices asked for are not there or not free enough.
+    Raises ``UsageError`` if the requested devices do not exist or have too little free memory.
     """
 
     def __init__(self, options: SearchOptions) -> None:
@@ -38,18 +38,19 @@ class LocalSlots:
         self._pool: Pool | None = None
         self._cards: tuple[meter.Card, ...] = ()
         self._lost: dict[int, str] = {}
+        """Lost slots, each with the reason."""
         self.interrupted = 0
-        """Launches that others took the memory from."""
+        """Number of launches that lost their memory to other processes."""
         self.lines: tuple[str, ...] = ()
-        """What there is to say of the devices before anything is started."""
+        """Lines about the devices for the user, to show before the search starts."""
         self.versions = versions()
-        """Of what the trials run with."""
+        """Versions of the packages with which the trials run."""
         self.device = meter.default_device()
         self.hardware: Hardware
         self.free: int
-        """Bytes nobody holds for each rank, at least."""
+        """Free bytes that each rank has at least."""
         self.ranks = options.gpus_per_trial or 1
-        """Processes of each launch, which share the machine's memory where there is no GPU."""
+        """Processes of each launch. Without a GPU they share the machine's memory."""
         if self.device == "cuda":
             self._choose()
         else:
@@ -77,13 +78,13 @@ class LocalSlots:
 
     @property
     def devices(self) -> int:
-        """How many devices trials run on; ranks without GPUs share the one machine."""
+        """Number of devices. On the CPU, all ranks of a trial count as one device."""
         return self.count * (self.ranks if self.device == "cuda" else 1)
 
     def workers(self, stack: ExitStack) -> Pool:
-        """Return the pool; it is started by the first call, and left with ``stack``.
+        """Return the pool of workers. The first call starts it; ``stack`` closes it.
 
-        Raises ``WorkerError`` when every slot has been given up.
+        Raises ``WorkerError`` if every slot is lost.
         """
         if len(self._lost) == self.count:
             raise self._none_left()
@@ -104,29 +105,37 @@ class LocalSlots:
         )
 
     def update(self, say: Say, *, idle: bool) -> bool:
-        """Take note of workers that have come and gone, where they can; ``idle``: nothing runs.
+        """Handle workers that joined or left; return whether to call again to wait for one.
 
-        Return whether to call again, because one is waited for.
+        On one machine, workers do neither.
+
+        Args:
+            say: Receives a line for each change.
+            idle: Whether no launch is running.
         """
         return False
 
     def label(self, slot: int) -> str:
-        """Return which card a slot has, where there is more than one slot."""
+        """Return the name of a slot's device; empty if there is one slot."""
         return self._pool.labels[slot] if self._pool is not None and self.count > 1 else ""
 
     def idle(self, busy: Collection[int]) -> list[int]:
-        """Return the slots that are not ``busy``, those given up only where no other is left."""
+        """Return the slots that are not ``busy`` and not lost.
+
+        If all are lost, lost slots are returned, so that the next launch raises ``WorkerError``.
+        """
         slots = [slot for slot in range(self.count) if slot not in busy]
-        gone = len(self._lost) == self.count  # then whoever has work for one hears of it
-        return [slot for slot in slots if gone or slot not in self._lost]
+        all_lost = len(self._lost) == self.count
+        return [slot for slot in slots if all_lost or slot not in self._lost]
 
     def _give_up(self, slot: int, why: str) -> None:
         self._lost[slot] = why
 
     def handle_end(self, slot: int, ended: LaunchEnded, say: Say) -> bool:
-        """Return whether a launch ended for the sake of its card, and give up one that is lost.
+        """Return whether a launch ended because of its device; mark a lost device.
 
-        Raises ``WorkerError`` when others take the memory again and again.
+        Raises ``WorkerError`` if other processes took the memory more than ``MAX_INTERRUPTED``
+        times.
         """
         if ended.taken:
             self.interrupted += 1
@@ -134,7 +143,7 @@ class LocalSlots:
         if ended.lost:
             self._give_up(slot, ended.lost)
             say(f"{ended.lost}. The search does not use it any more.")
-        if self.interrupted > TAKEN:
+        if self.interrupted > MAX_INTERRUPTED:
             raise WorkerError(
                 f"other processes keep taking the memory: {ended.taken or ended.lost}"
             )

@@ -127,7 +127,7 @@ class SearchOptions:
         default=False, metadata=_flag("Open a new study; the old one is kept.", Kind.SWITCH)
     )
     lines: tuple[str, ...] = ()
-    """Lines that the search shows first: how the launch line was understood."""
+    """Lines that the search shows first: how autofit understood the launch line."""
 
 
 def flags() -> Iterator[tuple[Field[Any], Flag]]:

@@ -17,7 +17,7 @@ from autofit.exceptions import UsageError
 from autofit.storage import State, Store, script_path
 from autofit.storage.records import ORIGIN
 from autofit.storage.url import VARIABLE
-from autofit.tuning.job import on_the_head
+from autofit.tuning.job import storage_of_job
 from autofit.worker.records.trials import Script
 from tests.ray_head import Head
 
@@ -186,18 +186,18 @@ def test_a_store_for_a_job_is_a_server_or_has_a_place_of_its_own(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     for storage in ("/a/b.db", "~/b.db", "sqlite:////a/b.db", "postgresql+psycopg://host/db"):
-        assert on_the_head(storage) == storage
-    assert on_the_head(None) == "~/autofit.db"
+        assert storage_of_job(storage) == storage
+    assert storage_of_job(None) == "~/autofit.db"
     for named, store in {
         "postgresql+psycopg://host/db": "postgresql+psycopg://host/db",
         "/here/a.db": "~/autofit.db",
         "sqlite:////here/a.db": "~/autofit.db",
     }.items():
         monkeypatch.setenv(VARIABLE, named)
-        assert on_the_head(None) == store
+        assert storage_of_job(None) == store
     for storage in ("b.db", "sqlite:///b.db", "./b.db"):
         with pytest.raises(UsageError, match="postgresql"):
-            on_the_head(storage)
+            storage_of_job(storage)
 
 
 @pytest.mark.quick

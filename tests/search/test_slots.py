@@ -94,7 +94,7 @@ def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> 
 def test_memory_that_others_take_again_and_again_ends_the_search(options: SearchOptions) -> None:
     said: list[str] = []
     slots = local_slots.LocalSlots(options)
-    for _ in range(local_slots.TAKEN):
+    for _ in range(local_slots.MAX_INTERRUPTED):
         assert slots.handle_end(0, ended(taken="GPU 0: another process took memory"), said.append)
     assert slots.idle(()) == [0, 1]
     with pytest.raises(WorkerError, match="other processes keep taking the memory: GPU 0: another"):
