@@ -19,8 +19,8 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST_QUICK = -m pytest -m "quick and not full" -n $(WORKERS) --dist worksteal
 # What of the quick tests depends on other packages most: run on the oldest releases allowed too.
-LOWER_TESTS := tests/harness/test_hf_loops.py tests/harness/test_transformers.py tests/storage \
-	tests/cli/test_main.py tests/search/test_search.py tests/worker/test_cluster.py
+LOWER_TESTS := tests/harness/session/test_hf_loops.py tests/harness/verification/test_transformers.py tests/storage \
+	tests/cli/test_main.py tests/tuning/test_search.py tests/worker/cluster/test_cluster.py
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-lower test-full faults loops check docs clean help

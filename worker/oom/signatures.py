@@ -1,8 +1,8 @@
 """The words by which allocators say that memory ran out: data for ``oom.py``. Imports no torch.
 
 Collected from the tests and issue threads of PyTorch, NCCL, Triton and of libraries that retry.
-Every row has a case in ``tests/worker/test_oom.py``. A pattern is the allocator's own phrase, never
-a word such as "oom" or "memory" that a user's message may hold.
+Every row has a case in ``tests/worker/oom/test_classifier.py``. A pattern is the allocator's own
+phrase, never a word such as "oom" or "memory" that a user's message may hold.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Tolerances:
     models by up to 3e-6, and one by 1.6e-5. A ReLU that changes sides makes 5e-4 and more."""
     double: float = 1e-7
     """Of outputs and gradients in float64. Correct splits of the benchmark's models differ by at
-    most 1.3e-13, and 16 blocks without normalization (``tests/worker/test_conversation.py``) by
-    1.5e-8. The smallest difference of a wrong rule of joining is 3.3e-7."""
+    most 1.3e-13, and 16 blocks without normalization (``tests/worker/launch/test_conversation.py``)
+    by 1.5e-8. The smallest difference of a wrong rule of joining is 3.3e-7."""
     coefficient: float = 1e-3
     """Of the coefficients of the chunks' gradients in the batch's gradient, by least squares."""
     residual: float = 0.02

@@ -28,7 +28,7 @@ from autofit.worker.records.trials import (
     TrialReport,
     Verdict,
 )
-from tests.search.simulated import GIB, H200, MIB, OOM, opened, searched
+from tests.tuning.simulated import GIB, H200, MIB, OOM, opened, searched
 
 OTHER_TRAINING = ("adapters", "batch_size", "sequence_length")
 """What a full fine-tune does without."""

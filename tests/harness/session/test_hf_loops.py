@@ -16,7 +16,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.session.real_run import RealRun
-from tests.harness import hf_loops
+from tests.harness.session import hf_loops
 from tests.roots import a_run
 
 SPLIT = {"micro_batch": "2"}

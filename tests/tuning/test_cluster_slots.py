@@ -23,7 +23,7 @@ from autofit.tuning.controller import search
 from autofit.tuning.notices import Line, Notice, TrialStarted
 from autofit.tuning.options import SearchOptions
 from autofit.worker.records.trials import Script, Verdict
-from tests.search.finished import SLOW, check_nothing_lost, finished
+from tests.tuning.finished import SLOW, check_nothing_lost, finished
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 

@@ -25,7 +25,7 @@ from autofit.tuning.messages import did_not_hold
 from autofit.tuning.notices import Line, Notice, TrialEnded
 from autofit.tuning.proposals import Proposer
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
-from tests.search.simulated import GIB, opened
+from tests.tuning.simulated import GIB, opened
 
 pytestmark = pytest.mark.quick
 

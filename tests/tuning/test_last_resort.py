@@ -13,7 +13,7 @@ from autofit.storage import Store
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
 from autofit.tuning.history import History
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
-from tests.search.simulated import GIB, MIB, OOM, opened, searched
+from tests.tuning.simulated import GIB, MIB, OOM, opened, searched
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from autofit.worker.records.trials import (
 
 pytestmark = pytest.mark.quick
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "recurrent_state.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "recurrent_state.py"
 
 
 def test_a_split_that_later_batches_do_not_allow_is_refused(tmp_path: Path) -> None:

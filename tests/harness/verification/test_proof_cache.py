@@ -246,7 +246,7 @@ def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], l
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"
-        "from tests.harness.test_proof_cache import CALLED, Net\n"
+        "from tests.harness.verification.test_proof_cache import CALLED, Net\n"
         "torch.manual_seed(0)\n"
         "net = Net()\n"
         "optimizer = torch.optim.AdamW(net.parameters())\n"
@@ -258,12 +258,12 @@ def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], l
         "    optimizer.zero_grad()\n"
     )
     request = LaunchRequest(
-        script=Script(target=str(script), cwd=str(Path(__file__).parents[2])),
+        script=Script(target=str(script), cwd=str(Path(__file__).parents[3])),
         plans=(Plan.of({"checkpointing": "all", "micro_batch": "4"}),),
         device="cpu",
         budget=1 << 30,
         timeout=60.0,
-        environment=(("PYTHONPATH", str(Path(__file__).parents[2])),),
+        environment=(("PYTHONPATH", str(Path(__file__).parents[3])),),
         proven=proven,
     )
     events: list[Any] = list(launch(request))

@@ -14,7 +14,7 @@ from autofit.strategies import AS_IS, NAMES, Facts, Fidelity, RootFacts
 from autofit.tuning.history import History
 from autofit.tuning.proposals import Proposer
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
-from tests.search.simulated import GIB, H200, OOM, opened, searched
+from tests.tuning.simulated import GIB, H200, OOM, opened, searched
 
 pytestmark = pytest.mark.quick
 

@@ -28,7 +28,7 @@ from autofit.tuning.options import SearchOptions
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.launch.reaper import SESSION
 from autofit.worker.records.trials import Script, Verdict
-from tests.search.finished import SLOW, Trials, check_nothing_lost, finished
+from tests.tuning.finished import SLOW, Trials, check_nothing_lost, finished
 
 GONE_WITHIN = 10.0
 """Seconds after a kill in which every process of ours has to be gone."""
