@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autofit import strategies
-from autofit.equivalence.compare import compare, finite, strays
+from autofit.equivalence.compare import compare, divergence, finite
 from autofit.plan import Plan
 from autofit.space.order import by_cost
 from autofit.storage import TrialRecord
@@ -80,18 +80,18 @@ def compared(
             if steps.drifted is not None:
                 return Comparison(report=_drifted(report, steps.drifted))
             obstacle = (steps.obstacle or "") if steps.steps == 0 else ""
-    reason = _strays(report, expected)
+    reason = _divergence(report, expected)
     if reason is not None:
         report_or_none = _drifted(report, reason) if trace is not None else None
         return Comparison(report=report_or_none, obstacle=obstacle, without_reference=without)
     return Comparison(report=report, obstacle=obstacle, without_reference=without)
 
 
-def _strays(report: TrialReport, expected: Training) -> str | None:
+def _divergence(report: TrialReport, expected: Training) -> str | None:
     losses = losses_of(report)
     if expected.trace is None:
         return None if finite(losses) else "a loss that is not finite"
-    return strays(losses, expected.losses)
+    return divergence(losses, expected.losses)
 
 
 def within(report: TrialReport, facts: Facts | None, allow: Fidelity) -> TrialReport:

@@ -1,7 +1,7 @@
-"""The command line: one thin file per command, and one place that turns errors into exit codes.
+"""The command line: one module for each command; ``main`` turns errors into exit codes.
 
-Exit codes: 0 found, 1 the script failed (or the store, or a worker), 2 usage, 3 nothing fits,
-130 interrupted (Ctrl-C, SIGTERM); ``autofit run`` passes on the script's own.
+Exit codes: 0 success; 1 the script, the store or a worker failed; 2 usage error; 3 no plan fits;
+130 interrupted (Ctrl-C, SIGTERM). ``autofit run`` returns the script's own exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autofit.cli.out import say, write
 from autofit.exceptions import AutofitError, ScriptError
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 
 
 @click.group(
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = cli.main(arguments, prog_name="autofit", standalone_mode=False)
     except click.Abort:
-        say("interrupted; finished trials are stored, the same command carries on from there")
+        say("interrupted: finished trials are stored; run the same command again to continue")
         return INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()

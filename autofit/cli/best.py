@@ -39,9 +39,9 @@ def command(
     from autofit.analysis.ranking import best
     from autofit.cli.view.summary import lines
 
-    asked, ranks = (launch.script, launch.ranks) if launch else (None, None)
-    result, said = best(types.url_of(storage), asked, ranks=ranks, say=say)
-    show([said], err=True)
+    script_of_launch, ranks = (launch.script, launch.ranks) if launch else (None, None)
+    result, note = best(types.url_of(storage), script_of_launch, ranks=ranks, say=say)
+    show([note], err=True)
     if form is None:
         show(lines(result, storage=storage))
     elif output is None:

@@ -21,11 +21,11 @@ class LazyGroup(click.Group):
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order given: the order in which people use them."""
+        """Return the names in the order of ``lazy``, which is the order of use."""
         return [*self.lazy, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command, ``None`` when there is no such name."""
+        """Import and return the command; ``None`` if there is no such command."""
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         command = import_module(f"{self.package}.{cmd_name}").command

@@ -11,12 +11,12 @@ from autofit.printable import printable
 
 
 def say(line: str) -> None:
-    """Write a line of autofit's own to standard error."""
+    """Write a message to standard error, after ``autofit: ``."""
     click.echo(f"autofit: {printable(line)}", err=True)
 
 
 def show(lines: Iterable[str], *, err: bool = False) -> None:
-    """Write lines for people."""
+    """Write lines to standard output, or with ``err`` to standard error."""
     click.echo("\n".join(map(printable, lines)), err=err)
 
 

@@ -1,6 +1,6 @@
-"""How commands take a script: ``SCRIPT [-- ARGS]``, ``-m MODULE [-- ARGS]``, or a launch line.
+"""Parses the script of a command: ``SCRIPT [-- ARGS]``, ``-m MODULE [-- ARGS]``, or a launch line.
 
-A launch line follows ``--`` where neither SCRIPT nor MODULE is given: ``-- torchrun ... train.py``.
+Without SCRIPT and MODULE, a launch line follows ``--``: ``-- torchrun ... train.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=click.Command)
 
 
 class ScriptCommand(click.Command):
-    """A command whose line is cut at the first ``--``: what follows belongs to the script."""
+    """A command that passes all arguments after the first ``--`` to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words before ``--``; keep the rest for :func:`the_launch`."""
@@ -95,12 +95,12 @@ def some_launch(script: str | None, module: str | None) -> Launch | None:
 
 def the_launch(script: str | None, module: str | None) -> Launch:
     """Return the launch that the command line names; raise ``UsageError`` if it names none."""
-    asked = some_launch(script, module)
-    if asked is None:
+    launch = some_launch(script, module)
+    if launch is None:
         raise UsageError(
             "no script given: write its path, or -m MODULE, or its launch line after --"
         )
-    return asked
+    return launch
 
 
 def _check(path: str) -> None:

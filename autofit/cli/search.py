@@ -36,20 +36,20 @@ def command(
     submit: str | None,
     as_json: bool,
     dry_run: bool,
-    **asked: Any,
+    **given: Any,
 ) -> int | None:
     """Find the fastest plan that trains the same SCRIPT within a memory budget.
 
     The script is not changed. Its own arguments follow --. Instead of SCRIPT, a launch line may
     follow --, such as: torchrun --nproc-per-node 2 train.py.
     """
-    options = _options(the_launch(script, module), **asked)
+    options = _options(the_launch(script, module), **given)
     if submit is not None:
-        return _submit(submit, options, as_json, asked, script_words(script, module))
+        return _submit(submit, options, as_json, given, script_words(script, module))
     if dry_run:
         _preview(options, as_json)
     else:
-        _search(options, as_json, asked["storage"])
+        _search(options, as_json, given["storage"])
     return None
 
 
@@ -62,7 +62,7 @@ def _options(
     without: Names,
     gpus: int | None,
     gpus_per_trial: int | None,
-    **asked: Any,
+    **given: Any,
 ) -> SearchOptions:
     if both := only & without:
         raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
@@ -72,7 +72,7 @@ def _options(
     from autofit.tuning.options import SearchOptions
 
     ranks, why = span(launch, gpus, gpus_per_trial)
-    other = ranks != launch.ranks  # then its launch line would start another number of them
+    other = ranks != launch.ranks  # the launch line would start the wrong number of ranks
     return SearchOptions(
         script=replace(launch.script, launcher=()) if other else launch.script,
         gpus=gpus,
@@ -82,7 +82,7 @@ def _options(
         storage=types.url_of(storage),
         only=only,
         without=without,
-        **asked,
+        **given,
     )
 
 
@@ -114,7 +114,7 @@ def _submit(
 
 
 def _end_as_by_ctrl_c() -> None:
-    """Let SIGTERM do what Ctrl-C does: a batch system ends a search so."""
+    """Treat SIGTERM like Ctrl-C, because batch systems end jobs with it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

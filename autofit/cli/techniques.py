@@ -40,7 +40,7 @@ def command(as_pairs: bool, as_json: bool) -> None:
 
 
 def as_document(strategy: Strategy) -> dict[str, Any]:
-    """Return what a strategy states about itself, for JSON."""
+    """Return the description of a strategy, for JSON."""
     return {
         "name": strategy.name,
         "summary": strategy.summary,
@@ -54,7 +54,7 @@ def as_document(strategy: Strategy) -> dict[str, Any]:
 
 
 def pair_document(pair: Pair) -> dict[str, Any]:
-    """Return a pair for JSON: its levels, what they need beside them, and the reason or nothing."""
+    """Return a pair for JSON: its levels, the levels they need, and why they clash, if they do."""
 
     def named(*settings: tuple[str, str]) -> list[dict[str, str]]:
         return [{"strategy": strategy, "level": level} for strategy, level in settings]
@@ -64,24 +64,24 @@ def pair_document(pair: Pair) -> dict[str, Any]:
 
 
 def lines(strategies: Iterable[Strategy]) -> list[str]:
-    """Return the catalogue as plain text, by the memory lowered, a paragraph a strategy.
+    """Return the catalogue as plain text, grouped by the kind of memory that strategies lower.
 
-    The first level of each, the script as it is, is left out.
+    The level ``as_is`` of each strategy is left out.
     """
     found = tuple(strategies)
     wide = max((len(level.name) for s in found for level in s.levels), default=0)
     groups: dict[str, list[Strategy]] = {kind: [] for kind in _kinds()}
     for strategy in found:
         groups[_group(strategy)].append(strategy)
-    told: list[str] = []
+    text: list[str] = []
     for kind, members in groups.items():
         if members:
-            told += [f"== lowers {kind} =="]
+            text += [f"== lowers {kind} =="]
         for strategy in members:
-            told += ["", *_paragraph(strategy, wide)]
+            text += ["", *_paragraph(strategy, wide)]
         if members:
-            told += [""]
-    return told[:-1]
+            text += [""]
+    return text[:-1]
 
 
 def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
@@ -90,30 +90,30 @@ def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
     for pair in found:
         reasons.setdefault((pair.one[0], pair.other[0]), []).append(pair.reason is None)
     wide = max(map(len, names))
-    told = [f"{'':{wide + 3}}" + "".join(f"{column:>3}" for column in range(1, len(names)))]
+    text = [f"{'':{wide + 3}}" + "".join(f"{column:>3}" for column in range(1, len(names)))]
     for row, name in enumerate(names):
         cells = "".join(f"  {_cell(reasons[above, name])}" for above in names[:row])
-        told.append(f"{row + 1:>2} {name:<{wide}}{cells}".rstrip())
+        text.append(f"{row + 1:>2} {name:<{wide}}{cells}".rstrip())
     needs = dict.fromkeys(need for pair in found for need in pair.needs)
     alone = (f"{' '.join(one)} needs another level, here {' '.join(other)}" for one, other in needs)
     legend = f"{EVERY} all levels can be combined   {SOME} some can   {NONE} none can"
-    return [*told, "", legend, *alone]
+    return [*text, "", legend, *alone]
 
 
 def clashing(found: Iterable[Pair]) -> list[str]:
     """Return lines for each reason why levels cannot be combined, in the strategies' own words."""
-    told: dict[tuple[str, str, str], list[set[str]]] = {}
+    by_reason: dict[tuple[str, str, str], list[set[str]]] = {}
     for pair in found:
         if pair.reason is not None:
             key = (pair.one[0], pair.other[0], pair.reason)
             for levels, (_, level) in zip(
-                told.setdefault(key, [set(), set()]), (pair.one, pair.other), strict=True
+                by_reason.setdefault(key, [set(), set()]), (pair.one, pair.other), strict=True
             ):
                 levels.add(level)
     return [
         line
-        for (one, other, reason), (ones, others) in told.items()
-        for line in ("", f"{one} {_listed(ones)} beside {other} {_listed(others)}:", f"  {reason}")
+        for (one, other, reason), (ones, others) in by_reason.items()
+        for line in ("", f"{one} {_listed(ones)} with {other} {_listed(others)}:", f"  {reason}")
     ]
 
 
@@ -144,7 +144,7 @@ def _kinds() -> list[str]:
 
 
 def _group(strategy: Strategy) -> str:
-    """Return the kind of memory under which a strategy is listed: the first that it lowers."""
+    """Return the heading of a strategy: the first kind of memory that it lowers."""
     lowers = _lowers(strategy)
     return next((kind for kind in _kinds() if kind in lowers), NOTHING)
 

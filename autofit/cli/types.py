@@ -38,12 +38,12 @@ def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 def strategies(
     ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 ) -> frozenset[str]:
-    """Return the names given; those the catalogue lacks are refused with those it has."""
+    """Return the given names; an unknown one is a usage error that lists the known names."""
     if not value:
         return frozenset()
     from autofit.strategies import get
 
-    with _bad(param):
+    with _usage_errors(param):
         return frozenset(get(name).name for name in value)
 
 
@@ -109,7 +109,7 @@ def search_options(command: F) -> F:
 
 
 def url_of(storage: str | None) -> str:
-    """Return the store's URL for what ``--storage`` was given, a path of a file included."""
+    """Return the URL of the store for ``--storage``, which is a URL or a file's path."""
     from autofit.storage.url import default_url, to_url
 
     return default_url() if storage is None else to_url(storage)
@@ -118,12 +118,12 @@ def url_of(storage: str | None) -> str:
 def _parsed(parse: Callable[[str], T], value: str | None, param: click.Parameter) -> T | None:
     if value is None:
         return None
-    with _bad(param):
+    with _usage_errors(param):
         return parse(value)
 
 
 @contextmanager
-def _bad(param: click.Parameter) -> Iterator[None]:
+def _usage_errors(param: click.Parameter) -> Iterator[None]:
     try:
         yield
     except UsageError as error:

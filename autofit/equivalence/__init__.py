@@ -1,1 +1,1 @@
-"""Tells from two traces of losses and updates whether they show the same training."""
+"""Decides whether two traces of losses, gradients and updates show the same training."""

@@ -26,11 +26,11 @@ class Comparison:
     """The result of comparing two traces."""
 
     drifted: str | None = None
-    """How the trainings differ, in one line; ``None`` if they do not."""
+    """How the found training differs from the expected one, in one line; ``None`` if it agrees."""
     steps: int = 0
-    """Steps that could be compared."""
+    """The number of steps that agreed."""
     obstacle: str | None = None
-    """Why no more steps could be compared."""
+    """Why further steps could not be compared; ``None`` if all were."""
 
 
 class _Drift(Exception):
@@ -38,14 +38,14 @@ class _Drift(Exception):
 
 
 class _Obstacle(Exception):
-    """Two steps cannot be compared, and none after them."""
+    """This step and all later ones cannot be compared."""
 
 
 def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) -> Comparison:
     """Compare the trace of a plan with the reference's.
 
     ``fidelity``: what the plan may change, at most ``ROUNDING``. ``splits``: the plan or the
-    reference splits the batch, so that a model with random numbers draws others.
+    reference splits the batch, so a model with random layers draws other numbers.
     """
     rounding = fidelity >= Fidelity.ROUNDING or expected.epsilon > ALLOWED.coarse
     noise = TOLERANCES.noise * found.sensitivity
@@ -56,10 +56,10 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
             total(pairs(found.start, expected.start, expected.buckets)).relative
             > ALLOWED.same_start
         ):
-            raise _Obstacle("the script begins with other weights in each run")
+            raise _Obstacle("the script starts with different weights in each run")
         same = (found.names, found.sizes) == (expected.names, expected.sizes)
         if len(found.steps) == len(expected.steps) and not same:
-            raise _Drift("the optimizers step other parameters")
+            raise _Drift("the optimizers update different parameters")
         for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=False)):
             redrawn = (ours.drew or theirs.drew) and (splits or rounding)
             tolerance = _tolerance(number, rounding, redrawn, chaotic, found.sensitivity)
@@ -111,7 +111,7 @@ class _Step:
         return self.allowed is ALLOWED.redrawn
 
     def check(self) -> None:
-        """Raise ``_Drift`` or ``_Obstacle``."""
+        """Compare the step; raise ``_Drift`` or ``_Obstacle`` if it does not agree."""
         self._inputs()
         if not finite(self.theirs.losses):
             raise _Obstacle("the script's own loss is not finite")
@@ -129,32 +129,35 @@ class _Step:
     def _inputs(self) -> None:
         ours, theirs = self.ours.inputs, self.theirs.inputs
         if bool(ours) != bool(theirs):
-            raise _Obstacle("the model gets other arguments in each run")
+            raise _Obstacle("the model receives different arguments in each run")
         if not ours:
             return
         apart = total(pairs(ours, theirs, len(ours))).relative
         if not apart <= (
             ALLOWED.rounded_inputs if self.rounding or self.number > 0 else ALLOWED.inputs
         ):
-            raise _Obstacle("the script trains on other batches in each run")
+            raise _Obstacle("the script trains on different batches in each run")
 
     def _losses(self, slope: float) -> None:
-        """Compare the losses; ``slope``, the gradients' norm, says how much rounding moves one."""
+        """Compare the losses; ``slope`` is the norm of the gradients.
+
+        Rounding the weights changes a loss near zero by up to about ``slope`` times their norm.
+        """
         ours, theirs = self.ours.losses, self.theirs.losses
         if len(ours) != len(theirs):
-            self._leave(f"{len(ours)} backward passes", f"{len(theirs)}")
+            self._raise_drift(f"{len(ours)} backward passes", f"{len(theirs)}")
         weights = math.sqrt(total(pairs(self.expected.start, self.expected.start, 1)).expected)
         for mine, other in zip(ours, theirs, strict=True):
             size = max(abs(other), 0.1 * slope * weights)
             if abs(mine - other) > self.allowed.loss * size:
-                self._leave(f"the loss is {mine:.6g}", f"{other:.6g}", self.allowed.loss)
+                self._raise_drift(f"the loss is {mine:.6g}", f"{other:.6g}", self.allowed.loss)
 
     def _gradients(self) -> list[Pair]:
         ours, theirs = self.ours.gradients, self.theirs.gradients
         if not ours and theirs and self.rounding:
             raise _Obstacle("its loss scaling skips the first steps")
         if bool(ours) != bool(theirs):
-            self._leave("gradients" if ours else "no gradients", "none" if ours else "some")
+            self._raise_drift("gradients" if ours else "no gradients", "none" if ours else "some")
         found = self._pairs(ours, theirs) if ours else []
         if not math.isfinite(total(found).expected):
             raise _Obstacle("the script's own gradients are not finite")
@@ -167,58 +170,60 @@ class _Step:
         try:
             return pairs(ours, theirs, self.expected.buckets)
         except ValueError:
-            raise _Obstacle("the script ended before all its optimizers had stepped") from None
+            raise _Obstacle("the script ended before all its optimizers took a step") from None
 
     def _compare_gradients(self, rows: list[Pair], together: Pair) -> None:
         allowed = self.allowed
         if together.relative > allowed.gradients * max(1.0, together.ratio):
-            self._leave("the gradients differ", f"by {together.relative:.2g}", allowed.gradients)
+            self._raise_drift(
+                "the gradients differ", f"by {together.relative:.2g}", allowed.gradients
+            )
         if abs(together.ratio - 1) > allowed.scale:
             figure = f"{together.ratio:.3g} times as large"
-            self._leave("the gradients are", figure, allowed.scale)
+            self._raise_drift("the gradients are", figure, allowed.scale)
         for row, noise, name in zip(rows, self._noise(together), self.expected.names, strict=False):
             if row.apart > allowed.row * row.norm + noise or (
                 row.found == 0.0 and row.norm > noise
             ):
                 figure = f"by {row.relative:.2g}"
-                self._leave(f"the gradient of {name} differs", figure, allowed.row)
+                self._raise_drift(f"the gradient of {name} differs", figure, allowed.row)
 
     def _noise(self, gradients: Pair) -> list[float]:
-        """Return, by row, the norm below which a gradient is rounding, not to be compared."""
+        """Return for each row the norm below which a gradient is only rounding error."""
         typical = gradients.norm / math.sqrt(sum(self.expected.sizes))
         return [self.allowed.noise * typical * math.sqrt(s) for s in self.expected.sizes]
 
     def _compare_changes(self, gradients: list[Pair], changes: list[Pair]) -> None:
-        """Compare how the parameters moved, where it is not rounding that moved them."""
+        """Compare the updates of parameters, except those that rounding errors caused."""
         together = total(gradients)
         noise = self._noise(together) if gradients else [-1.0] * len(changes)
-        kept = [
+        compared = [
             (change, self.expected.rounding[index], index)
             for index, change in enumerate(changes)
             if together.norm == 0.0 or gradients[index].norm > noise[index]
         ]
-        everything = total([change for change, _, _ in kept])
-        rounding = math.sqrt(sum(each * each for _, each, _ in kept))
+        everything = total([change for change, _, _ in compared])
+        rounding = math.sqrt(sum(each * each for _, each, _ in compared))
         allowed = self.allowed
         if not everything.finite:
             raise _Drift(f"the parameters are not finite after step {self.number + 1}")
         most = allowed.changes * max(everything.norm, math.sqrt(everything.found))
         if everything.apart > most + rounding:
             figure = f"by {everything.relative:.2g}"
-            self._leave("the parameters' change differs", figure, allowed.changes)
+            self._raise_drift("the parameters' change differs", figure, allowed.changes)
         if _longer(everything) > allowed.length * everything.norm + rounding:
             figure = f"{everything.ratio:.3g} times as large"
-            self._leave("the parameters' change is", figure, allowed.length)
-        for change, floor, index in kept:
+            self._raise_drift("the parameters' change is", figure, allowed.length)
+        for change, floor, index in compared:
             few = self.rounding and self.expected.sizes[index] < ALLOWED.few
-            stands = change.found == 0.0 and change.norm > 10 * floor and not self.redrawn
+            missing = change.found == 0.0 and change.norm > 10 * floor and not self.redrawn
             row = math.inf if few else allowed.row_length
-            if stands or _longer(change) > _times(row, change.norm) + 10 * floor:
+            if missing or _longer(change) > _times(row, change.norm) + 10 * floor:
                 name, figure = self.expected.names[index], f"{change.ratio:.3g} times as large"
-                self._leave(f"the change of {name} is", figure, row)
+                self._raise_drift(f"the change of {name} is", figure, row)
 
-    def _leave(self, what: str, figure: str, allowed: float | None = None) -> None:
-        """Raise the drift: ``what`` is, ``figure``, and how much was allowed."""
+    def _raise_drift(self, what: str, figure: str, allowed: float | None = None) -> None:
+        """Raise ``_Drift``; ``what`` and ``figure`` describe the difference in its message."""
         step = f"in step {self.number + 1}"
         if allowed is None:
             raise _Drift(f"{what} {step}, the reference has {figure}")
@@ -232,20 +237,20 @@ def _times(factor: float, norm: float) -> float:
 
 
 def _longer(pair: Pair) -> float:
-    """Return by how much the found vector is longer, or shorter, than the expected one."""
+    """Return the absolute difference of the norms of the found and the expected vector."""
     return abs(math.sqrt(pair.found) - pair.norm)
 
 
 def finite(losses: Iterable[float]) -> bool:
-    """Return whether every loss is a number."""
+    """Return whether every loss is finite."""
     return all(math.isfinite(loss) for loss in losses)
 
 
-def strays(found: Sequence[float], expected: Sequence[float]) -> str | None:
-    """Return how losses exceed the reference's by far; ``None`` if they do not.
+def divergence(found: Sequence[float], expected: Sequence[float]) -> str | None:
+    """Return how the losses diverge from the reference's; ``None`` if they do not.
 
-    The steps need not be the same ones, so that only a loss counts that is not finite, or far above
-    the reference's worst.
+    The two sequences may come from different steps. So this reports only a loss that is not finite,
+    or a median far above the largest expected loss.
     """
     if not found or not expected or not finite(expected):
         return None
@@ -253,7 +258,7 @@ def strays(found: Sequence[float], expected: Sequence[float]) -> str | None:
         if not math.isfinite(loss):
             return f"the loss becomes {loss}"
     worst, level = max(expected), statistics.median(found)
-    bound = worst + (worst - min(expected)) + ALLOWED.stray * abs(worst)
+    bound = worst + (worst - min(expected)) + ALLOWED.divergence * abs(worst)
     if level > bound:
         return f"the loss is {level:.4g} after the first steps, the reference's at most {worst:.4g}"
     return None

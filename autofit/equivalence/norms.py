@@ -1,4 +1,7 @@
-"""Norms and differences of the sketches in a trace (of ``fingerprint.py``). No torch."""
+"""Norms and differences of the sketches in a trace. Imports no torch.
+
+A sketch is a short linear digest of a vector, made by the harness's ``fingerprint.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 
 def unpack(text: str) -> array[float]:
-    """Return the sums in a sketch."""
+    """Return the sums in a base64-encoded sketch."""
     sums = array("f", base64.b64decode(text))
     if sys.byteorder == "big":
         sums.byteswap()
@@ -19,12 +22,14 @@ def unpack(text: str) -> array[float]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A found and an expected vector, by what can be said of them: squares of norms."""
+    """Squared norms of a found vector, of the expected vector, and of their difference."""
 
     found: float
+    """Square of the norm of the found vector."""
     expected: float
+    """Square of the norm of the expected vector."""
     distance: float
-    """Square of the norm of their difference."""
+    """Square of the norm of the difference."""
 
     def __add__(self, other: Pair) -> Pair:
         return Pair(
@@ -50,14 +55,14 @@ class Pair:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference over that of the expected vector; ``inf`` over zero."""
+        """Norm of the difference divided by that of the expected vector; ``inf`` if that is 0."""
         if self.expected == 0.0:
             return 0.0 if self.distance == 0.0 else math.inf
         return math.sqrt(self.distance / self.expected)
 
     @property
     def ratio(self) -> float:
-        """Norm of the found over that of the expected vector; 1 where both are zero."""
+        """Norm of the found vector divided by that of the expected one; 1 if both are zero."""
         if self.expected == 0.0:
             return 1.0 if self.found == 0.0 else math.inf
         return math.sqrt(self.found / self.expected)
@@ -67,7 +72,10 @@ NOTHING = Pair(0.0, 0.0, 0.0)
 
 
 def pairs(found: str, expected: str, buckets: int) -> list[Pair]:
-    """Return the rows of two packed sketches, pair by pair; raise ``ValueError`` unless alike."""
+    """Return a pair for each row of two sketches; a row has ``buckets`` sums.
+
+    Raises ``ValueError`` if the sketches differ in length.
+    """
     ours, theirs = unpack(found), unpack(expected)
     if len(ours) != len(theirs):
         raise ValueError(f"sketches of {len(ours)} and {len(theirs)} sums")
@@ -84,5 +92,5 @@ def _pair(found: array[float], expected: array[float]) -> Pair:
 
 
 def total(found: list[Pair]) -> Pair:
-    """Return all rows together."""
+    """Return the sum of all rows, which describes the concatenated vectors."""
     return sum(found, NOTHING)

@@ -13,23 +13,24 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """What may differ in one step, relative to the reference's own figures."""
+    """The allowed differences in one step, relative to the reference's figures."""
 
     loss: float
+    """Difference of the losses."""
     gradients: float
-    """Norm of the difference, over all parameters together."""
+    """Norm of the difference of the gradients of all parameters."""
     scale: float
-    """Norm of the gradients."""
+    """Difference of the norms of these gradients."""
     row: float
-    """As ``gradients``, of a single parameter."""
+    """As ``gradients``, for a single parameter."""
     noise: float
     """Gradients below this share of the typical size are rounding errors: they are not compared."""
     changes: float
-    """Norm of the difference of the parameters' change."""
+    """Norm of the difference of the updates of all parameters."""
     length: float
-    """Norm of that change."""
+    """Difference of the norms of these updates."""
     row_length: float
-    """The same, of a single parameter."""
+    """As ``length``, for a single parameter."""
 
 
 _ROUNDED = Tolerance(
@@ -109,17 +110,17 @@ class Tolerances:
     chaotic_later: Tolerance = _CHAOTIC_LATER
     """Later steps of such a model."""
     coarse: float = 2.0**-12
-    """Rounding error of a script from which all its plans compare as plans that round."""
+    """Scripts with a larger machine epsilon are compared with the tolerances of rounding plans."""
     same_start: float = 1e-5
-    """Relative difference of the first weights beyond which two runs cannot be compared."""
+    """Largest relative difference of the initial weights at which two runs can be compared."""
     inputs: float = 1e-3
     """The same for the inputs of a step."""
     rounded_inputs: float = 0.1
-    """The same where the inputs may be the rounded output of another model."""
+    """The same if the inputs may be the rounded output of another model."""
     few: int = 16
-    """Elements of a parameter below which its change alone says little under rounding."""
-    stray: float = 0.5
-    """How far the loss may exceed its worst so far, as a share of it, beside its own spread."""
+    """Under rounding, the norm of a single update is compared from this number of elements on."""
+    divergence: float = 0.5
+    """Share of the reference's largest loss by which the loss may exceed it, besides its range."""
 
 
 ALLOWED = Tolerances()

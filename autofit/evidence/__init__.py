@@ -1,1 +1,1 @@
-"""What was verified, of which script and plan; makes it where there is none."""
+"""Stores and looks up which plans were verified for a script, and verifies them before a run."""

@@ -1,4 +1,4 @@
-"""What was verified of a script: kept in the store, and read before a real run."""
+"""Evidence of verified plans: kept in the store, and read before a real run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from autofit.worker.harness.measurement.source_digests import digest_of
 from autofit.worker.records.trials import Proven, Script, Verified
 
 VERSIONS = ("autofit", "python", "torch", "accelerate", "bitsandbytes", "transformers")
-"""Packages of which another version may make another training."""
+"""Packages whose version may change the training; evidence holds for these versions only."""
 PLAN = "plan"
 
 
 def key_of(script: Script, *, gpu: str, gpus: int, versions: Mapping[str, str]) -> EvidenceKey:
-    """Return where evidence of ``script`` on so many devices of this model holds."""
-    told = {name: versions[name] for name in VERSIONS if name in versions}
-    return EvidenceKey.of(script, gpu=gpu, gpus=gpus, versions=told)
+    """Return the key of the evidence for ``script`` on ``gpus`` devices of the model ``gpu``."""
+    relevant = {name: versions[name] for name in VERSIONS if name in versions}
+    return EvidenceKey.of(script, gpu=gpu, gpus=gpus, versions=relevant)
 
 
 class Evidence:
-    """What was verified of one script, as it is in the store and since then."""
+    """The evidence for one script: from the store, and added in this process."""
 
     def __init__(self, key: EvidenceKey, script: Script, found: Iterable[Proven] = ()) -> None:
         self.key = key
@@ -38,14 +38,13 @@ class Evidence:
 
     @property
     def proven(self) -> tuple[Proven, ...]:
-        """All of it, for the harness."""
+        """All evidence, in the form that the harness receives."""
         return tuple(self._found.values())
 
     def holds(self, plan: Plan) -> bool:
-        """Return whether ``plan`` was verified, and no module of the user's was edited since.
+        """Return whether ``plan`` was verified and the user's modules have not changed since.
 
-        How many samples are in a part of the batch does not matter to that, unless a strategy of
-        the plan is made for one size.
+        The micro-batch size is ignored, unless a strategy of the plan depends on the batch size.
         """
         if plan.neutral:
             return True
@@ -59,7 +58,7 @@ class Evidence:
             return False
 
     def add(self, found: Proven | Verified) -> Proven:
-        """Take in what a process has verified; return it as the store keeps it."""
+        """Add what a process has verified; return its record for the store."""
         if isinstance(found, Verified):
             content = {"plan": dict(found.plan.changes), "sources": found.sources}
             found = Proven(key=_plan_key(found.plan), content=json.dumps(content))
@@ -67,14 +66,14 @@ class Evidence:
         return found
 
     def revoke(self, plan: Plan) -> Proven:
-        """Take back that a plan was verified; return that as the store keeps it."""
-        gone = Proven(key=_plan_key(plan), content="null")
-        self._found[gone.key] = gone
-        return gone
+        """Revoke the evidence for a plan; return the record for the store."""
+        revoked = Proven(key=_plan_key(plan), content="null")
+        self._found[revoked.key] = revoked
+        return revoked
 
 
 def stored(storage: str, key: EvidenceKey, script: Script) -> Evidence:
-    """Return what a store knows; nothing where there is none, or it cannot be read."""
+    """Return the evidence in a store; empty if there is no store or it cannot be read."""
     with suppress(StorageError, UsageError), Store(storage, create=False) as store:
         return Evidence(key, script, store.evidence(key))
     return Evidence(key, script)

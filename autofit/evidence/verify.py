@@ -1,4 +1,4 @@
-"""Verifies a plan before a real run, in a short launch of its own that is thrown away."""
+"""Verifies a plan before a real run, in a short launch whose results are discarded."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from autofit.worker.records.trials import (
 )
 
 STEPS = 2
-"""Optimizer steps that a plan takes to be verified, after the first."""
+"""Optimizer steps of a verification, after the first."""
 SECONDS = 900.0
-"""The launch is ended after so long."""
+"""Time limit of the launch."""
 HEADROOM = 0.05
-"""Share of the device that is left free where no budget was asked for."""
+"""Share of the device that stays free if no budget is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What came of a plan in its own launch."""
+    """The outcome of a verification."""
 
     refused: str = ""
-    """Why it does not keep its promise; empty where it does, or where nothing could be said."""
+    """Why the plan was refused; empty if it was verified, or if the launch showed nothing."""
     blamed: str | None = None
+    """The strategy that caused the refusal, if known."""
 
 
 def verify(
@@ -49,10 +50,13 @@ def verify(
     environment: Mapping[str, str],
     storage: str,
 ) -> Checked:
-    """Run ``script`` for a few steps under ``plan``; add what that verifies to ``evidence``.
+    """Run ``script`` for a few steps under ``plan``, and add the result to ``evidence``.
 
-    What the script writes meanwhile is thrown away, where the system allows. A launch that runs out
-    of memory, or ends before a step was taken, refuses nothing: a real run has ways to go on.
+    Files that the script writes meanwhile are discarded, if the system allows it. A launch that
+    runs out of memory, or ends before its first step, refuses nothing: the real run can fall back.
+
+    ``ranks`` is the number of processes, ``memory`` the budget in bytes for each device, and
+    ``storage`` the store that keeps the evidence.
     """
     total, free = meter.hardware(device).total_bytes, meter.free_bytes(device)
     request = LaunchRequest(
@@ -87,7 +91,7 @@ def verify(
 
 
 def _is_refused(report: TrialReport) -> bool:
-    """Return whether a report is against the plan: an error of the script's own is not."""
+    """Return whether the plan caused the failure; an error of the script itself does not count."""
     if report.verdict is Verdict.PLAN_FAILED:
         return not report.own or report.blamed is not None
     return report.verdict is Verdict.REFUSED

@@ -1,4 +1,4 @@
-"""The plan as a decorated function holds it. Imports torch when it is put to use, not before."""
+"""The plan that a decorated function receives. Applying it imports torch; this module does not."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from autofit.resilience.plan_session import Applied
+    from autofit.resilience.plan_session import PlanSession
 
 log = logging.getLogger("autofit.resilient")
 
 ON_OPTIMIZERS = {each.name for each in REGISTRY if each.changes_optimizers}
-"""Strategies that change an optimizer: what ``ActivePlan.apply`` needs it for."""
+"""Strategies that change an optimizer; ``ActivePlan.apply`` needs the optimizer for them."""
 ON_MODELS = {each.name for each in REGISTRY if each.changes_models} - ON_OPTIMIZERS
-"""Strategies that change a model alone."""
+"""Strategies that change only a model."""
 
 Model = TypeVar("Model", bound="nn.Module")
 Steps = TypeVar("Steps", bound="Optimizer | None")
 
 
 class ActivePlan:
-    """The plan of one attempt: apply it to a model, or follow it in the code of the loop.
+    """The plan of one attempt: apply it to a model, or follow it in your own loop.
 
-    ``apply`` does all of it. A loop that cuts its own batches reads ``micro_batch`` and
-    ``accumulation``, and enters ``autocast()`` around its forward.
+    ``apply`` applies every level. A loop that splits its own batches reads ``micro_batch`` and
+    ``accumulation`` instead, and enters ``autocast()`` around the forward pass.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class ActivePlan:
         short: frozenset[Plan] = frozenset(),
     ) -> None:
         self.plan = plan
-        """The levels themselves, frozen."""
+        """The levels, frozen."""
         self.effective_batch = effective_batch
-        """Samples in an optimizer step, where the decorator was told or the search has seen it."""
+        """Samples in an optimizer step; ``None`` unless given to the decorator or measured."""
         self.short = short
-        """Plans that ran out of memory earlier in this call."""
+        """PlanFallbacks that ran out of memory earlier in this call."""
         self.used: set[str] = set()
-        """Strategies that the function has followed."""
-        self._applied: list[Applied] = []
+        """Names of the strategies that the function has used."""
+        self._sessions: list[PlanSession] = []
 
     @property
     def micro_batch(self) -> int | None:
-        """The largest number of samples in a chunk; ``None`` for the whole batch."""
+        """The largest number of samples in a chunk; ``None`` if the batch is not split."""
         self.used.add("micro_batch")
         level = self.plan["micro_batch"]
         return None if level == AS_IS else int(level)
@@ -62,7 +62,8 @@ class ActivePlan:
     def accumulation(self) -> int:
         """The number of micro-batches in an optimizer step; 1 if the batch is not split.
 
-        Rounded up where they do not divide the batch: then the last one is smaller.
+        The number is rounded up if the size does not divide the batch. The last micro-batch is
+        smaller then.
         """
         size = self.micro_batch
         if size is None or self.effective_batch is None:
@@ -72,8 +73,8 @@ class ActivePlan:
     def autocast(self, device: str | None = None) -> AbstractContextManager[object]:
         """Return a context manager with the precision of the plan: autocast, TF32, or nothing.
 
-        ``device``: ``"cuda"`` where there is a GPU, else ``"cpu"``. float16 needs a
-        ``torch.amp.GradScaler`` as everywhere; ``apply`` scales by itself.
+        ``device`` defaults to ``"cuda"`` if a GPU is available, else to ``"cpu"``. With float16,
+        your loop must use a ``torch.amp.GradScaler``; ``apply`` scales the loss itself.
         """
         self.used.add("precision")
         if self.plan["precision"] == AS_IS:
@@ -85,49 +86,52 @@ class ActivePlan:
     def apply(self, model: Model, optimizer: Steps = None) -> tuple[Model, Steps]:  # type: ignore[assignment]
         """Apply the plan to ``model`` and ``optimizer`` until the decorated function ends.
 
-        Returns both, the same objects: what the plan changes is how the model is called, and how
-        the optimizer steps. The batch is split inside that call, so the loop around it stays as it
-        is. Before the first call with gradients each technique is compared with the plain model on
-        that very batch; one that does not keep its promise is left out, and the function starts
-        again without it. What changes optimizers is left out, with a warning, where none is given,
-        or one that a scheduler has taken hold of before.
+        Returns the same two objects. The plan changes how the model is called and how the optimizer
+        steps. The call of the model splits the batch, so your loop does not change.
+
+        Before the first call with gradients, autofit compares each technique with the plain model
+        on that batch. If the results differ by more than the technique may change, the function
+        starts again without it.
+
+        Levels that change optimizers are left out, with a warning, if no optimizer is given or if
+        it has a learning-rate scheduler already.
         """
-        from autofit.resilience.plan_session import Applied
+        from autofit.resilience.plan_session import PlanSession
 
         why = ""
         if optimizer is None:
             why = "plan.apply(model) was given no optimizer"
         elif "step" in vars(optimizer):
-            why = "the optimizer has a scheduler already: apply the plan before that is made"
+            why = "the optimizer has a scheduler already: apply the plan before you make it"
         self.used |= ON_MODELS if why else ON_MODELS | ON_OPTIMIZERS
         plan, left = self.plan, {name for name, _ in self.plan.changes} & ON_OPTIMIZERS
         if why and left:
             log.warning("%s: left out, since %s", Plan.of({name: plan[name] for name in left}), why)
             plan = plan.replace(**dict.fromkeys(left, AS_IS))
-        if not self._applied:
+        if not self._sessions:
             self.plan = plan
-        self._applied.append(Applied(plan, model, None if why else optimizer))
+        self._sessions.append(PlanSession(plan, model, None if why else optimizer))
         return model, optimizer
 
     @property
     def refused(self) -> tuple[str, str, str] | None:
         """Strategy, level and reason of a technique that was refused, if any."""
-        return next((each.refusal for each in self._applied if each.refusal), None)
+        return next((each.refusal for each in self._sessions if each.refusal), None)
 
     @property
     def facts(self) -> Facts:
-        """What is known of the models that the plan was applied to."""
-        return next((each.facts for each in self._applied if each.facts.roots), Facts())
+        """Facts of the models that the plan was applied to; empty while none are known."""
+        return next((each.facts for each in self._sessions if each.facts.roots), Facts())
 
     @property
     def reached(self) -> Plan:
-        """The plan at the end, with the micro-batch size that memory finally allowed."""
-        sizes = [size for each in self._applied if (size := each.micro_batch) is not None]
+        """The plan with the micro-batch size that fitted in the end."""
+        sizes = [size for each in self._sessions if (size := each.micro_batch) is not None]
         return self.plan.replace(micro_batch=str(min(sizes))) if sizes else self.plan
 
     def end(self) -> None:
         """Remove the plan from every model and optimizer."""
-        for each in reversed(self._applied):
+        for each in reversed(self._sessions):
             each.end()
 
     def __str__(self) -> str:
@@ -135,13 +139,13 @@ class ActivePlan:
 
 
 def staying(plan: Plan) -> Plan:
-    """Return the levels of ``plan`` that cannot be taken back when the function ends."""
+    """Return the levels of ``plan`` that cannot be undone when the function ends."""
     levels = ((strategy, strategy.level(name)) for strategy, name in plan)
     return Plan.of({s.name: each.name for s, each in levels if not (each.undo or each.late)})
 
 
 def check_given(plan: Plan | None) -> None:
-    """Raise ``UsageError`` for a plan that cannot be put into a running process."""
+    """Raise ``UsageError`` for a plan that cannot be applied in a running process."""
     if plan is not None and plan["micro_batch"] == AUTO:
         raise UsageError("micro_batch auto is for a search: give a number of samples")
     if plan is not None and plan.environment:

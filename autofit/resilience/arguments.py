@@ -1,4 +1,4 @@
-"""Where a decorated function takes what it is given. Imports no torch."""
+"""Adds the decorator's arguments to those of a call. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def parameters(function: Callable[..., Any]) -> list[Parameter]:
-    """Return the parameters; raise ``UsageError`` for what cannot be decorated."""
+    """Return the parameters of ``function``; raise ``UsageError`` if it cannot be decorated."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise UsageError(
-            f"{name_of(function)} is a generator: what it has yielded cannot be taken back;"
-            " decorate the function that does the work"
+            f"{name_of(function)} is a generator, and a retry cannot undo what it has yielded:"
+            " decorate a function that returns"
         )
     if isinstance(function, type) or not callable(function):
         raise UsageError(f"@resilient goes on a function, not on {function!r}")
@@ -39,21 +39,22 @@ def parameters(function: Callable[..., Any]) -> list[Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def bound(found: Sequence[Parameter]) -> int:
-    """Return 1 where the first parameter is the object of a method, else 0."""
+def receiver_count(found: Sequence[Parameter]) -> int:
+    """Return 1 if the first parameter is ``self`` or ``cls``, else 0."""
     return int(bool(found) and found[0].name in _BOUND)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one value goes: a position, or a keyword."""
+    """Where the decorator passes one value: at a position, or as a keyword."""
 
     name: str
     position: int | None
+    """``None`` for a keyword."""
 
     @classmethod
     def named(cls, name: str, found: Sequence[Parameter]) -> Self | None:
-        """Return the place of the parameter ``name``; ``None`` without one."""
+        """Return the place of the parameter ``name``; ``None`` if there is no such parameter."""
         for position, each in enumerate(found):
             if each.name == name:
                 return cls(name, position if each.kind in _POSITIONAL else None)
@@ -61,10 +62,10 @@ class Place:
 
     @classmethod
     def first(cls, name: str, function: Callable[..., Any], found: Sequence[Parameter]) -> Self:
-        """Return the place of ``name``, else the first after ``self``."""
+        """Return the place of the parameter ``name``, else of the first one after ``self``."""
         if (place := cls.named(name, found)) is not None:
             return place
-        position = bound(found)
+        position = receiver_count(found)
         if position < len(found) and found[position].kind in _POSITIONAL:
             return cls(found[position].name, position)
         if position < len(found) and found[position].kind is Parameter.VAR_POSITIONAL:
@@ -76,19 +77,22 @@ class Place:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """The leftmost position first, keywords last."""
+        """Sort key: positions from left to right, then keywords."""
         return self.position is None, self.position or 0
 
 
 def without(function: Callable[..., Any], places: Sequence[Place]) -> inspect.Signature:
-    """Return the signature as a caller sees it: without what he does not give."""
-    given = {place.name for place in places}
+    """Return the signature of the decorated function, without the decorator's parameters."""
+    ours = {place.name for place in places}
     whole = inspect.signature(function)
-    return whole.replace(parameters=[p for p in whole.parameters.values() if p.name not in given])
+    return whole.replace(parameters=[p for p in whole.parameters.values() if p.name not in ours])
 
 
 def inject(places: Sequence[Place], values: Sequence[object], arguments: Arguments) -> Arguments:
-    """Return the arguments with each value at its place."""
+    """Return the arguments with each value inserted at its place.
+
+    Raises ``TypeError`` if the caller gave one of the values as a keyword.
+    """
     args, kwargs = list(arguments[0]), dict(arguments[1])
     for place, value in sorted(zip(places, values, strict=True), key=lambda pair: pair[0].order):
         if place.position is None or place.position > len(args):
@@ -100,8 +104,11 @@ def inject(places: Sequence[Place], values: Sequence[object], arguments: Argumen
     return tuple(args), kwargs
 
 
-def taken(place: Place, arguments: Arguments) -> tuple[Any, Arguments]:
-    """Return the value at ``place`` and the other arguments; ``TypeError`` where it is missing."""
+def take_argument(place: Place, arguments: Arguments) -> tuple[Any, Arguments]:
+    """Return the value at ``place``, and the arguments without it.
+
+    Raises ``TypeError`` if the value is missing.
+    """
     args, kwargs = arguments
     position = place.position
     if position is not None and position < len(args):

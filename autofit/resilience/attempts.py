@@ -1,4 +1,4 @@
-"""One call of a decorated function, from its first attempt to the one that holds. Imports torch."""
+"""The attempts of one call of a decorated function, until one succeeds. Imports torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from autofit.exceptions import CannotRetry, Refused
 from autofit.resilience import out_of_memory, switches
 from autofit.resilience.arguments import Arguments, Place, inject
 from autofit.resilience.call_key import key_of
-from autofit.resilience.checkpoint import Checkpoint, named
+from autofit.resilience.checkpoint import Checkpoint, objects_of
 from autofit.resilience.fallback import Fallback
-from autofit.resilience.outer_models import Gradients
+from autofit.resilience.outer_models import OuterGradients
 from autofit.resilience.ranks import (
-    BROKEN,
+    FAILED,
     FINISHED_PATIENCE,
-    HELD,
-    LOST,
+    OUT_OF_MEMORY,
     PATIENCE,
-    SHORT,
+    PEER_FAILED,
+    SUCCEEDED,
     Ranks,
     in_use,
 )
 from autofit.resilience.records import Hook, Retry, Setting
 from autofit.resilience.remembered import Memory
-from autofit.resilience.side_effects import Steps
+from autofit.resilience.side_effects import OptimizerSteps
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.oom.classifier import Diagnosis, Kind
 
@@ -39,214 +39,237 @@ ANOTHER = Diagnosis(Kind.OOM, "another rank", None, "another rank ran out of mem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protected:
-    """A decorated function and how it is protected."""
+class ProtectedFunction:
+    """A decorated function and the options of its decorator."""
 
     function: Callable[..., Any]
     name: str
     fallback: Fallback
     places: tuple[Place, ...]
     memory: Memory | None
-    """``None`` when every call shall start where it was asked to."""
+    """``None`` if every call starts with the first setting."""
     attempts: int
-    """Most attempts in a call."""
+    """The maximum number of attempts in one call."""
     hooks: tuple[Hook, ...] = ()
     checkpoint: object = None
 
     def forget(self) -> None:
-        """Start every call where it was asked to."""
+        """Start the next calls with the first setting again."""
         if self.memory is not None:
             self.memory.forget()
 
-    def unprotected(self, arguments: Arguments) -> Arguments:
-        """Return what the function is given while the decorators are off."""
-        return inject(self.places, self.fallback.off().values, arguments)
+    def arguments_when_off(self, arguments: Arguments) -> Arguments:
+        """Return the arguments of the function while the decorators are off."""
+        return inject(self.places, self.fallback.when_off().values, arguments)
 
 
 class Call:
-    """The attempts of one call."""
+    """The attempts of one call of a decorated function."""
 
-    def __init__(self, protected: Protected, arguments: Arguments) -> None:
-        self.of = protected
+    def __init__(self, protected: ProtectedFunction, arguments: Arguments) -> None:
+        self.protected = protected
         self.attempt = 0
         self._arguments = arguments
         self._key = key_of(arguments)
         self.ranks = Ranks() if in_use() else None
         self.setting = protected.fallback.start(self._remembered())
         self._random = RandomState.now(elsewhere=False)
-        self._gradients = Gradients(protected.function, arguments)
-        self._checkpoint = self._taken()
+        self._gradients = OuterGradients(protected.function, arguments)
+        self._checkpoint = self._make_checkpoint()
         self._failure: tuple[Exception, Diagnosis] | None = None
         self._begin()
 
     def _remembered(self) -> Mapping[str, int | str] | None:
-        memory = self.of.memory
+        memory = self.protected.memory
         known = memory.recall(self._key) if memory else None
-        return known if self.ranks is None else self.ranks.same_start(known)
+        return known if self.ranks is None else self.ranks.agree_on_start(known)
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return what frees this rank while others fail; nothing where it is alone."""
+        """Return a context that frees this rank from a stuck collective when another rank fails.
+
+        With one rank, the context does nothing.
+        """
         return nullcontext() if self.ranks is None else self.ranks.watched()
 
     def _begin(self) -> None:
         self.attempt += 1
-        self.steps = Steps()
-        self._witness = out_of_memory.Witness()
+        self.steps = OptimizerSteps()
+        self._watch = out_of_memory.AllocationWatch()
         self._started = time.perf_counter()
 
-    def _taken(self) -> Checkpoint | None:
-        if self.of.checkpoint is None:
+    def _make_checkpoint(self) -> Checkpoint | None:
+        if self.protected.checkpoint is None:
             return None
         args, kwargs = self.arguments
-        given = inspect.signature(self.of.function).bind_partial(*args, **kwargs)
-        return Checkpoint(named(self.of.checkpoint, given.arguments))
+        given = inspect.signature(self.protected.function).bind_partial(*args, **kwargs)
+        return Checkpoint(objects_of(self.protected.checkpoint, given.arguments))
 
     @property
     def arguments(self) -> Arguments:
-        """What the function is given in this attempt."""
-        return inject(self.of.places, self.setting.values, self._arguments)
+        """The arguments of the function in this attempt."""
+        return inject(self.protected.places, self.setting.values, self._arguments)
 
-    def ran_out(self, error: Exception) -> bool:
-        """Return whether memory ran out, or a technique is refused; all else is not ours."""
-        found = out_of_memory.diagnose(error, self._witness)
-        how = SHORT if found.kind is Kind.OOM else BROKEN
-        if isinstance(error, Refused) and self.of.fallback.refused(self.setting):
-            found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), SHORT
-        elif self.ranks is not None and how is BROKEN and self.ranks.lost(error):
-            found, how = ANOTHER, LOST
+    def can_retry(self, error: Exception) -> bool:
+        """Return whether another attempt may follow ``error``; report the outcome to other ranks.
+
+        True if memory ran out, a technique was refused, or another rank failed.
+        """
+        found = out_of_memory.diagnose(error, self._watch)
+        how = OUT_OF_MEMORY if found.kind is Kind.OOM else FAILED
+        if isinstance(error, Refused) and self.protected.fallback.is_refused(self.setting):
+            found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), OUT_OF_MEMORY
+        elif self.ranks is not None and how is FAILED and self.ranks.is_peer_failure(error):
+            found, how = ANOTHER, PEER_FAILED
         if self.ranks is not None:
-            self.ranks.say(how)
-        if how is BROKEN:
+            self.ranks.report(how)
+        if how is FAILED:
             return False
         self._failure = (error, found)
         return True
 
-    def held(self) -> bool:
-        """Remember the setting; return whether the call is over, on every rank."""
+    def succeeded(self) -> bool:
+        """Remember the setting; return whether the call has ended on every rank."""
         if self.ranks is not None:
-            self.ranks.say(HELD)
-            ended = self.ranks.heard(FINISHED_PATIENCE)
-            if ended is not None and SHORT in ended:
-                return False  # others start over, and need this rank
-        if self.of.memory is not None:
-            kept = self.of.fallback.to_remember(self.setting)
-            self.of.memory.remember(self._key, kept, news=self.attempt > 1)
+            self.ranks.report(SUCCEEDED)
+            ended = self.ranks.outcomes(FINISHED_PATIENCE)
+            if ended is not None and OUT_OF_MEMORY in ended:
+                return False  # another rank ran out of memory: all ranks start over
+        if self.protected.memory is not None:
+            values = self.protected.fallback.to_remember(self.setting)
+            self.protected.memory.remember(self._key, values, is_new=self.attempt > 1)
         return True
 
     def retry(self) -> None:
-        """Get ready for the next attempt, one setting leaner; raise where there can be none.
+        """Prepare the next attempt, with a setting that needs less memory.
 
-        Outside any ``except``, so that nothing holds what the failed attempt has made.
+        Raises the error of the failed attempt, or ``CannotRetry``, if there is no next attempt.
+        Call this outside any ``except`` block: inside, the interpreter holds the frames of the
+        failed attempt, and with them its tensors.
         """
         failure, self._failure = self._failure, None
         error, found = failure or (None, ANOTHER)
         seconds = time.perf_counter() - self._started
         if error is not None:
-            out_of_memory.forget(error)
-        ended = () if self.ranks is None else self._left(self.ranks, error)
-        out_of_memory.give_back()  # waits for the device: not before a stuck collective is aborted
-        setting = self._agreed(error)
+            out_of_memory.clear_frames(error)
+        ended = () if self.ranks is None else self._leave_group(self.ranks, error)
+        # Synchronizes with the device, so a stuck collective must be aborted first.
+        out_of_memory.free_memory()
+        setting = self._agree_on_next(error)
         del error, failure
-        out_of_memory.give_back()  # what the traceback held
+        out_of_memory.free_memory()  # the traceback is gone only now
         tried, self.setting = self.setting, setting
         self._random.restore()
         record = self._record(tried, found, seconds)
-        short = tuple(rank for rank, how in enumerate(ended) if how == SHORT)
-        self._tell(replace(record, ranks=short))
+        short = tuple(rank for rank, how in enumerate(ended) if how == OUT_OF_MEMORY)
+        self._report(replace(record, ranks=short))
         self._begin()
 
-    def _left(self, ranks: Ranks, error: Exception | None) -> list[str]:
-        """Leave the process group; return how the attempt ended on each rank, if it can go on."""
+    def _leave_group(self, ranks: Ranks, error: Exception | None) -> list[str]:
+        """Leave the process group; return the outcome of the attempt on each rank.
+
+        Raises ``CannotRetry`` if a rank did not answer or failed with another error.
+        """
         if error is not None:
-            out_of_memory.shorten(error)  # connections close with the last that holds the group
+            # The group's connections close when the last reference to it is dropped.
+            out_of_memory.cut_tracebacks(error)
         ranks.leave()
-        ended = ranks.heard(PATIENCE)
-        if ended is None or BROKEN in ended:
-            what = "did not answer" if ended is None else "failed of something else"
-            raise CannotRetry(f"{self.of.name} cannot start over: another rank {what}") from error
-        if SHORT not in ended:
-            raise error or CannotRetry(f"{self.of.name} cannot start over: a rank is gone")
+        ended = ranks.outcomes(PATIENCE)
+        if ended is None or FAILED in ended:
+            what = "did not answer" if ended is None else "failed with another error"
+            raise CannotRetry(
+                f"{self.protected.name} cannot start over: another rank {what}"
+            ) from error
+        if OUT_OF_MEMORY not in ended:
+            raise error or CannotRetry(f"{self.protected.name} cannot start over: a rank is gone")
         return ended
 
-    def _agreed(self, error: Exception | None) -> Setting:
-        """Return the next setting, the same on every rank; raise where one cannot start over."""
+    def _agree_on_next(self, error: Exception | None) -> Setting:
+        """Return the next setting, the same on every rank; raise if a rank cannot start over."""
         objection = self._objection(error)
         if self.ranks is None:
             if objection:
                 raise CannotRetry(objection) from error
             assert error is not None
-            return self._next(error)
-        setting = self.of.fallback.leaner(self.setting) if self.attempt < self.of.attempts else None
-        kept = None if setting is None else self.of.fallback.to_remember(setting)
+            return self._next_setting(error)
+        limit = self.protected.attempts
+        setting = self.protected.fallback.leaner(self.setting) if self.attempt < limit else None
+        values = None if setting is None else self.protected.fallback.to_remember(setting)
         try:
-            objection, kept = self.ranks.agree(objection, kept)
+            objection, values = self.ranks.agree(objection, values)
         except TimeoutError:
-            objection = f"{self.of.name} cannot start over: another rank did not answer"
+            objection = f"{self.protected.name} cannot start over: another rank did not answer"
         if objection:
             raise CannotRetry(objection) from error
-        if kept is None:
-            raise error or CannotRetry(f"{self.of.name}: nothing leaner is left on another rank")
+        if values is None:
+            raise error or CannotRetry(
+                f"{self.protected.name}: nothing leaner is left on another rank"
+            )
         self.ranks.join_again()
-        return setting if setting is not None and self.ranks.first else self.of.fallback.start(kept)
+        if setting is not None and self.ranks.first:
+            return setting
+        return self.protected.fallback.start(values)
 
     def _objection(self, error: Exception | None) -> str:
-        """Undo what the attempt did outside the function; say why, where that cannot be done."""
+        """Undo what the failed attempt changed outside the function.
+
+        Returns the reason if this is not possible, else an empty string.
+        """
         stepped = self.steps.changed()
         if stepped is not None and error is not None:
-            out_of_memory.shorten(error)
+            out_of_memory.cut_tracebacks(error)
             stepped = self.steps.changed()
-        clean = self._gradients.take_back()
+        clean = self._gradients.undo()
         if self._checkpoint is not None:
             self._checkpoint.restore()
         elif stepped is not None:
             return (
-                f"{self.of.name} ran out of memory after {stepped} had changed parameters made"
-                " outside it: starting over would train twice on the same data; make the model"
-                " inside the function, decorate the step alone (@autofit.resilient.step), or give"
-                " checkpoint="
+                f"{self.protected.name} ran out of memory after {stepped} had changed parameters"
+                " made outside it: starting over would train twice on the same data; make the"
+                " model inside the function, decorate the step alone (@autofit.resilient.step),"
+                " or give checkpoint="
             )
         elif not clean:
             return (
-                f"{self.of.name} ran out of memory after its backward had added to gradients that"
-                " were there before: starting over would count them twice; call it with empty"
-                " gradients, or give checkpoint="
+                f"{self.protected.name} ran out of memory after its backward had added to"
+                " gradients that were there before: starting over would count them twice; call it"
+                " with empty gradients, or give checkpoint="
             )
         return ""
 
-    def _next(self, error: Exception) -> Setting:
-        setting = self.of.fallback.leaner(self.setting)
-        if setting is not None and self.attempt < self.of.attempts:
+    def _next_setting(self, error: Exception) -> Setting:
+        setting = self.protected.fallback.leaner(self.setting)
+        if setting is not None and self.attempt < self.protected.attempts:
             return setting
-        why = (
-            "nothing leaner is left"
-            if setting is None
-            else f"{self.attempt} attempts are the limit"
+        why = "nothing leaner is left"
+        if setting is not None:
+            why = f"{self.attempt} attempts are the limit"
+        error.add_note(
+            f"autofit: {self.protected.name} ran out of memory at {self.setting.label}; {why}"
         )
-        error.add_note(f"autofit: {self.of.name} ran out of memory at {self.setting.label}; {why}")
         raise error
 
     def _record(self, tried: Setting, found: Diagnosis, seconds: float) -> Retry:
         return Retry(
-            function=self.of.name,
+            function=self.protected.name,
             attempt=self.attempt,
             tried=tried.label,
             next=self.setting.label,
             message=found.message,
             requested=found.requested,
             seconds=seconds,
-            memory=out_of_memory.held(),
+            memory=out_of_memory.tensor_bytes(),
             warning=self.setting.warning,
             refused=found.kind is not Kind.OOM,
         )
 
-    def _tell(self, record: Retry) -> None:
+    def _report(self, record: Retry) -> None:
         log.warning("%s", line(record))
-        for hook in (*switches.hooks(), *self.of.hooks):
+        for hook in (*switches.hooks(), *self.protected.hooks):
             hook(record)
 
 
 def line(record: Retry) -> str:
-    """Return what is logged of a retry."""
+    """Return the log message for a retry."""
     warning = f"; {record.warning}" if record.warning else ""
     what = f"{record.message}:" if record.refused else "out of memory at"
     return (
@@ -258,10 +281,10 @@ def line(record: Retry) -> str:
 # --- wrappers ---------------------------------------------------------------------------------
 
 
-def run(protected: Protected, arguments: Arguments) -> Any:
-    """Call the function until it holds."""
+def run(protected: ProtectedFunction, arguments: Arguments) -> Any:
+    """Call the function until an attempt succeeds; return its result."""
     if not switches.active():
-        args, kwargs = protected.unprotected(arguments)
+        args, kwargs = protected.arguments_when_off(arguments)
         return protected.function(*args, **kwargs)
     call = Call(protected, arguments)
     while True:
@@ -269,21 +292,21 @@ def run(protected: Protected, arguments: Arguments) -> Any:
             with call.steps, call.watched():
                 result = _attempt(protected.function, *call.arguments)
         except Exception as error:
-            if not call.ran_out(error):
+            if not call.can_retry(error):
                 raise
         else:
-            if call.held():
+            if call.succeeded():
                 return result
             del result
         finally:
-            protected.fallback.finished(call.setting)
+            protected.fallback.clean_up(call.setting)
         call.retry()
 
 
-async def run_async(protected: Protected, arguments: Arguments) -> Any:
-    """Await the function until it holds."""
+async def run_async(protected: ProtectedFunction, arguments: Arguments) -> Any:
+    """Await the function until an attempt succeeds; return its result."""
     if not switches.active():
-        args, kwargs = protected.unprotected(arguments)
+        args, kwargs = protected.arguments_when_off(arguments)
         return await protected.function(*args, **kwargs)
     call = Call(protected, arguments)
     while True:
@@ -291,26 +314,26 @@ async def run_async(protected: Protected, arguments: Arguments) -> Any:
             with call.steps, call.watched():
                 result = await _attempt_async(protected.function, *call.arguments)
         except Exception as error:
-            if not call.ran_out(error):
+            if not call.can_retry(error):
                 raise
         else:
-            if call.held():
+            if call.succeeded():
                 return result
             del result
         finally:
-            protected.fallback.finished(call.setting)
+            protected.fallback.clean_up(call.setting)
         call.retry()
 
 
 def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    attempted = switches.Attempted()
+    attempt = switches.CountedAttempt()
     result = function(*args, **kwargs)
-    attempted.done()
+    attempt.finish()
     return result
 
 
 async def _attempt_async(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    attempted = switches.Attempted()
+    attempt = switches.CountedAttempt()
     result = await function(*args, **kwargs)
-    attempted.done()
+    attempt.finish()
     return result

@@ -1,4 +1,4 @@
-"""A batch in parts, and what a step returns for each of them in one piece again. Imports torch."""
+"""Splits a batch into parts, and joins what a step returns for each part. Imports torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from autofit.exceptions import UsageError
 
 Cut = tuple[int, int]
-"""A range of samples: the first, and the one after the last."""
+"""A range of samples, ``(start, stop)``; ``stop`` is excluded."""
 
 Weight = Callable[[Any], float]
-"""How much a part of the batch counts in a mean loss, in tokens, say."""
+"""Returns the weight of a part in a mean loss, such as its number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch, flattened: tensors of at least ``dim + 1`` dimensions carry the samples."""
+    """A flattened batch; its tensors with more than ``dim`` dimensions hold the samples."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -28,13 +28,13 @@ class Batch:
 
     @classmethod
     def of(cls, value: Any, dim: int) -> Batch:
-        """Flatten a batch; raise ``UsageError`` where its tensors differ in their samples."""
+        """Flatten a batch; raise ``UsageError`` if its tensors differ in the number of samples."""
         batch = cls(*tree_flatten(value), dim)
         sizes = {leaf.shape[dim] for leaf in batch.leaves if batch._carries(leaf)}
         if len(sizes) > 1:
             raise UsageError(
                 f"the tensors of the batch have {', '.join(map(str, sorted(sizes)))} samples in"
-                f" dimension {dim}: give them as many, or name the dimension with dim="
+                f" dimension {dim}: give them the same number, or name the dimension with dim="
             )
         return batch
 
@@ -43,13 +43,13 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """How many; 1 where no tensor shows it."""
+        """The number of samples; 1 if no tensor holds samples."""
         carriers = (leaf for leaf in self.leaves if self._carries(leaf))
         first = next(carriers, None)
         return 1 if first is None else int(first.shape[self.dim])
 
     def take(self, cut: Cut) -> Any:
-        """Return some samples, as views; the whole batch as it came."""
+        """Return the samples of ``cut`` as views; for the whole batch, the tensors themselves."""
         if cut == (0, self.samples):
             return tree_unflatten(self.leaves, self.spec)
         leaves = [
@@ -60,7 +60,10 @@ class Batch:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in what a step returned: itself, its first, or what is called ``loss``."""
+    """Return the loss of a step: its output, the first element, or the item ``loss``.
+
+    Raises ``UsageError`` if that is no tensor with one element.
+    """
     found = output
     if isinstance(output, dict):
         found = output.get("loss")
@@ -70,36 +73,40 @@ def loss_of(output: Any) -> torch.Tensor:
         found = getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         raise UsageError(
-            "a step must return its loss, a tensor with one element: alone, first of a tuple, or"
-            f" under the name loss; this one returned {type(output).__name__}"
+            "a step must return its loss, a tensor with one element: alone, first in a tuple, or"
+            f" under the name loss; this step returned {type(output).__name__}"
         )
     return found
 
 
 def detached(output: Any) -> Any:
-    """Return the output without its graph."""
+    """Return the output with its tensors detached from the graph."""
     leaves, spec = tree_flatten(output)
     return tree_unflatten(
         [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
     )
 
 
-def joined(outputs: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float], dim: int) -> Any:
-    """Return one output for the outputs of the parts.
+def join_outputs(
+    outputs: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float], dim: int
+) -> Any:
+    """Return one output for the outputs of all parts.
 
-    Tensors with a row a sample are concatenated; other floating-point numbers, the loss first of
-    all, are added up with the parts' weights; whole numbers are counts, and added up; the rest must
-    be the same for every part (``UsageError`` if not).
+    Tensors with a row for each sample are concatenated. Other floating-point values, such as the
+    loss, are summed with the weights of the parts. Integers are counts, and are summed. All other
+    values must be equal in every part, else ``UsageError`` is raised.
     """
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [_joined(column, cuts, weights, dim) for column in columns]
+    leaves = [_join_column(column, cuts, weights, dim) for column in columns]
     return tree_unflatten(leaves, flat[0][1])
 
 
-def _joined(column: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float], dim: int) -> Any:
+def _join_column(
+    column: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float], dim: int
+) -> Any:
     first = column[0]
     if isinstance(first, torch.Tensor):
         rows = [part.shape[dim] if part.ndim > dim else None for part in column]
@@ -118,5 +125,5 @@ def _joined(column: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float]
         return first
     raise UsageError(
         f"the step returned {type(first).__name__} values that differ between the parts of a batch"
-        " and cannot be put together: return tensors with a row a sample, numbers, or give join="
+        " and cannot be joined: return numbers or tensors with a row for each sample, or give join="
     )

@@ -1,4 +1,4 @@
-"""What a call is called with, as far as its memory depends on it. Imports torch."""
+"""A key for the arguments of a call, equal for calls that need the same memory. Imports torch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from torch.utils._pytree import tree_leaves
 from autofit.resilience.arguments import Arguments
 
 Key = tuple[object, ...]
-"""Equal for calls that need the same memory, as far as arguments can tell."""
+"""Equal for calls that need the same memory, as far as the arguments show it."""
 
 LONGEST = 256
-"""Leaves of an argument that are looked at; of a longer list its length counts and its head."""
+"""Leaves of a list or dictionary that are part of the key, after its length."""
 
-_weights: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
+_sizes: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 
 
 def key_of(arguments: Arguments) -> Key:
-    """Return the shapes and types of tensors, the sizes of models, whole numbers and words.
+    """Return the shapes and dtypes of tensors, the sizes of models, integers and strings.
 
-    Other values count by their type alone: a learning rate takes no memory.
+    Of other values only the type is part of the key: a learning rate does not change memory.
     """
     args, kwargs = arguments
-    named = [(name, _seen(kwargs[name])) for name in sorted(kwargs)]
-    return (*(_seen(each) for each in args), *named)
+    named = [(name, _part(kwargs[name])) for name in sorted(kwargs)]
+    return (*(_part(each) for each in args), *named)
 
 
 def digest(key: Key) -> str:
-    """Return 64 hexadecimal digits, the same in every process for equal keys."""
+    """Return 64 hexadecimal digits; equal keys have the same digest in every process."""
     return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
-def _seen(value: Any) -> object:
+def _part(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), str(value.dtype))
     if isinstance(value, (bool, int, str, type(None))):
         return value
     if isinstance(value, nn.Module):
-        return _of_module(value)
+        return _size_of(value)
     if isinstance(value, (list, tuple, dict)):
         leaves = tree_leaves(value)
-        return (len(leaves), *(_seen(leaf) for leaf in leaves[:LONGEST]))
+        return (len(leaves), *(_part(leaf) for leaf in leaves[:LONGEST]))
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _of_module(module: nn.Module) -> tuple[str, int]:
-    if (known := _weights.get(module)) is None:
+def _size_of(module: nn.Module) -> tuple[str, int]:
+    if (known := _sizes.get(module)) is None:
         size = sum(parameter.numel() for parameter in module.parameters())
-        known = _weights[module] = (type(module).__qualname__, size)
+        known = _sizes[module] = (type(module).__qualname__, size)
     return known

@@ -1,4 +1,4 @@
-"""What ``checkpoint=`` names, copied to the host before a call and put back before a retry."""
+"""Saves the states that ``checkpoint=`` names before a call, and restores them before a retry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autofit.exceptions import UsageError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A model, an optimizer, a schedule: anything whose state can be taken and set."""
+    """A model, an optimizer, a scheduler: an object with ``state_dict``."""
 
     def state_dict(self) -> Any:
         """Return the state."""
@@ -23,34 +23,35 @@ class Stateful(Protocol):
 
 
 class Checkpoint:
-    """The states of some objects at one moment; tensors are kept in host memory."""
+    """The states of some objects at one moment; copies of their tensors are in host memory."""
 
     def __init__(self, objects: Iterable[Stateful]) -> None:
         """Copy the states now; raise ``UsageError`` for an object without a state."""
-        self._kept: list[tuple[Stateful, Any]] = []
+        self._saved: list[tuple[Stateful, Any]] = []
         for each in objects:
             if not isinstance(each, Stateful):
                 raise UsageError(
                     f"checkpoint= names {type(each).__name__}, which has no state_dict and"
-                    " load_state_dict: name models, optimizers and schedules"
+                    " load_state_dict: name models, optimizers and schedulers"
                 )
-            self._kept.append((each, tree_map(_copied, each.state_dict())))
+            self._saved.append((each, tree_map(_copied, each.state_dict())))
 
     def restore(self) -> None:
-        """Set every object back to its kept state; gradients go."""
-        for each, state in self._kept:
+        """Load the saved state into every object; set the gradients of modules to ``None``."""
+        for each, state in self._saved:
             each.load_state_dict(tree_map(_copied, state))
             if isinstance(each, torch.nn.Module):
                 each.zero_grad(set_to_none=True)
 
 
-def named(checkpoint: object, arguments: Mapping[str, Any]) -> list[Any]:
-    """Return the objects that ``checkpoint`` means: themselves, or names of arguments."""
-    several = isinstance(checkpoint, (list, tuple))
-    asked = list(checkpoint) if isinstance(checkpoint, (list, tuple)) else [checkpoint]
-    assert several or len(asked) == 1
+def objects_of(checkpoint: object, arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the objects in ``checkpoint``; strings in it are names of ``arguments``.
+
+    Raises ``UsageError`` for a name that is no argument.
+    """
+    wanted = list(checkpoint) if isinstance(checkpoint, (list, tuple)) else [checkpoint]
     found = []
-    for each in asked:
+    for each in wanted:
         if not isinstance(each, str):
             found.append(each)
         elif each in arguments:

@@ -1,4 +1,4 @@
-"""The decorator as people use it: its forms, its switches and their types. Imports no torch."""
+"""``autofit.resilient``: the forms of the decorator, its switches, and types. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 
 ATTEMPTS = 20
-"""Most attempts in one call, unless told otherwise."""
+"""Default of the maximum number of attempts in one call."""
 
 
-class Accumulating(Protocol[P, R_co]):
-    """A function that takes the batch size and how many of them make an optimizer step."""
+class AccumulatingFunction(Protocol[P, R_co]):
+    """A function that takes the batch size and the number of batches in an optimizer step."""
 
     def __call__(
         self, batch_size: int, accumulation: int, *args: P.args, **kwargs: P.kwargs
@@ -41,7 +41,7 @@ class BatchSizeDecorator(Protocol):
     """Decorates a function, or a method, whose first argument is the batch size."""
 
     @overload
-    def __call__(self, function: Accumulating[P, R], /) -> Callable[P, R]: ...
+    def __call__(self, function: AccumulatingFunction[P, R], /) -> Callable[P, R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[int, P], R], /) -> Callable[P, R]: ...
     @overload
@@ -61,11 +61,11 @@ class PlanDecorator(Protocol):
     ) -> Callable[Concatenate[S, P], R]: ...
 
 
-class Same(Protocol):
-    """Decorates a function and leaves its type as it is."""
+class StepDecorator(Protocol):
+    """Decorates a function without changing its type."""
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
-        """Decorate it."""
+        """Decorate ``function``."""
 
 
 class Resilient:
@@ -129,7 +129,7 @@ class Resilient:
         checkpoint: object = None,
         remember: bool = True,
     ) -> Any:
-        """Decorate a function that takes a plan, or with ``batch_size`` one that takes a size.
+        """Decorate a function that takes a plan or, with ``batch_size``, a batch size.
 
         *Batch size*: attempts go from ``batch_size`` down to ``smallest``. ``reduce`` returns the
         next size after one that does not fit. A function with a parameter ``accumulation`` receives
@@ -158,8 +158,8 @@ class Resilient:
                 raise UsageError(
                     "give batch_size or plan, not both: a plan splits the batch itself"
                 )
-            return functools.partial(_sized, options, batch_size, smallest, reduce)
-        decorate = functools.partial(_planned, options, plan, allow, effective_batch)
+            return functools.partial(_with_batch_size, options, batch_size, smallest, reduce)
+        decorate = functools.partial(_with_plan, options, plan, allow, effective_batch)
         return decorate if function is None else decorate(function)
 
     @overload
@@ -178,7 +178,7 @@ class Resilient:
         storage: str | None = None,
         on_retry: Hook | Iterable[Hook] = (),
         remember: bool = True,
-    ) -> Same: ...
+    ) -> StepDecorator: ...
     def step(
         self,
         function: Any = None,
@@ -236,7 +236,7 @@ class Resilient:
                     memory=_memory(name_of(function), options),
                 )
 
-            return _around(function, functools.cache(make), "autofit.resilience.step")
+            return _wrapped(function, functools.cache(make), "autofit.resilience.step")
 
         return decorate if function is None else decorate(function)
 
@@ -245,14 +245,14 @@ class Resilient:
     set_hooks = staticmethod(switches.set_hooks)
 
     def inject(self, *at: int, after: bool = False) -> AbstractContextManager[None]:
-        """Raise an out-of-memory error in the ``at``-th attempts that are made in a ``with`` block.
+        """Raise an out-of-memory error in the ``at``-th attempts made inside a ``with`` block.
 
-        For tests of a training. With ``after``, the error comes when the function has finished.
+        For tests of a training. With ``after``, the error is raised when the function returns.
         """
         return switches.inject(*at, after=after)
 
     def forget(self, function: Callable[..., Any]) -> None:
-        """Forget what held for a decorated function: its next call starts from the beginning."""
+        """Forget which settings fitted: the next call of ``function`` tries the first one."""
         protection = getattr(function, _ATTRIBUTE, None)
         if protection is None:
             raise UsageError(f"{name_of(function)} is not decorated with @resilient")
@@ -264,7 +264,7 @@ _ATTRIBUTE = "__autofit_resilient__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every form can be told."""
+    """The options that the decorators share."""
 
     attempts: int
     on_retry: Hook | Iterable[Hook]
@@ -273,17 +273,17 @@ class Options:
     storage: str | None
 
     def __post_init__(self) -> None:
-        """Raise ``UsageError`` for what makes no sense."""
+        """Raise ``UsageError`` for an invalid option."""
         if self.attempts < 1:
             raise UsageError(f"attempts={self.attempts}: give at least 1")
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks of this function."""
+        """The hooks of the decorated function, as a tuple."""
         return (self.on_retry,) if callable(self.on_retry) else tuple(self.on_retry)
 
 
-def _sized(
+def _with_batch_size(
     options: Options,
     batch_size: int,
     smallest: int,
@@ -298,10 +298,10 @@ def _sized(
     fallback = BatchSizes(
         batch_size, smallest=smallest, reduce=reduce, accumulates=len(places) == 2
     )
-    return _wrapped(function, lambda: fallback, places, options)
+    return _protected(function, lambda: fallback, places, options)
 
 
-def _planned(
+def _with_plan(
     options: Options,
     plan: Plan | Mapping[str, str] | None,
     allow: str,
@@ -323,23 +323,23 @@ def _planned(
         )
 
     place = Place.first("plan", function, parameters(function))
-    return _wrapped(function, fallback, [place], options)
+    return _protected(function, fallback, [place], options)
 
 
-def _wrapped(
+def _protected(
     function: Callable[..., Any],
     make_fallback: Callable[[], Fallback],
     places: list[Place],
     options: Options,
 ) -> Callable[..., Any]:
-    """Return ``function`` protected; torch is imported when it is first called."""
+    """Return the decorated ``function``; its first call imports torch."""
 
     @functools.cache
     def protection() -> Any:
-        from autofit.resilience.attempts import Protected
+        from autofit.resilience.attempts import ProtectedFunction
 
         name = name_of(function)
-        return Protected(
+        return ProtectedFunction(
             function=function,
             name=name,
             fallback=make_fallback(),
@@ -350,7 +350,7 @@ def _wrapped(
             checkpoint=options.checkpoint,
         )
 
-    wrapper = _around(function, protection, "autofit.resilience.attempts")
+    wrapper = _wrapped(function, protection, "autofit.resilience.attempts")
     wrapper.__signature__ = without(function, places)  # type: ignore[attr-defined]
     return wrapper
 
@@ -361,10 +361,13 @@ def _memory(name: str, options: Options) -> Any:
     return Memory(name, options.storage) if options.remember else None
 
 
-def _around(
+def _wrapped(
     function: Callable[..., Any], protection: Callable[[], Any], home: str
 ) -> Callable[..., Any]:
-    """Return ``function`` run by ``run`` or ``run_async`` of the module ``home``, imported late."""
+    """Return a wrapper that passes calls to ``run`` or ``run_async`` of the module ``home``.
+
+    The first call imports the module, and with it torch.
+    """
     run: Any = None
     if inspect.iscoroutinefunction(function):
 
@@ -387,4 +390,4 @@ def _around(
 
 
 resilient = Resilient()
-"""The one instance: ``autofit.resilient``."""
+"""The instance that is exported as ``autofit.resilient``."""

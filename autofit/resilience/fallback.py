@@ -1,7 +1,4 @@
-"""The values that a decorated function gets, and the next ones after it runs out of memory.
-
-Imports no torch.
-"""
+"""The settings that attempts of a decorated function try, in order. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,41 +13,42 @@ Reduce = Callable[[int], int]
 
 
 class Fallback(ABC):
-    """The settings that one decorated function may run with; the last needs the least memory."""
+    """The settings of one decorated function, from the first to the one that needs least memory."""
 
     @abstractmethod
     def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
-        """Return the first setting to try.
+        """Return the first setting.
 
-        ``remembered``: the ``Setting.to_remember`` of an earlier call that succeeded.
+        ``remembered``: what ``to_remember`` returned for the setting that fitted last, if any.
         """
 
     @abstractmethod
     def leaner(self, setting: Setting) -> Setting | None:
-        """Return the next setting that needs less memory; ``None`` if there is none."""
+        """Return the next setting, which needs less memory; ``None`` if there is none."""
 
-    def off(self) -> Setting:
-        """Return the setting to use while the decorators are switched off."""
+    def when_off(self) -> Setting:
+        """Return the setting that is used while the decorators are off."""
         return self.start(None)
 
-    def finished(self, setting: Setting) -> None:  # noqa: B027 - most have nothing to clean up
+    def clean_up(self, setting: Setting) -> None:  # noqa: B027 - batch sizes need no clean-up
         """Clean up after an attempt, whether it succeeded or failed."""
 
     def to_remember(self, setting: Setting) -> Mapping[str, int | str]:
-        """Return the values to store after a successful call; ``start`` accepts them."""
+        """Return the record of a setting that fitted, in the form that ``start`` accepts."""
         return dict(setting.to_remember)
 
-    def refused(self, setting: Setting) -> bool:
-        """Return whether the model refused this setting."""
+    def is_refused(self, setting: Setting) -> bool:
+        """Return whether the last attempt found that the setting cannot be used."""
         return False
 
 
 class BatchSizes(Fallback):
-    """Batch sizes from ``requested`` down to ``smallest``, each with its accumulation.
+    """Batch sizes from the requested one down to ``smallest``, each with its accumulation.
 
-    Without ``reduce``, the next size is the largest divisor of ``requested`` up to half of the
-    present size. So ``batch_size * accumulation`` stays the same. If that divisor is less than a
-    quarter, as for a prime number of samples, the next size is half, with a warning.
+    Without ``reduce``, the next size is the largest divisor of the requested size that is at most
+    half the current one. So ``batch_size * accumulation`` stays equal to the requested size. If
+    that divisor is less than a quarter, as for a prime number, the next size is half, and a warning
+    gives the new effective batch.
     """
 
     def __init__(
@@ -69,16 +67,16 @@ class BatchSizes(Fallback):
         self.requested = requested
         self.smallest = smallest
         self.accumulates = accumulates
-        """Whether the function takes ``accumulation``."""
+        """Whether the function has a parameter ``accumulation``."""
         self._reduce = reduce
 
     def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
-        """Return the requested size, or a smaller one that an earlier call succeeded with."""
-        setting: Setting | None = self._setting(self.requested)
+        """Return the requested size, or a smaller one that fitted before."""
+        setting: Setting | None = self.setting(self.requested)
         known = (remembered or {}).get("batch_size", self.requested)
         while setting is not None and isinstance(known, int) and _size(setting) > known:
             setting = self.leaner(setting)
-        return setting or self._setting(self.requested)
+        return setting or self.setting(self.requested)
 
     def leaner(self, setting: Setting) -> Setting | None:
         """Return the next smaller size."""
@@ -88,10 +86,10 @@ class BatchSizes(Fallback):
             raise UsageError(
                 f"reduce({size}) returned {smaller}: it must return a smaller batch size"
             )
-        return self._setting(int(smaller)) if smaller >= self.smallest else None
+        return self.setting(int(smaller)) if smaller >= self.smallest else None
 
-    def _setting(self, size: int) -> Setting:
-        """Return the setting with this batch size."""
+    def setting(self, size: int) -> Setting:
+        """Return the setting for a batch size."""
         accumulation = -(-self.requested // size)
         label = f"batch_size {size}"
         if self.accumulates:

@@ -1,4 +1,4 @@
-"""Was it memory, how much is held, and how to give it back. Imports torch."""
+"""Diagnoses a shortage of memory, and frees what a failed call holds. Imports torch."""
 
 from __future__ import annotations
 
@@ -19,71 +19,72 @@ def _shim() -> ShimMeter | None:
     return ShimMeter.loaded()
 
 
-class Witness:
-    """What corroborates a suspect failure: the memory figures from before the call and after it.
+class AllocationWatch:
+    """Tells whether memory ran short since it was made.
 
-    Made at the start of a call, so it must cost next to nothing.
+    Some errors only suggest a shortage, such as a cuDNN failure; this confirms them. Every call
+    makes one, so it must be cheap.
     """
 
     __slots__ = ("_refused",)
 
     def __init__(self) -> None:
-        """Note how many allocations had been refused before."""
+        """Note how many allocations have been refused so far."""
         self._refused = _refused()
 
-    def short(self) -> bool:
-        """Return whether an allocation was refused meanwhile, or the device is nearly full."""
+    def ran_short(self) -> bool:
+        """Return whether an allocation was refused since then, or the device is nearly full."""
         return _refused() > self._refused or _full()
 
 
-def diagnose(error: BaseException, witness: Witness) -> Diagnosis:
-    """Return what a failure is; a suspect counts as an OOM where memory figures say so."""
+def diagnose(error: BaseException, watch: AllocationWatch) -> Diagnosis:
+    """Classify ``error``; a suspect counts as out of memory if ``watch`` confirms it."""
     found = classify(error)
-    if found.kind is Kind.SUSPECT and witness.short():
+    if found.kind is Kind.SUSPECT and watch.ran_short():
         return found.corroborated()
     return found
 
 
-def held() -> int | None:
-    """Return the bytes held by tensors on the current device; ``None`` where nobody counts."""
+def tensor_bytes() -> int | None:
+    """Return the bytes of all tensors on the current device; ``None`` if they are not counted."""
     if torch.cuda.is_initialized():
         return int(torch.cuda.memory_allocated())
     shim = _shim()
     return None if shim is None else shim.current()
 
 
-def give_back(error: BaseException | None = None) -> None:
-    """Free what a failed call holds: its frames' variables, what only cycles hold, the cache.
+def free_memory(error: BaseException | None = None) -> None:
+    """Free what a failed call holds: frames' variables, reference cycles, and the CUDA cache.
 
-    Call it outside the ``except`` block: inside, the interpreter itself holds the error.
+    Call it outside the ``except`` block: inside, the interpreter holds the error.
     """
     if error is not None:
-        forget(error)
+        clear_frames(error)
     gc.collect()
     torch.clear_autocast_cache()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-        gc.collect()  # what the kernels that have just ended kept alive
+        gc.collect()  # kernels that ended only now may have kept objects alive
         torch.cuda.empty_cache()
 
 
-def forget(error: BaseException) -> None:
-    """Clear the local variables of every frame that ``error`` and what is behind it went through.
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables of every frame in the tracebacks of ``error`` and its causes.
 
-    The lines stay, so that the traceback can still be printed. Frames that run are left alone.
+    The tracebacks can still be printed. Frames that are still running are not cleared.
     """
-    for each in _behind(error):
+    for each in _chain(error):
         traceback.clear_frames(each.__traceback__)
 
 
-def shorten(error: BaseException) -> None:
-    """Cut the tracebacks where they come to a closure; what is cut stays readable, as a note.
+def cut_tracebacks(error: BaseException) -> None:
+    """Cut the tracebacks at the first frame of a closure, and add the rest to the error as a note.
 
-    A cleared frame still holds its function and, by that, what the function closes over: torch
-    calls a module with hooks through one that holds the module and its inputs. Deeper frames hold
-    the frames that called them.
+    A cleared frame still holds the variables that its function closes over. ``nn.Module`` calls
+    hooks through a closure over the module and its inputs. Deeper frames hold their callers, so
+    they are cut too.
     """
-    for each in _behind(error):
+    for each in _chain(error):
         _cut(each)
     gc.collect()
 
@@ -94,14 +95,16 @@ def _cut(error: BaseException) -> None:
         before, entry = entry, entry.tb_next
     if entry is None:
         return
-    error.add_note("autofit: and from there on\n" + "".join(traceback.format_tb(entry)).rstrip())
+    error.add_note(
+        "autofit: the traceback goes on\n" + "".join(traceback.format_tb(entry)).rstrip()
+    )
     if before is None:
         error.__traceback__ = None
     else:
         before.tb_next = None
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException) -> Iterator[BaseException]:
     waiting, seen = [error], set()
     while waiting:
         each = waiting.pop()
@@ -123,7 +126,7 @@ def _refused() -> int:
 
 
 def _full() -> bool:
-    """Return whether the device is nearly full now, or was while tensors peaked."""
+    """Return whether the device is nearly full; always False on the CPU."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         return free < (1 - NEAR) * total

@@ -1,7 +1,7 @@
-"""The models a function uses but does not make, and what a failed call has left in their gradients.
+"""Models that a function uses but does not make, and the gradients that a failed call left in them.
 
-Found among its arguments, the attributes of its object, its closure and the globals it names.
-Imports torch.
+They are found among the arguments, the attributes of the function's object, its closure, and the
+globals that it names. Imports torch.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _PLAIN = (
 Parameters = list["ref[torch.Tensor]"]
 
 _of_module: WeakKeyDictionary[nn.Module, Parameters] = WeakKeyDictionary()
-"""Walking a model takes longer than all else before a call, so it is done once."""
+"""Cache: iterating over a model's parameters takes most of the time before a call."""
 
 
-class Gradients:
-    """The gradients of the parameters from outside, as they were before a call.
+class OuterGradients:
+    """Identity and version, before a call, of the gradients of models from outside the function.
 
-    Holds no tensor: a function that drops its old gradients must get their memory back.
+    It holds no tensor: when the function drops its old gradients, their memory must be freed.
     """
 
     __slots__ = ("_before",)
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Note for each parameter whether it has a gradient, and which."""
+        """Note identity and version of each parameter's gradient."""
         self._before: list[tuple[ref[torch.Tensor], tuple[int, int] | None]] = [
             (each, _state(parameter.grad))
             for each in parameters(function, arguments)
             if (parameter := each()) is not None
         ]
 
-    def take_back(self) -> bool:
-        """Drop the gradients a failed call has left; return whether all is as it was.
+    def undo(self) -> bool:
+        """Remove the gradients that a failed call made; return whether this undid all changes.
 
-        False where a gradient that was there before has been added to or replaced.
+        Returns False if the call added to an earlier gradient or replaced it.
         """
         for reference, before in self._before:
             parameter = reference()
@@ -92,16 +92,16 @@ def modules(function: Callable[..., Any], arguments: Arguments) -> Iterator[nn.M
 
 def _values(function: Callable[..., Any], arguments: Arguments) -> Iterator[Any]:
     args, kwargs = arguments
-    yield from _with_contents(args)
-    yield from _with_contents(kwargs.values())
+    yield from _contents(args)
+    yield from _contents(kwargs.values())
     inner = _inner(function)
     for cell in inner.__closure__ or () if inner else ():
         try:
-            yield from _with_contents((cell.cell_contents,))
+            yield from _contents((cell.cell_contents,))
         except ValueError:  # not assigned yet
             continue
     for name in _names(inner.__code__) if inner else ():
-        yield from _with_contents((inner.__globals__.get(name),) if inner else ())
+        yield from _contents((inner.__globals__.get(name),) if inner else ())
 
 
 def _inner(function: Callable[..., Any]) -> types.FunctionType | None:
@@ -115,13 +115,13 @@ def _inner(function: Callable[..., Any]) -> types.FunctionType | None:
 
 @cache
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the globals a function names, those of the functions inside it too."""
+    """Return the globals that a function names, nested functions included."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in _names(each)))))
 
 
-def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the values, and what lists, dictionaries and plain objects among them hold."""
+def _contents(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values, and the items of lists, dictionaries and plain objects among them."""
     for value in values:
         if isinstance(value, _PLAIN):
             continue
@@ -135,4 +135,4 @@ def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
 
 
 _LARGEST = 64
-"""A longer list holds data, not models."""
+"""Longer collections are not searched: they hold data, not models."""

@@ -1,4 +1,4 @@
-"""The parameters a step differentiates, and what a backward has done to them. Imports torch."""
+"""The parameters of a step function, and the state of their gradients. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ _State = tuple[int, int] | None
 
 
 class StepParameters:
-    """The parameters of one step function, found once and looked for again after a failure."""
+    """The parameters of one step function, found at its first backward pass.
+
+    A failed backward pass may show more of them.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, ref[torch.Tensor]] = {}
 
-    def learn(self, loss: torch.Tensor, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Find them in the graph of a loss, and among what the function can reach."""
+    def find(self, loss: torch.Tensor, function: Callable[..., Any], arguments: Arguments) -> None:
+        """Collect the parameters in the graph of ``loss`` and those that ``function`` can reach."""
         if not self._known:
             self._add(in_graph(loss))
             found = (each() for each in outer_models.parameters(function, arguments))
@@ -31,20 +34,20 @@ class StepParameters:
     def _add(self, found: Iterable[torch.Tensor]) -> None:
         self._known |= {id(each): ref(each) for each in found if each.requires_grad}
 
-    def now(self) -> Gradients:
-        """Return the gradients as they are."""
+    def snapshot(self) -> GradientSnapshot:
+        """Return the current state of the gradients."""
         alive = [parameter for each in self._known.values() if (parameter := each()) is not None]
-        return Gradients(alive)
+        return GradientSnapshot(alive)
 
-    def unknown(self, failed: torch.Tensor) -> bool:
-        """Return whether a failed loss leads to a gradient of which nothing was noted before."""
+    def missed(self, failed: torch.Tensor) -> bool:
+        """Return whether the graph of ``failed`` holds an unknown parameter with a gradient."""
         missed = [each for each in in_graph(failed) if id(each) not in self._known]
         self._add(missed)
         return any(each.grad is not None for each in missed)
 
 
-class Gradients:
-    """Which gradients there were, at one moment. Holds no gradient."""
+class GradientSnapshot:
+    """Identity and version of each gradient at one moment; holds no gradient tensor."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -52,12 +55,12 @@ class Gradients:
         self.empty = all(state is None for state in self._states)
 
     def clear(self) -> None:
-        """Drop all that has arrived, where there was none."""
+        """Set every gradient to ``None``; call this only if the snapshot is ``empty``."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def missing(self) -> list[torch.Tensor]:
-        """Return the parameters to which nothing has arrived since."""
+        """Return the parameters whose gradient has not changed since the snapshot."""
         pairs = zip(self._parameters, self._states, strict=True)
         return [parameter for parameter, state in pairs if _state(parameter) == state]
 
@@ -68,5 +71,5 @@ def _state(parameter: torch.Tensor) -> _State:
 
 
 def in_graph(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the leaves that a backward pass from ``loss`` would bring gradients to."""
+    """Return the leaf tensors whose gradients a backward pass from ``loss`` computes."""
     return list({id(tensor): tensor for tensor in differentiated([loss])}.values())

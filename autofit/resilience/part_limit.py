@@ -1,4 +1,4 @@
-"""How many samples at a time a step can take: less after a failure, more after many good steps."""
+"""The number of samples that a step runs at once: halved on failure, doubled after good steps."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import sys
 from dataclasses import dataclass
 
 PATIENCE = 100
-"""Good steps after which twice as many samples are tried."""
+"""Successful steps after which the limit is doubled."""
 
 
 @dataclass(slots=True)
-class Limit:
-    """The largest part for one kind of batch."""
+class PartLimit:
+    """The largest part of a batch, for batches with the same shapes."""
 
     samples: int = sys.maxsize
-    """Unbounded until one has failed."""
+    """No limit until a part has failed."""
     patience: int = PATIENCE
-    """Doubled each time that growing has failed."""
+    """Doubled each time that a raised limit fails."""
     good: int = 0
-    """Steps in a row that this limit has bound."""
+    """Successful steps, since the last change, whose batch was larger than the limit."""
     grown: bool = False
-    """It was raised since the last failure."""
+    """Whether the limit was raised since the last failure."""
 
-    def held(self, samples: int, grows: bool) -> None:
-        """Count a step of ``samples`` that went well."""
+    def succeeded(self, samples: int, grows: bool) -> None:
+        """Count a successful step with a batch of ``samples``; with ``grows``, raise the limit."""
         if samples <= self.samples or not grows:
             return
         self.good += 1
@@ -31,7 +31,7 @@ class Limit:
             self.samples, self.good, self.grown = 2 * self.samples, 0, True
 
     def failed(self, part: int) -> bool:
-        """Note that a part of that many samples does not fit; return whether less is possible."""
+        """Halve the limit after a part did not fit; return whether a smaller part is possible."""
         if self.grown:
             self.patience *= 2
         self.samples, self.good, self.grown = max(1, -(-part // 2)), 0, False

@@ -1,4 +1,4 @@
-"""The plans that ``@autofit.resilient`` tries on ``train(plan, ...)``, each with less memory."""
+"""The plans that ``@autofit.resilient`` tries on ``train(plan, ...)``, in order."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ from autofit.worker.records.trials import Script
 log = logging.getLogger("autofit.resilient")
 
 UNKNOWN = RootFacts(name="", parameters=0, parameter_bytes=0, trainable=0, dtype="float32")
-"""Stands for a model that has not been called yet."""
+"""Stands for a model of which nothing is known yet."""
 
 
 class Plans(Fallback):
-    """Starts with the given plan, or the stored best of the running script; then leaner plans."""
+    """Starts with the given plan, or the best stored plan of the running script; then leaner ones.
+
+    ``given``: the first plan. ``storage``: where to look for a stored plan. ``allow``: the highest
+    fidelity of any level. ``effective_batch``: samples in an optimizer step.
+    """
 
     def __init__(
         self,
@@ -47,20 +51,23 @@ class Plans(Fallback):
         self._refused: set[tuple[str, str]] = set()
 
     def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
-        """Return the remembered plan, else the given one, else the stored best."""
+        """Return the plan that fitted before, else the given one, else the best stored one."""
         if remembered is not None:
             try:
                 return self._setting(Plan.of(json.loads(str(remembered["plan"]))))
             except (UsageError, ValueError, KeyError):
-                pass  # of another version
+                pass  # another version of autofit stored it
         return self._setting(self._given if self._given is not None else self._stored())
 
-    def off(self) -> Setting:
-        """Return the script as it is."""
+    def when_off(self) -> Setting:
+        """Return the given plan, else the plan that changes nothing."""
         return self._setting(self._given or Plan())
 
     def leaner(self, setting: Setting) -> Setting | None:
-        """Return the next plan that changes a technique which the function uses."""
+        """Return the next plan that changes a strategy which the function uses.
+
+        After a refusal, it is the same plan without the refused level.
+        """
         active = setting.values[0]
         assert isinstance(active, ActivePlan)
         plan, short = active.reached, active.short
@@ -80,34 +87,31 @@ class Plans(Fallback):
             skipped.add(following)
         return None
 
-    def finished(self, setting: Setting) -> None:
-        """Undo the plan on the models of the attempt."""
+    def clean_up(self, setting: Setting) -> None:
+        """Remove the plan from the models and optimizers of the attempt."""
         active = setting.values[0]
         assert isinstance(active, ActivePlan)
         active.end()
 
-    def refused(self, setting: Setting) -> bool:
-        """Return whether a technique of the plan was refused on the model."""
+    def is_refused(self, setting: Setting) -> bool:
+        """Return whether a technique of the plan was refused for the model."""
         active = setting.values[0]
         return isinstance(active, ActivePlan) and active.refused is not None
 
     def to_remember(self, setting: Setting) -> Mapping[str, int | str]:
-        """Return the plan that the attempt ended with."""
+        """Return the plan at the end of the attempt, its final micro-batch size included."""
         active = setting.values[0]
         assert isinstance(active, ActivePlan)
         return {"plan": json.dumps(dict(active.reached.changes), sort_keys=True)}
 
     def _setting(self, plan: Plan, short: frozenset[Plan] = frozenset()) -> Setting:
-        """Return the setting of a plan.
-
-        ``short``: the plans that ran out of memory in this call.
-        """
+        """Return the setting of a plan; ``short``: plans that ran out of memory in this call."""
         plan = self._allowed(plan)
         active = ActivePlan(plan, self._effective_batch, short)
         return Setting(values=(active,), label=f"plan: {plan}")
 
     def _allowed(self, plan: Plan) -> Plan:
-        """Return the plan without refused techniques and those that cannot be undone."""
+        """Return the plan without refused levels and without levels that cannot be undone."""
         refused = [name for name, level in plan.changes if (name, level) in self._refused]
         stays = [name for name, _ in staying(plan).changes]
         return plan.replace(**dict.fromkeys((*refused, *stays), AS_IS))
@@ -124,7 +128,10 @@ class Plans(Fallback):
         return replace(self._context, facts=known)
 
     def _stored(self) -> Plan:
-        """Return the stored best plan of the running script, or the empty plan."""
+        """Return the best stored plan of the running script; without one, the neutral plan.
+
+        Levels that need a whole process of their own are left out, with a warning.
+        """
         script = running_script()
         if script is None or not exists(self._storage):
             return Plan()
@@ -137,15 +144,15 @@ class Plans(Fallback):
         left = {*early, *(name for name, _ in staying(result.plan).changes)}
         if left:
             log.warning(
-                "%s: left out of the stored plan, because it needs a whole process:"
-                " use `autofit run`",
+                "the stored plan is used without %s, which must be set before the process starts"
+                " or cannot be undone: use `autofit run` for it",
                 Plan.of({name: result.plan[name] for name in left}),
             )
         return result.plan.replace(**dict.fromkeys(left, AS_IS))
 
 
 def running_script() -> Script | None:
-    """Return the script that this process runs; ``None`` in an interactive session."""
+    """Return the script of this process; ``None`` in an interactive session."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return None

@@ -1,7 +1,7 @@
-"""A plan on a model and its optimizer in a loop that nobody launched for us. Imports torch.
+"""Applies a plan to a model and an optimizer in the user's own process. Imports torch.
 
-The techniques see the same root as under ``autofit run``; only the process-wide seams of the
-harness are left out, because the caller says which model and which optimizer it is.
+The techniques see the same root as under ``autofit run``. The harness's process-wide observers are
+not installed, because the caller names the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from autofit.worker.records.trials import OutOfMemory
 log = logging.getLogger("autofit.resilient")
 
 
-class Applied(Session):
-    """One plan on one model and its optimizer, until ``end``."""
+class PlanSession(Session):
+    """Applies one plan to one model and its optimizer, until ``end``."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
         super().__init__(meter.for_device("cuda" if torch.cuda.is_available() else "cpu"))
         self.refusal: tuple[str, str, str] | None = None
-        """Strategy, level and reason."""
+        """Strategy, level and reason of the technique that was refused, if any."""
         self._plan = plan
         self._reached: int | None = None
         self.new_root(model)
@@ -42,11 +42,11 @@ class Applied(Session):
 
     @property
     def micro_batch(self) -> int | None:
-        """The largest chunk now, or when it ended; ``None`` where the batch is not split."""
+        """The largest chunk now, or at the end; ``None`` if the batch is not split."""
         return self.roots[0].micro_batch or self._reached
 
     def end(self) -> None:
-        """Leave the model and the optimizer as the function has them."""
+        """Remove the plan from the model and the optimizer."""
         self._reached = self.micro_batch
         self.stop()
 
@@ -73,17 +73,17 @@ class Applied(Session):
         raise refusal
 
     def shortage(self, found: OutOfMemory) -> None:
-        """Say so where the step goes on by itself, in smaller chunks."""
+        """Log a warning if the step continues in smaller chunks."""
         if (found.micro_batch or 0) > 1:
             log.warning(
-                "out of memory in %s with %s samples at a time; smaller from here on",
+                "out of memory in %s with %s samples at a time; continues with fewer",
                 found.phase,
                 found.micro_batch,
             )
 
 
 def precision(level: str, device: str | None) -> AbstractContextManager[Any]:
-    """Return a context in which forwards run in the plan's precision."""
+    """Return a context in which forward passes run in the precision ``level``."""
     if level == "tf32":
         return tf32.switched(True)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]

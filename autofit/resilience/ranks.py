@@ -1,11 +1,14 @@
-"""All ranks agree before any of them retries. Imports torch.
+"""All ranks agree on the next setting before any of them retries. Imports torch.
 
-They speak through the store that ``torch.distributed`` was set up with, which works while a
-collective is stuck. A rank that has run out of memory says so, lets go of what it holds and leaves
-the process group. On gloo that alone frees the others: their collectives fail when a peer closes
-its connections, and so on from rank to rank. On NCCL a thread sees the word in the store and aborts
-the communicators. When every rank has said how its attempt ended and that it can start over, the
-first one names the next rung, and a new process group is made from the same store.
+Ranks communicate through the store of ``torch.distributed``, which works while a collective is
+stuck. A rank that runs out of memory writes this to the store, frees its memory, and leaves the
+process group.
+
+With gloo, that frees the other ranks: their collectives fail when a peer closes its connections.
+With NCCL, a thread on each rank reads the store and aborts the communicators.
+
+When every rank has reported its outcome and can start over, the first rank chooses the next
+setting. The ranks then make a new process group from the same store.
 """
 
 from __future__ import annotations
@@ -26,15 +29,20 @@ import torch
 from torch import distributed, nn
 
 PATIENCE = 60.0
-"""Seconds a rank that cannot go on waits for the word of the others."""
+"""Seconds that a rank whose attempt failed waits for the other ranks."""
 
 FINISHED_PATIENCE = 600.0
-"""Seconds a rank that has finished waits for the others to finish as well."""
+"""Seconds that a rank whose attempt succeeded waits for the other ranks."""
 
-HELD, SHORT, LOST, BROKEN = "held", "short", "lost", "broken"
-"""How an attempt ended: well, out of memory, by another rank's failure, by an error of its own."""
+SUCCEEDED, OUT_OF_MEMORY, PEER_FAILED, FAILED = (
+    "succeeded",
+    "out of memory",
+    "peer failed",
+    "failed",
+)
+"""The outcome of an attempt on one rank. ``PEER_FAILED``: only because another rank failed."""
 
-_LOST = re.compile(
+_PEER_FAILED = re.compile(
     r"connection (?:closed|reset|refused)|broken pipe|\bgloo\b|\bnccl|process group|"
     r"communicator|timed out|timeout|aborted",
     re.IGNORECASE,
@@ -50,17 +58,17 @@ def in_use() -> bool:
 
 
 def communicates(module: nn.Module) -> bool:
-    """Return whether a module's own forward needs the other ranks to call it as well."""
+    """Return whether the forward of this module, without its children, runs collectives."""
     if isinstance(module, nn.SyncBatchNorm):
         return module.training
     if not _SHARDED.isdisjoint(each.__name__ for each in type(module).__mro__):
-        return True  # between its forward and backward it may hold whole tensors
+        return True  # FSDP gathers its parameters in forward and backward
     spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return any(isinstance(each, spread) for each in module._parameters.values())
 
 
 class Ranks:
-    """The ranks in one call of a decorated function: every rank makes the same calls in turn."""
+    """The ranks in one call of a decorated function; all ranks make the same calls in order."""
 
     def __init__(self) -> None:
         home = distributed.distributed_c10d
@@ -74,16 +82,16 @@ class Ranks:
         self._timeout: timedelta = home.default_pg_timeout
         self._device = getattr(group, "bound_device_id", None)
         self._attempt = 0
-        self._freed = False
-        """The watcher has taken the group away: whatever failed then failed of that."""
+        self._aborted = False
+        """The watcher has aborted the process group, so any error may come from that."""
         if "nccl" in self._backend and self._device is None:
             self._connect()
 
     def _connect(self) -> None:
         """Make NCCL's communicator before the function does.
 
-        A rank that waits in NCCL for others to join a communicator cannot be freed. Needs to know
-        each rank's GPU: where two name the same one, the function is still to choose its own.
+        NCCL cannot free a rank that waits for others to join a communicator. If two ranks report
+        the same GPU, the function has not chosen its GPU yet, and no communicator is made.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         self._store.set(f"gpu/{self._rank}", str(torch.cuda.get_device_properties(device).uuid))
@@ -93,28 +101,28 @@ class Ranks:
             self._device = device
             distributed.all_reduce(torch.zeros(1, device=device))
 
-    def lost(self, error: BaseException) -> bool:
-        """Return whether an error only says that another rank is gone."""
-        known = isinstance(error, (RuntimeError, OSError)) and bool(_LOST.search(str(error)))
-        return known or self._freed
+    def is_peer_failure(self, error: BaseException) -> bool:
+        """Return whether ``error`` is only the consequence of another rank's failure."""
+        known = isinstance(error, (RuntimeError, OSError)) and bool(_PEER_FAILED.search(str(error)))
+        return known or self._aborted
 
     @property
     def first(self) -> bool:
-        """Whether this rank decides."""
+        """Whether this is the first rank, which chooses the settings."""
         return self._rank == 0
 
-    def same_start(self, kept: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return what the first rank remembers: all start there."""
+    def agree_on_start(self, remembered: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return what the first rank remembers; every rank starts with that setting."""
         if self.first:
-            self._store.set("start", json.dumps(kept))
-            return kept
+            self._store.set("start", json.dumps(remembered))
+            return remembered
         self._await(["start"], PATIENCE)
         found: Mapping[str, Any] | None = json.loads(self._store.get("start"))
         return found
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Free this rank from a stuck collective when another says that memory ran out."""
+        """Return a context that frees this rank from a stuck collective when another rank fails."""
         if "nccl" not in self._backend:
             yield
             return
@@ -130,44 +138,45 @@ class Ranks:
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(0.5):
             if self._await([self._key("failed")], 0.0):
-                self._freed = True
+                self._aborted = True
                 _release_defaults()
                 distributed.distributed_c10d._abort_process_group()
                 return
 
-    def say(self, how: str) -> None:
-        """Tell the others how this rank's attempt ended; does not wait."""
-        with suppress(distributed.DistNetworkError):  # the store is gone: nobody listens
-            if how != HELD:
+    def report(self, how: str) -> None:
+        """Report the outcome of this rank's attempt to the other ranks, without waiting."""
+        with suppress(distributed.DistNetworkError):  # the rank that hosts the store has ended
+            if how != SUCCEEDED:
                 self._store.set(self._key("failed"), how)
             self._store.set(self._key(f"ended/{self._rank}"), how)
 
-    def heard(self, seconds: float) -> list[str] | None:
-        """Return how the attempt ended on each rank; ``None`` when one has not said so in time."""
+    def outcomes(self, seconds: float) -> list[str] | None:
+        """Return the outcome on each rank; ``None`` if one does not report within ``seconds``."""
         keys = [self._key(f"ended/{rank}") for rank in range(self._size)]
         if not self._await(keys, seconds):
             return None
         return [self._store.get(key).decode() for key in keys]
 
     def leave(self) -> None:
-        """Let go of the process group, so that no peer waits for this rank."""
+        """Leave the process group, so that no other rank waits for this one."""
         _release_defaults()
         if not distributed.is_initialized():
-            pass  # the watcher has left it
+            pass  # the watcher has aborted it
         elif "nccl" in self._backend:
             distributed.distributed_c10d._abort_process_group()
         else:
             distributed.destroy_process_group()
         _release_meshes()
-        gc.collect()  # gloo's connections close with the last reference
+        gc.collect()  # gloo closes its connections when the last reference is dropped
 
-    def agree(self, objection: str, rung: Mapping[str, Any] | None) -> tuple[str, Any]:
-        """Return the first objection of any rank, and what the first rank wants to try next.
+    def agree(self, objection: str, setting: Mapping[str, Any] | None) -> tuple[str, Any]:
+        """Return the first objection of any rank, and the next setting that the first rank chose.
 
-        Raises ``TimeoutError`` when a rank does not answer.
+        The objection is empty if no rank has one. ``setting`` is ``None`` if none is left. Raises
+        ``TimeoutError`` if a rank does not answer.
         """
         if self.first:
-            self._store.set(self._key("next"), json.dumps(rung))
+            self._store.set(self._key("next"), json.dumps(setting))
         self._store.set(self._key(f"ready/{self._rank}"), objection)
         keys = [self._key(f"ready/{rank}") for rank in range(self._size)]
         if not self._await([*keys, self._key("next")], PATIENCE):
@@ -179,7 +188,7 @@ class Ranks:
     def join_again(self) -> None:
         """Make a new process group for the next attempt."""
         self._attempt += 1
-        self._freed = False
+        self._aborted = False
         distributed.init_process_group(
             self._backend,
             store=distributed.distributed_c10d.PrefixStore(f"{self._attempt}", self._store),
@@ -193,7 +202,10 @@ class Ranks:
         return f"{self._attempt}/{name}"
 
     def _await(self, keys: list[str], seconds: float) -> bool:
-        """Wait for keys, in short looks so that other threads may use the store in between."""
+        """Return whether all keys are set within ``seconds``.
+
+        It polls: a blocking wait would keep other threads from using the store.
+        """
         deadline, pause = time.monotonic() + seconds, 0.001
         try:
             while not self._store.check(keys):
@@ -207,26 +219,26 @@ class Ranks:
 
 
 def _release_defaults() -> None:
-    """Let torch's own functions hold the default group no longer.
+    """Replace the process group in the defaults of torch's functions by ``None``.
 
-    ``torch.distributed.nn.functional`` has arguments ``group=group.WORLD``: the group of the moment
-    when it was imported (by the first ``DistributedDataParallel``) would never close its
-    connections. ``None`` means the default group of the moment when it is called.
+    ``torch.distributed.nn.functional`` has arguments ``group=group.WORLD``, evaluated at import,
+    which the first ``DistributedDataParallel`` does. They would keep that group's connections open.
+    ``None`` means the default group at the time of the call.
     """
     module = sys.modules.get("torch.distributed.nn.functional")
     group = distributed.ProcessGroup
     for function in vars(module).values() if module is not None else ():
         defaults = getattr(function, "__defaults__", None)
         if isinstance(defaults, tuple) and any(isinstance(each, group) for each in defaults):
-            kept = (None if isinstance(each, group) else each for each in defaults)
-            function.__defaults__ = tuple(kept)
+            replaced = (None if isinstance(each, group) else each for each in defaults)
+            function.__defaults__ = tuple(replaced)
 
 
 def _release_meshes() -> None:
-    """Let the meshes of the failed attempt, and DTensor's caches that keep them, hold no group.
+    """Remove the process groups from all device meshes, and clear DTensor's sharding cache.
 
-    A cached sharding would also give the next attempt's tensors the old mesh: meshes are equal
-    when their shapes are.
+    A cached sharding would give the next attempt's tensors the old mesh, because meshes with equal
+    shapes compare equal.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return

@@ -43,12 +43,13 @@ Hook = Callable[[Retry], None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The values that one attempt of a function gets, and how they are named."""
+    """One setting to try: the arguments of the decorated function that the decorator chooses."""
 
     values: tuple[object, ...]
-    """In the order of the decorated function's parameters."""
+    """The arguments, in the order of the decorator's ``places``."""
     label: str
+    """The setting in messages: ``"batch_size 128, accumulation 2"``."""
     to_remember: tuple[tuple[str, int | str], ...] = ()
-    """What the store remembers after a call that succeeded, as plain JSON."""
+    """What the store keeps if the setting fits, as JSON values."""
     warning: str = ""
     """A difference to what was requested; empty if none."""

@@ -1,7 +1,7 @@
-"""What held, by function and arguments: where the next call starts, in this process or another.
+"""Remembers which setting fitted for a function and its arguments, across processes.
 
-The store is read once for each kind of call and written when something else held than before. It
-is a convenience: whatever is wrong with it is logged once, and the training goes on.
+Memory reads the store once for each key, and writes it when another setting fits. A failure of the
+store is logged once and does not stop the training.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from autofit.worker.meter.cpu import ShimMeter
 log = logging.getLogger("autofit.resilient")
 
 T = TypeVar("T")
-Remembered = Mapping[str, int | str]
+Values = Mapping[str, int | str]
 
 
 class Memory:
-    """What one decorated function remembers."""
+    """The settings that fitted for one decorated function, by the key of its arguments."""
 
     def __init__(self, function: str, storage: str | None = None) -> None:
         self._function = function
         self._storage = storage
-        self._known: dict[Key, Remembered | None] = {}
-        self._complained = False
+        self._known: dict[Key, Values | None] = {}
+        self._warned = False
 
-    def recall(self, key: Key) -> Remembered | None:
-        """Return what held last for such a call."""
+    def recall(self, key: Key) -> Values | None:
+        """Return the setting that fitted last for calls with this key; ``None`` if unknown."""
         if key not in self._known:
             self._known[key] = self._guarded(lambda: self._read(key))
         return self._known[key]
 
-    def remember(self, key: Key, kept: Remembered, *, news: bool, alone: bool = False) -> None:
-        """Keep what held. ``news``: it is not what the function was asked to start with.
+    def remember(self, key: Key, values: Values, *, is_new: bool, this_rank: bool = False) -> None:
+        """Remember the setting that fitted, and write it to the store if it changed.
 
-        ``alone``: this rank has come to know it, and not the first one too, which else writes.
+        ``is_new``: the setting is not the first one that the decorator tries.
+        ``this_rank``: this rank writes the store; by default only the first rank does.
         """
         before = self._known.get(key)
-        if before == kept or (before is None and not news):
+        if before == values or (before is None and not is_new):
             return
-        self._known[key] = dict(kept)
-        self._guarded(lambda: self._write(key, kept, alone))
+        self._known[key] = dict(values)
+        self._guarded(lambda: self._write(key, values, this_rank))
 
     def forget(self) -> None:
-        """Start every call where it was asked to, for the rest of this process."""
+        """Forget all settings, for the rest of this process."""
         self._known = dict.fromkeys(self._known)
 
-    def _read(self, key: Key) -> Remembered | None:
+    def _read(self, key: Key) -> Values | None:
         if not exists(self._storage):
             return None
         from autofit.storage import Store
@@ -65,13 +66,13 @@ class Memory:
             found = store.fitted(self._key(key))
         return None if found is None else found.kept
 
-    def _write(self, key: Key, kept: Remembered, alone: bool) -> None:
-        if not (alone or _writes()):
+    def _write(self, key: Key, values: Values, this_rank: bool) -> None:
+        if not (this_rank or _is_writer()):
             return
         from autofit.storage import Store
 
         with Store(self._storage or default_url()) as store:
-            store.keep_fitted(self._key(key), kept, versions=versions())
+            store.keep_fitted(self._key(key), values, versions=versions())
 
     def _key(self, key: Key) -> FittedKey:
         name, memory = _device()
@@ -86,15 +87,15 @@ class Memory:
     def _guarded(self, work: Callable[[], T]) -> T | None:
         try:
             return work()
-        except (AutofitError, OSError) as error:  # a store must never end a training
-            if not self._complained:
-                self._complained = True
-                log.warning("%s: what fits is not remembered: %s", self._function, error)
+        except (AutofitError, OSError) as error:
+            if not self._warned:
+                self._warned = True
+                log.warning("%s: cannot remember what fits: %s", self._function, error)
             return None
 
 
 def _device() -> tuple[str, int]:
-    """Return the device's name and the bytes of it that this process may use."""
+    """Return the name of the device, and the bytes of its memory that this process may use."""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         share = torch.cuda.get_per_process_memory_fraction()
@@ -109,6 +110,6 @@ def _ranks() -> int:
     return torch.distributed.get_world_size() if in_use else 1
 
 
-def _writes() -> bool:
-    """Return whether this rank writes: one is enough."""
+def _is_writer() -> bool:
+    """Return whether this rank writes the store."""
     return _ranks() == 1 or torch.distributed.get_rank() == 0

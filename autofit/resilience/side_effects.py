@@ -1,8 +1,8 @@
-"""What a failed call has changed outside itself: the reason not to start it again. Imports torch.
+"""Finds optimizer steps of a failed call on parameters from outside it. Imports torch.
 
-Parameters are held by weak references only. Once the failed call's frames are cleared, those that
-the function had made itself are gone; what still lives came from outside, and if an optimizer has
-stepped it, starting over would train it twice on the same data.
+A retry would train such parameters twice on the same data. This module holds parameters by weak
+references only. When the frames of the failed call are cleared, its own parameters are freed, and
+those that are still alive came from outside.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from torch.optim.optimizer import (
 _Versions = list[tuple["weakref.ref[torch.Tensor]", int]]
 
 
-class _Stepped:
-    """One optimizer that began to step during the call."""
+class _SteppedOptimizer:
+    """An optimizer whose ``step`` was entered during the call."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.counted = type(optimizer).__module__.startswith("torch.optim")
-        """torch's own optimizers count each change; others may write through raw pointers."""
+        """Optimizers of torch raise a tensor's version; others may write through raw pointers."""
         self.completed = False
         self.parameters: _Versions = [(weakref.ref(p), p._version) for p in _parameters(optimizer)]
         self.state: _Versions = [(weakref.ref(t), t._version) for t in _state_tensors(optimizer)]
         self.fresh = [ref for ref, _ in self.parameters if ref() not in optimizer.state]
-        """Parameters without any state yet."""
+        """Parameters that had no optimizer state before the step."""
 
     def changed(self) -> bool:
-        """Return whether something that still lives was changed."""
+        """Return whether the step changed a parameter or a state tensor that is still alive."""
         alive = [(ref(), version) for ref, version in self.parameters]
         if all(tensor is None for tensor, _ in alive):
             return False
         if self.completed or not self.counted:
             return True
-        return any(_has_changed(each) for each in (*self.parameters, *self.state))
+        return any(_is_changed(each) for each in (*self.parameters, *self.state))
 
     def undo(self) -> None:
-        """Drop the state that the interrupted step had begun to make."""
+        """Remove the state that an interrupted first step began to create."""
         optimizer = self.optimizer()
         if optimizer is not None:
             for parameter in (ref() for ref in self.fresh):
@@ -54,13 +54,13 @@ class _Stepped:
                     optimizer.state.pop(parameter, None)
 
 
-class Steps:
-    """Watches the optimizers of the process while a decorated function runs."""
+class OptimizerSteps:
+    """Records the optimizer steps of this process while a decorated function runs."""
 
     __slots__ = ("_handles", "_seen")
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Stepped] = {}
+        self._seen: dict[int, _SteppedOptimizer] = {}
         self._handles: tuple[Any, ...] = ()
 
     def __enter__(self) -> Self:
@@ -82,17 +82,17 @@ class Steps:
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         known = self._seen.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
-            self._seen[id(optimizer)] = _Stepped(optimizer)
+            self._seen[id(optimizer)] = _SteppedOptimizer(optimizer)
 
     def _ended(self, optimizer: Optimizer, *_: Any) -> None:
         if (stepped := self._seen.get(id(optimizer))) is not None:
             stepped.completed = True
 
     def changed(self) -> str | None:
-        """Return the class of an optimizer that changed parameters from outside the call.
+        """Return the class name of an optimizer that changed parameters from outside the call.
 
-        Ask once the call's frames are cleared. ``None`` when there is none; what an interrupted
-        first step had begun is dropped then.
+        Call this after the frames of the failed call are cleared. If no optimizer did, it returns
+        ``None`` and removes the state that interrupted first steps began to create.
         """
         for stepped in self._seen.values():
             if stepped.changed():
@@ -112,6 +112,6 @@ def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _has_changed(pair: tuple[weakref.ref[torch.Tensor], int]) -> bool:
+def _is_changed(pair: tuple[weakref.ref[torch.Tensor], int]) -> bool:
     tensor = pair[0]()
     return tensor is not None and tensor._version != pair[1]

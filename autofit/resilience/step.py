@@ -1,10 +1,10 @@
-"""One call of a step function: in one piece, or in parts when memory runs out. Imports torch.
+"""One call of a step function, for the whole batch or in parts if memory runs out. Imports torch.
 
-The work is a generator: it yields what the function is to be given, and which errors it answers;
-it is sent what came of it. So functions and coroutine functions share it.
+The work is a generator, so that functions and coroutine functions share it. It yields the arguments
+of a call and a predicate for the errors that it handles. It is sent the outcome of the call.
 
-The function is called for parts of the batch alone, never to check anything. A failed attempt is
-taken back in gradients and generators; what else the function changes (a counter, a list) stays.
+The function is called only for the batch or its parts, never for a check. After a failed attempt,
+gradients and random generators are restored. Other changes, such as to a counter, remain.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 
 from autofit.exceptions import CannotRetry, UsageError
 from autofit.resilience import out_of_memory, outer_models, ranks, switches
-from autofit.resilience.arguments import Arguments, Place, inject, taken
-from autofit.resilience.batch import Batch, Cut, Weight, detached, joined, loss_of
+from autofit.resilience.arguments import Arguments, Place, inject, take_argument
+from autofit.resilience.batch import Batch, Cut, Weight, detached, join_outputs, loss_of
 from autofit.resilience.call_key import Key, key_of
-from autofit.resilience.parameters import Gradients, StepParameters
-from autofit.resilience.part_limit import Limit
+from autofit.resilience.parameters import GradientSnapshot, StepParameters
+from autofit.resilience.part_limit import PartLimit
 from autofit.resilience.records import Hook, Retry
 from autofit.resilience.remembered import Memory
 from autofit.worker.harness.batch.layout import cuts
@@ -34,15 +34,15 @@ from autofit.worker.oom.classifier import Diagnosis, Kind
 log = logging.getLogger("autofit.resilient")
 
 Outcome = list[Any]
-"""``[value, error]``: emptied by whoever takes it, so that nobody holds a graph."""
-Answers = Callable[[Exception], bool]
-"""Whether an error is one of memory; every other is raised again where it is caught."""
-Work = Generator[tuple[Arguments, Answers], Outcome, Any]
+"""``[value, error]``. The receiver empties the list, so that no other frame holds the graph."""
+IsShortage = Callable[[Exception], bool]
+"""Returns whether an error means that memory ran out. Other errors are raised again."""
+Work = Generator[tuple[Arguments, IsShortage], Outcome, Any]
 
 
 @dataclass(kw_only=True)
 class Step:
-    """A decorated step function, and what it has learned."""
+    """A decorated step function, with its options and the part sizes that fitted."""
 
     function: Callable[..., Any]
     name: str
@@ -54,20 +54,20 @@ class Step:
     smallest: int
     grows: bool
     mixes_samples: bool
-    """Split even where the model looks at the batch as a whole (BatchNorm)."""
+    """Split the batch even if the model mixes its samples, as BatchNorm does."""
     hooks: tuple[Hook, ...]
     memory: Memory | None
     parameters: StepParameters = field(default_factory=StepParameters)
-    limits: dict[Key, Limit] = field(default_factory=dict)
+    limits: dict[Key, PartLimit] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Take every batch in one piece again."""
+        """Forget all limits: the next call runs the whole batch at once."""
         self.limits.clear()
         if self.memory is not None:
             self.memory.forget()
 
-    def off(self, arguments: Arguments) -> Work:
-        """Run it in one piece."""
+    def work_when_off(self, arguments: Arguments) -> Work:
+        """Run the whole batch at once, with the decorators off."""
         value, _ = yield arguments, lambda error: False
         loss = loss_of(value)
         if loss.requires_grad:
@@ -75,17 +75,19 @@ class Step:
         return detached(value)
 
     def work(self, arguments: Arguments) -> Work:
-        """Run it, in parts if need be."""
+        """Run the step, in parts if memory runs out."""
         if not switches.active():
-            return (yield from self.off(arguments))
+            return (yield from self.work_when_off(arguments))
         return (yield from _Run(self, arguments).work())
 
-    def limit(self, key: Key) -> Limit:
-        """Return the limit for such batches; none where nothing is known."""
+    def limit(self, key: Key) -> PartLimit:
+        """Return the limit for batches with this key; a new limit has no bound."""
         if key not in self.limits:
-            kept = self.memory.recall(key) if self.memory else None
-            known = (kept or {}).get("samples")
-            self.limits[key] = Limit(known) if isinstance(known, int) and known > 0 else Limit()
+            remembered = self.memory.recall(key) if self.memory else None
+            known = (remembered or {}).get("samples")
+            self.limits[key] = (
+                PartLimit(known) if isinstance(known, int) and known > 0 else PartLimit()
+            )
         return self.limits[key]
 
 
@@ -94,35 +96,38 @@ class _Run:
 
     def __init__(self, step: Step, arguments: Arguments) -> None:
         self.step = step
-        value, self.rest = taken(step.place, arguments)
+        value, self.rest = take_argument(step.place, arguments)
         self.batch = Batch.of(value, step.dim)
         self.samples = self.batch.samples
         self.key = (*_shapes(self.batch), *key_of(self.rest))
         self.limit = step.limit(self.key)
-        self._bound = self.limit.samples
+        self._known_limit = self.limit.samples
         self.attempt = 0
         self.random = RandomState.now(elsewhere=False)
-        self.witness = out_of_memory.Witness()
-        self.start: Gradients | None = None
+        self.watch = out_of_memory.AllocationWatch()
+        self.start: GradientSnapshot | None = None
         """The gradients before the first backward of this call."""
         self.outputs: list[Any] = []
         self.done: list[Cut] = []
         self.weights: list[float] = []
         self._failed: torch.Tensor | None = None
-        self._again = False
-        """The failed part has left nothing: the step begins again."""
+        self._restart = False
+        """Whether the step starts over, because it started without gradients."""
         self._reached: list[nn.Module] | None = None
 
     def work(self) -> Work:
-        """Take part after part; begin again, or go on smaller, when one does not fit."""
+        """Run part after part; if one does not fit, start over or continue with smaller parts."""
         yield from self._parts((0, self.samples), None, last=True)
-        self._held()
+        self._remember_limit()
         if len(self.outputs) > 1 and self.step.join is not None:
             return self.step.join(self.outputs)
-        return joined(self.outputs, self.done, self.weights, self.step.dim)
+        return join_outputs(self.outputs, self.done, self.weights, self.step.dim)
 
     def _parts(self, whole: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Work:
-        """Bring the gradients of some samples to the parameters: to ``only`` some, if given."""
+        """Add the gradients of the samples ``whole`` to the parameters, or to ``only`` some.
+
+        ``last``: these samples end the batch, so their last part reduces gradients over ranks.
+        """
         waiting = self._cut(whole)
         while waiting:
             cut, final = waiting[0], last and len(waiting) == 1
@@ -132,7 +137,7 @@ class _Run:
                 continue
             missing = self._recover(error, cut, final)
             del error
-            if self._again:
+            if self._restart:
                 waiting = self._cut(whole)
                 continue
             rest = [each for old in waiting[1:] for each in self._cut(old)]
@@ -155,36 +160,38 @@ class _Run:
         with ExitStack() as stack:
             if cut != (0, self.samples):
                 modules = self._modules()
-                for module in () if last else _reducing(modules):  # once, with the last part
+                for module in () if last else _reducing(modules):  # reduce once, in the last part
                     stack.enter_context(module.no_sync())
             given = inject([self.step.place], [self.batch.take(cut)], self.rest)
-            outcome = yield given, self._short
+            outcome = yield given, self._is_shortage
             del given
             value, error = outcome
             outcome.clear()
             if error is None:
-                error = self._take(value, cut, only)
-            del value  # the traceback leads to this frame, and that to the graph
+                error = self._finish_part(value, cut, only)
+            del value  # the error's traceback holds this frame, which would hold the graph
             return error
 
-    def _take(self, value: Any, cut: Cut, only: list[torch.Tensor] | None) -> Exception | None:
-        """Differentiate a part's loss and keep its output; return the error, if there is one."""
+    def _finish_part(
+        self, value: Any, cut: Cut, only: list[torch.Tensor] | None
+    ) -> Exception | None:
+        """Run backward on a part's loss and store its output; return a memory error, if any."""
         step = self.step
         loss = loss_of(value)
         weight = self._weight(cut)
         try:
             if loss.requires_grad and weight:
-                step.parameters.learn(loss, step.function, self._whole())
-                self.before = step.parameters.now()
+                step.parameters.find(loss, step.function, self._arguments())
+                self.before = step.parameters.snapshot()
                 if self.done and self.before.empty and self.start is not None:
                     raise UsageError(
-                        f"{step.name} empties the gradients or steps: leave both to its caller,"
-                        " for it is called once for each part of a batch"
+                        f"{step.name} clears the gradients or steps the optimizer, but is called"
+                        " once for each part of a batch: leave both to its caller"
                     )
                 self.start = self.start or self.before
                 _backward(step.backward, loss, weight, only)
         except Exception as error:
-            if not self._short(error):
+            if not self._is_shortage(error):
                 raise
             self._failed = loss
             return error
@@ -193,7 +200,7 @@ class _Run:
         self.weights.append(weight)
         return None
 
-    def _whole(self) -> Arguments:
+    def _arguments(self) -> Arguments:
         return inject([self.step.place], [None], self.rest)
 
     def _weight(self, cut: Cut) -> float:
@@ -206,9 +213,9 @@ class _Run:
         return (cut[1] - cut[0]) / self.samples
 
     def _modules(self) -> list[nn.Module]:
-        """Return every module the function can reach, found when the batch is first split."""
+        """Return every module that the function can reach; raise if the batch cannot be split."""
         if self._reached is None:
-            found = outer_models.modules(self.step.function, self._whole())
+            found = outer_models.modules(self.step.function, self._arguments())
             self._reached = [inner for module in found for inner in module.modules()]
             self._refuse_to_split(self._reached)
         return self._reached
@@ -217,63 +224,65 @@ class _Run:
         mixing = (m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm))
         if not self.step.mixes_samples and any(module.training for module in mixing):
             raise CannotRetry(
-                f"{self.step.name}: BatchNorm in training mode sees the whole batch, and other"
-                " statistics in its parts; give mixes_samples=True to split all the same"
+                f"{self.step.name}: BatchNorm in training mode would compute its statistics over"
+                " parts of the batch; give mixes_samples=True to split it anyway"
             )
         if ranks.in_use() and any(ranks.communicates(module) for module in modules):
             raise CannotRetry(
                 f"{self.step.name}: the ranks communicate in the model's forward (FSDP, tensors"
-                " spread over a mesh, SyncBatchNorm), and one of them cannot split its batch alone;"
-                " decorate the whole training instead, @autofit.resilient(batch_size=...)"
+                " spread over a mesh, SyncBatchNorm), so one rank cannot split its batch alone;"
+                " decorate the whole training with @autofit.resilient(batch_size=...)"
             )
 
     # --- after a failure -----------------------------------------------------------------------
 
-    def _short(self, error: Exception) -> bool:
-        self.found: Diagnosis = out_of_memory.diagnose(error, self.witness)
+    def _is_shortage(self, error: Exception) -> bool:
+        self.found: Diagnosis = out_of_memory.diagnose(error, self.watch)
         return self.found.kind is Kind.OOM
 
     def _recover(self, error: Exception, cut: Cut, last: bool) -> list[torch.Tensor] | None:
-        """Free what the failed part holds and make the limit smaller.
+        """Free the memory of the failed part and lower the limit.
 
-        ``last``: the part in which the ranks reduce the gradients, where there are several.
-        Returns the parameters that have not received the failed part's gradient; ``None`` where
-        none has. Raises where nothing smaller is left, or the part cannot be taken back.
+        ``last``: the ranks reduce their gradients in this part. Returns the parameters that have
+        not received the part's gradient; ``None`` if the whole part is to run again. Raises if no
+        smaller part is possible, or if the part cannot be undone.
         """
         received = self._failed is not None
-        unknown = self._failed is not None and self.step.parameters.unknown(self._failed)
+        unknown = self._failed is not None and self.step.parameters.missed(self._failed)
         self._failed = None
-        out_of_memory.give_back(error)
+        out_of_memory.free_memory(error)
         self.attempt += 1
         part = cut[1] - cut[0]
         if part <= self.step.smallest or not self.limit.failed(part):
             error.add_note(f"autofit: {self.step.name} ran out of memory with {part} samples")
             raise error
         self.limit.samples = max(self.limit.samples, self.step.smallest)
-        self._again = self.start is None or self.start.empty
+        self._restart = self.start is None or self.start.empty
         self._check_ranks(error, last)
         if unknown:
-            raise CannotRetry(self._why("parameters that it had not used before")) from error
-        if self._again:
+            raise CannotRetry(
+                self._cannot_tell("parameters that it had not used before")
+            ) from error
+        if self._restart:
             self._begin_again()
         elif received and self.step.backward is not None:
-            raise CannotRetry(self._why("a backward= of its own")) from error
-        self._tell(part)
-        return self.before.missing() if received and not self._again else None
+            raise CannotRetry(self._cannot_tell("a backward= of its own")) from error
+        self._report(part)
+        return self.before.missing() if received and not self._restart else None
 
     def _check_ranks(self, error: Exception, last: bool) -> None:
-        """Raise where the model cannot be split, or the ranks have begun to reduce gradients."""
+        """Raise if the batch cannot be split, or the ranks have begun to reduce gradients."""
         try:
             modules = self._modules()
         except CannotRetry as refusal:
             raise refusal from error
         if last and ranks.in_use() and _reducing(modules):
             if self.step.memory is not None:
-                self.step.memory.remember(self.key, self._fitting, news=True, alone=True)
+                self.step.memory.remember(self.key, self._to_remember, is_new=True, this_rank=True)
             raise CannotRetry(
-                f"{self.step.name} ran out of memory in a part whose gradients"
-                " DistributedDataParallel reduces: what it has told the other ranks cannot be taken"
-                f" back; started again, it takes {self.limit.samples} samples at a time"
+                f"{self.step.name} ran out of memory while DistributedDataParallel reduced the"
+                " gradients, which cannot be undone on the other ranks: start the training again;"
+                f" it then takes {self.limit.samples} samples at a time"
             ) from error
 
     def _begin_again(self) -> None:
@@ -283,13 +292,13 @@ class _Run:
         self.outputs, self.done, self.weights = [], [], []
         self.random.restore()
 
-    def _why(self, what: str) -> str:
+    def _cannot_tell(self, what: str) -> str:
         return (
-            f"{self.step.name} ran out of memory in backward with {what}: which gradients have"
-            " arrived cannot be told; call it with empty gradients, or with smaller batches"
+            f"{self.step.name} ran out of memory in backward with {what}, so autofit cannot tell"
+            " which gradients were added; call it with empty gradients, or with smaller batches"
         )
 
-    def _tell(self, part: int) -> None:
+    def _report(self, part: int) -> None:
         record = Retry(
             function=self.step.name,
             attempt=self.attempt,
@@ -297,7 +306,7 @@ class _Run:
             next=f"{self.limit.samples} samples at a time",
             message=self.found.message,
             requested=self.found.requested,
-            memory=out_of_memory.held(),
+            memory=out_of_memory.tensor_bytes(),
         )
         log.warning(
             "%s: out of memory with %s; goes on with %s", record.function, record.tried, record.next
@@ -305,24 +314,24 @@ class _Run:
         for hook in (*switches.hooks(), *self.step.hooks):
             hook(record)
 
-    def _held(self) -> None:
-        self.limit.held(self.samples, self.step.grows)
-        if self.limit.samples != self._bound and self.step.memory is not None:
-            self.step.memory.remember(self.key, self._fitting, news=True)
+    def _remember_limit(self) -> None:
+        self.limit.succeeded(self.samples, self.step.grows)
+        if self.limit.samples != self._known_limit and self.step.memory is not None:
+            self.step.memory.remember(self.key, self._to_remember, is_new=True)
 
     @property
-    def _fitting(self) -> dict[str, int]:
+    def _to_remember(self) -> dict[str, int]:
         return {"samples": self.limit.samples}
 
 
 def _reducing(modules: list[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
-    """Return what reduces the gradients of this step over the ranks."""
+    """Return the modules that reduce the gradients of this step over the ranks."""
     kinds = nn.parallel.DistributedDataParallel
     return [m for m in modules if isinstance(m, kinds) and m.require_backward_grad_sync]
 
 
 def _shapes(batch: Batch) -> Key:
-    """Return what is alike in batches of another number of samples."""
+    """Return the shapes and dtypes of a batch, without the number of samples."""
     return tuple(
         (*leaf.shape[: batch.dim], *leaf.shape[batch.dim + 1 :], leaf.dtype)
         if isinstance(leaf, torch.Tensor)
@@ -337,7 +346,7 @@ def _backward(
     weight: float,
     only: list[torch.Tensor] | None,
 ) -> None:
-    """Bring ``weight`` times the loss's gradient into ``.grad``, of ``only`` some if given."""
+    """Add ``weight`` times the gradient of ``loss`` to ``.grad``, only of ``only`` if given."""
     if own is not None:
         own(loss * weight if weight != 1.0 else loss)
     elif only != []:
@@ -349,54 +358,54 @@ def _backward(
 
 
 def run(step: Step, arguments: Arguments) -> Any:
-    """Run the step and return what it returns for the whole batch."""
+    """Run the step; return its output for the whole batch."""
     outcome: Any = None
     with closing(step.work(arguments)) as work:
         while True:
             try:
-                given, answers = work.send(outcome)
+                given, is_shortage = work.send(outcome)
             except StopIteration as end:
                 return end.value
             outcome = None
-            outcome = _called(step.function, answers, *given)
+            outcome = _call(step.function, is_shortage, *given)
             del given
 
 
 async def run_async(step: Step, arguments: Arguments) -> Any:
-    """Await the step and return what it returns for the whole batch."""
+    """Await the step; return its output for the whole batch."""
     outcome: Any = None
     with closing(step.work(arguments)) as work:
         while True:
             try:
-                given, answers = work.send(outcome)
+                given, is_shortage = work.send(outcome)
             except StopIteration as end:
                 return end.value
             outcome = None
-            outcome = await _attempt_async(step.function, answers, *given)
+            outcome = await _call_async(step.function, is_shortage, *given)
             del given
 
 
-def _called(function: Callable[..., Any], answers: Answers, args: Any, kwargs: Any) -> Outcome:
+def _call(function: Callable[..., Any], is_shortage: IsShortage, args: Any, kwargs: Any) -> Outcome:
     try:
-        attempted = switches.Attempted()
+        attempt = switches.CountedAttempt()
         value = function(*args, **kwargs)
-        attempted.done()
+        attempt.finish()
     except Exception as error:
-        if not answers(error):
+        if not is_shortage(error):
             raise
         return [None, error]
     return [value, None]
 
 
-async def _attempt_async(
-    function: Callable[..., Any], answers: Answers, args: Any, kwargs: Any
+async def _call_async(
+    function: Callable[..., Any], is_shortage: IsShortage, args: Any, kwargs: Any
 ) -> Outcome:
     try:
-        attempted = switches.Attempted()
+        attempt = switches.CountedAttempt()
         value = await function(*args, **kwargs)
-        attempted.done()
+        attempt.finish()
     except Exception as error:
-        if not answers(error):
+        if not is_shortage(error):
             raise
         return [None, error]
     return [value, None]

@@ -1,4 +1,4 @@
-"""The switches of all decorated functions: off, hooks for all, out of memory on demand."""
+"""Switches of all decorated functions: on or off, common hooks, injected out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autofit.exceptions import UsageError
 from autofit.resilience.records import Hook
 
 VARIABLE = "AUTOFIT_RESILIENT"
-"""Environment variable: ``off`` (or ``0``) makes every decorator do nothing."""
+"""Environment variable that switches every decorator off: ``off``, ``0``, ``false`` or ``no``."""
 
 INJECTED = "CUDA out of memory. Tried to allocate 1.00 GiB (injected by autofit for a test)."
 
@@ -25,11 +25,11 @@ class _State:
 
 @dataclass
 class _Injection:
-    """Counts the calls of decorated functions and lets some of them fail."""
+    """Counts attempts of decorated functions, and the ones that fail."""
 
     at: frozenset[int]
     after: bool
-    seen: int = 0
+    counted: int = 0
 
 
 _state = _State(active=os.environ.get(VARIABLE, "").lower() not in ("off", "0", "false", "no"))
@@ -46,7 +46,7 @@ def set_active(value: bool) -> None:
 
 
 def hooks() -> tuple[Hook, ...]:
-    """Return the hooks told of the retries of every decorated function."""
+    """Return the hooks that receive the retries of every decorated function."""
     return _state.hooks
 
 
@@ -57,14 +57,14 @@ def set_hooks(*hooks: Hook) -> None:
 
 @contextmanager
 def inject(*at: int, after: bool = False) -> Iterator[None]:
-    """Let decorated functions run out of memory at the ``at``-th attempts made in this block.
+    """Raise an out-of-memory error in the ``at``-th attempts made inside this ``with`` block.
 
-    Attempts are counted over all decorated functions from 1; retries count. The function fails
-    before it starts or, with ``after``, when it has done all its work. Raises ``UsageError``
-    without a number, or for one below 1.
+    Attempts of all decorated functions are counted from 1, retries included. The attempt fails
+    before the function starts or, with ``after``, when the function returns. Raises ``UsageError``
+    without a number, or for a number below 1.
     """
     if not at or min(at) < 1:
-        raise UsageError(f"inject{at}: name the attempts that shall fail, 1 for the first")
+        raise UsageError(f"inject{at}: give the numbers of the attempts to fail, 1 for the first")
     injection = _Injection(frozenset(at), after)
     before = _state.injections
     _state.injections = (*before, injection)
@@ -74,24 +74,24 @@ def inject(*at: int, after: bool = False) -> Iterator[None]:
         _state.injections = before
 
 
-class Attempted:
-    """One attempt as the injections see it: call it, then ``done`` when the function is."""
+class CountedAttempt:
+    """Counts one attempt for ``inject``; make it before the function runs, then ``finish`` it."""
 
-    __slots__ = ("_late",)
+    __slots__ = ("_fails_at_end",)
 
     def __init__(self) -> None:
-        """Count the attempt; raise torch's own error if it is one that shall fail at once."""
-        self._late = False
+        """Count the attempt; raise torch's error if the attempt must fail at its start."""
+        self._fails_at_end = False
         for injection in _state.injections:
-            injection.seen += 1
-            if injection.seen in injection.at:
+            injection.counted += 1
+            if injection.counted in injection.at:
                 if not injection.after:
                     raise _error()
-                self._late = True
+                self._fails_at_end = True
 
-    def done(self) -> None:
-        """Raise if the attempt shall fail at its end."""
-        if self._late:
+    def finish(self) -> None:
+        """Raise torch's error if the attempt must fail at its end."""
+        if self._fails_at_end:
             raise _error()
 
 

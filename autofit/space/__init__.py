@@ -1,1 +1,1 @@
-"""The plans there are, which of two is leaner, and what memory each needs by arithmetic."""
+"""The plans of a search, their order by memory, and a static estimate of the memory of each."""

@@ -1,4 +1,4 @@
-"""What can be tried: the levels of each strategy that this script and hardware allow."""
+"""The search space: the levels of each strategy that this script and hardware allow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Strategy
 from autofit.strategies.micro_batch import AUTO
 
 Reason = tuple[str, str, str]
-"""``(strategy, level, why it is left out)``."""
+"""``(strategy, level, reason why the search leaves the level out)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Space:
     """The levels that a search may try, and why it leaves the others out."""
 
     levels: tuple[tuple[str, tuple[str, ...]], ...]
-    """Strategy to its levels, ``as_is`` first, in the catalogue's order."""
+    """Each strategy with its levels, ``as_is`` first, in the catalogue's order."""
     left_out: tuple[Reason, ...] = ()
 
     def plans(self, fixed: Mapping[str, str] | None = None) -> tuple[Plan, ...]:
@@ -41,7 +41,7 @@ class Space:
         return tuple(sorted(tried, key=by_cost))
 
     def refinements(self, plan: Plan) -> tuple[Plan, ...]:
-        """Return the plans that differ from ``plan``, as it was searched, by a level that refines.
+        """Return the plans that differ from ``plan`` in one level with ``refines``.
 
         The level is added, or replaces another level of its strategy. As in ``plans``, levels that
         are never worse are included and the batch is split. If ``plan`` does not split the batch,
@@ -93,16 +93,16 @@ def space(
     left_out: list[Reason] = []
     for strategy in strategies.REGISTRY:
         chosen = strategy.name not in without and (not only or strategy.name in only)
-        remaining_share = [AS_IS]
+        possible = [AS_IS]
         for level in strategy.levels[1:] if chosen else ():
             reason = known.get((strategy.name, level.name)) or _reason(
                 strategy, level.name, hardware, facts, allow
             )
             if reason is None:
-                remaining_share.append(level.name)
+                possible.append(level.name)
             else:
                 left_out.append((strategy.name, level.name, reason))
-        levels.append((strategy.name, tuple(remaining_share)))
+        levels.append((strategy.name, tuple(possible)))
     return Space(levels=tuple(levels), left_out=tuple(left_out))
 
 

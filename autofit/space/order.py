@@ -2,7 +2,7 @@
 
 Five questions need five orders:
 
-- ``leaner``: surely needs less memory? A partial order; one trial then speaks for other plans.
+- ``leaner``: does it always need less memory? A partial order: one trial answers for other plans.
 - ``only_saves``: differs by optional levels that cannot gain speed?
 - ``by_cost``: a sort key over all plans, by the speed that a plan gives up for memory.
 - ``by_activations``: a sort key for plans that keep the same weights, gradients and state.
@@ -21,10 +21,11 @@ from autofit.space.static_memory import remaining_share
 from autofit.strategies import AS_IS, Facts, Fidelity, Level, Memory
 
 ORDERED = {"checkpointing": (AS_IS, "third", "half", "all"), "optimizer": ("fused", "eight_bit")}
-"""Levels of which each always needs less memory, and more time, than those before it.
+"""Levels by strategy. Each level needs less memory, and more time, than the levels before it.
 
-Not precision (bf16 is leaner and faster), not the micro-batch (the ramp is inside the trial). A
-fused optimizer itself is leaner than the script's own, but not slower.
+Precision is not ordered, because bf16 needs less memory and is faster. The micro-batch is not,
+because each trial searches its size. The fused optimizer needs less memory than the script's own,
+but is not slower, so it comes first.
 """
 
 
@@ -45,7 +46,7 @@ def lower(name: str, level: str) -> tuple[str, ...]:
 
 
 def only_saves(plan: Plan, than: Plan) -> bool:
-    """Return whether ``plan`` differs by levels that refine, none of which should gain speed."""
+    """Return whether ``plan`` differs from ``than`` only by optional levels that gain no speed."""
     known = [(strategies.get(name), level) for name, level in plan.levels.items()]
     found = [(s.level(level), s.level(than[s.name])) for s, level in known if level != than[s.name]]
     return bool(found) and all(

@@ -14,7 +14,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import AS_IS, REGISTRY, Strategy
 
-Setting = tuple[str, str]
+StrategyLevel = tuple[str, str]
 """``(strategy, level)``."""
 
 
@@ -22,9 +22,9 @@ Setting = tuple[str, str]
 class Pair:
     """Two changed levels of different strategies, in the catalogue's order."""
 
-    one: Setting
-    other: Setting
-    needs: tuple[tuple[Setting, Setting], ...] = ()
+    one: StrategyLevel
+    other: StrategyLevel
+    needs: tuple[tuple[StrategyLevel, StrategyLevel], ...] = ()
     """A level of the two that needs another level, and the first level that serves."""
     reason: str | None = None
     """Why no plan holds both; ``None`` if they can be combined."""
@@ -46,7 +46,7 @@ def pairs(registry: Sequence[Strategy] = REGISTRY) -> tuple[Pair, ...]:
     return tuple(replace(pair, reason=clash(pair.plan)) for pair in found)
 
 
-def _needed(level: Setting, registry: Sequence[Strategy]) -> tuple[Setting, ...]:
+def _needed(level: StrategyLevel, registry: Sequence[Strategy]) -> tuple[StrategyLevel, ...]:
     """Return the level that ``level`` needs beside it; most need none."""
     if clash(Plan.of(dict([level]))) is None:
         return ()
@@ -54,5 +54,5 @@ def _needed(level: Setting, registry: Sequence[Strategy]) -> tuple[Setting, ...]
     return tuple(each for each in others if clash(Plan.of(dict((level, each)))) is None)[:1]
 
 
-def _changed(strategy: Strategy) -> list[Setting]:
+def _changed(strategy: Strategy) -> list[StrategyLevel]:
     return [(strategy.name, level.name) for level in strategy.levels if level.name != AS_IS]

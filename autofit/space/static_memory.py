@@ -19,22 +19,22 @@ STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
 KINDS = (Memory.WEIGHTS, Memory.GRADIENTS, Memory.OPTIMIZER_STATE)
 """The kinds of memory that do not depend on the batch."""
 CONTEXT = 0.6 * 2**30
-"""Bytes that a CUDA context and its libraries hold, before one was measured."""
+"""Bytes of a CUDA context and its libraries, until a trial has measured them."""
 CPU_CONTEXT = 0.02
 """Share of the budget that stands for the context on the CPU."""
 WASTE = 0.06
-"""Share of the memory lost to fragmentation, where the allocator is as it is."""
+"""Share of the memory lost to fragmentation with the script's own allocator settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Bytes that do not depend on the batch, in the script as it is."""
+    """Bytes of the unchanged script that do not depend on the batch."""
 
     weights: float
     gradients: float
     state: float
     unsure: float
-    """Of the logarithm of ``state``."""
+    """Standard deviation of the logarithm of ``state``."""
 
     @classmethod
     def of(cls, facts: Facts) -> Static:
@@ -58,7 +58,7 @@ class Static:
 
 
 def remaining_share(plan: Plan, kind: Memory) -> float:
-    """Return the share of a kind of memory that the levels of ``plan`` are expected to leave."""
+    """Return the expected share of a kind of memory that remains under ``plan``."""
     levels = plan.levels
     return math.prod(strategy.keeps(level, kind, levels) for strategy, level in plan)
 
@@ -73,7 +73,7 @@ def total_bytes(held: Any, waste: Any, context: Any) -> Any:
 
 
 def expected_bytes(plan: Plan, facts: Facts, budget: int, *, cuda: bool) -> float:
-    """Return the bytes a plan is expected to hold before there is any activation.
+    """Return the bytes that a plan is expected to hold, activations excluded.
 
     The best guess: ``autofit/analysis/feasibility.py`` orders sets of levels by it.
     """
@@ -83,10 +83,11 @@ def expected_bytes(plan: Plan, facts: Facts, budget: int, *, cuda: bool) -> floa
 
 
 def least_bytes(plan: Plan, facts: Facts, *, cuda: bool) -> float:
-    """Return the bytes a plan holds at least.
+    """Return a lower bound of the bytes under a plan, activations excluded.
 
-    Unlike ``expected_bytes`` it counts neither context nor waste, and optimizer state only if the
-    optimizer surely has some: a plan that exceeds the budget by this figure is never launched.
+    Unlike ``expected_bytes`` it counts neither context nor waste. Optimizer state counts only if
+    every optimizer is known to be Adam-like. A plan whose bound exceeds the budget is never
+    launched.
     """
     static = Static.of(facts)
     known = bool(facts.optimizers) and _is_adam(facts)
@@ -119,7 +120,7 @@ def chunk_samples(plan: Plan, facts: Facts) -> int | None:
 
 
 def context(budget: int, *, cuda: bool) -> float:
-    """Return the bytes that a process holds before it trains anything."""
+    """Return the bytes that a process holds before it makes a model."""
     return CONTEXT if cuda else CPU_CONTEXT * budget
 
 

@@ -82,7 +82,7 @@ def test_an_interrupt_can_be_resumed(
     raising: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert raising(KeyboardInterrupt()) == 130
-    assert "the same command carries on" in capsys.readouterr().err
+    assert "run the same command again" in capsys.readouterr().err
 
 
 def test_any_other_error_is_a_bug_and_stays_one(

@@ -22,13 +22,13 @@ MakeResult = Callable[..., Result]
 def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     assert "\n".join(lines(make_result())) == (
         "20.3 samples/s in 23.1 of 24.0 GiB: bf16, micro 8\n"
-        "As it is this script does not fit; this is the same training in lower precision.\n"
-        "At the peak: tensors 23.1, kept by torch's allocator 0.0, "
+        "As it is, the script does not fit; the plan is the same training in lower precision.\n"
+        "At the peak: tensors 23.1, cached by torch's allocator 0.0, "
         "outside it (CUDA, libraries) 0.0 GiB.\n"
         "6 trials in 6 launches, memory ran out in 1 of these, 1 min 52 s; study 3f9c0000.\n"
-        "   autofit run train.py -- --epochs 3                    train with it\n"
-        "   autofit best train.py --format json -- --epochs 3     take it elsewhere\n"
-        "   autofit best train.py --format python -- --epochs 3   do the same by hand"
+        "   autofit run train.py -- --epochs 3                    train with this plan\n"
+        "   autofit best train.py --format json -- --epochs 3     export this plan\n"
+        "   autofit best train.py --format python -- --epochs 3   show it as PyTorch code"
     )
 
 
@@ -48,7 +48,7 @@ def test_nothing_better(make_result: MakeResult) -> None:
 
 def test_a_baseline_that_ended_otherwise(make_result: MakeResult) -> None:
     said = lines(make_result(baseline_verdict=Verdict.TIMED_OUT))[1]
-    assert said.startswith("As it is this script was not measured (timed out); ")
+    assert said.startswith("As it is, the script was not measured (timed out); ")
 
 
 def test_every_fidelity_has_words() -> None:

@@ -91,7 +91,7 @@ def test_without_a_batch_rates_count_steps(facts: Facts) -> None:
     unknown = replace(facts, roots=(replace(facts.roots[0], batch=None),), stepped=False)
     assert "sample" not in words.script_line(script, unknown)
     line = words.script_line(script, replace(unknown, stepped=True))
-    assert line.endswith("a step counted as one sample, as no argument shows a batch")
+    assert line.endswith("batch size unknown: a step counts as one sample")
 
 
 def test_levels_left_out_for_one_reason_share_a_line() -> None:

@@ -290,7 +290,7 @@ def test_what_a_rescue_came_down_to_outlives_the_model() -> None:
         active.append(plan)
         model, _ = plan.apply(blocks())
         model(torch.randn(8, 8)).sum().backward()
-        root = plan._applied[0].roots[0]
+        root = plan._sessions[0].roots[0]
         assert root.elastic is not None
         root.elastic.micro_batch = 2
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import autofit
 from autofit.exceptions import CannotRetry, UsageError
 from autofit.resilience import Retry
-from autofit.resilience.part_limit import Limit
+from autofit.resilience.part_limit import PartLimit
 
 pytestmark = pytest.mark.quick
 
@@ -223,19 +223,19 @@ def test_the_size_is_remembered_for_such_batches(model: nn.Module) -> None:
 
 
 def test_it_grows_back() -> None:
-    limit = Limit(patience=3)
+    limit = PartLimit(patience=3)
     assert limit.failed(16)
     assert limit.samples == 8
     for _ in range(3):
-        limit.held(16, True)
+        limit.succeeded(16, True)
     assert limit.samples == 16
     assert limit.failed(16)
     assert (limit.samples, limit.patience) == (8, 6)
     for _ in range(100):
-        limit.held(8, True)  # was not bound by the limit
-        limit.held(16, False)
+        limit.succeeded(8, True)  # was not bound by the limit
+        limit.succeeded(16, False)
     assert limit.samples == 8
-    assert not Limit().failed(1)
+    assert not PartLimit().failed(1)
 
 
 def test_growing_in_a_training() -> None:

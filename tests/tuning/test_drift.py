@@ -16,7 +16,7 @@ import pytest
 
 from autofit.analysis.verdicts import culprit
 from autofit.cli import main
-from autofit.equivalence.compare import compare, strays
+from autofit.equivalence.compare import compare, divergence
 from autofit.plan import Plan
 from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import Facts, Fidelity, RootFacts
@@ -390,7 +390,7 @@ class TestASearch:
         assert main([*asked, "--", "--clock"]) == 0  # another plan begins a process, and is traced
         assert {trial.verdict for trial in trials(styles)} == {Verdict.MEASURED}
         printed = capsys.readouterr().out
-        assert printed.count("the script begins with other weights in each run") == 1
+        assert printed.count("the script starts with different weights in each run") == 1
 
     @pytest.mark.full
     def test_where_the_script_does_not_fit_the_leanest_exact_plan_is_the_reference(
@@ -496,7 +496,11 @@ EXACT, ROUNDING = Fidelity.EXACT, Fidelity.ROUNDING
         (trace(changes=STILL), ROUNDING, "the parameters' change differs by 1"),
         (trace(loss=2.6), EXACT, "the loss is 2.6 in step 1, the reference's 2.5"),
         (trace(loss=math.inf), ROUNDING, "the loss is inf in step 1"),
-        (replace(trace(), names=("other",) * ROWS), EXACT, "the optimizers step other parameters"),
+        (
+            replace(trace(), names=("other",) * ROWS),
+            EXACT,
+            "the optimizers update different parameters",
+        ),
     ],
 )
 @pytest.mark.quick
@@ -508,8 +512,14 @@ def test_what_is_drift(found: Trace, fidelity: Fidelity, said: str | None) -> No
 @pytest.mark.parametrize(
     ("found", "expected", "fidelity", "obstacle", "steps"),
     [
-        (trace(loss=9.0, start=1.1), trace(), EXACT, "begins with other weights in each run", 0),
-        (trace(loss=9.0, inputs=1.1), trace(), EXACT, "trains on other batches in each run", 0),
+        (
+            trace(loss=9.0, start=1.1),
+            trace(),
+            EXACT,
+            "starts with different weights in each run",
+            0,
+        ),
+        (trace(loss=9.0, inputs=1.1), trace(), EXACT, "trains on different batches in each run", 0),
         (trace(loss=math.nan), trace(loss=math.nan), EXACT, "own loss is not finite", 0),
         (trace(only(1, math.inf)), trace(only(1, math.inf)), EXACT, "own gradients are", 0),
         (trace(None), trace(), ROUNDING, "its loss scaling skips the first steps", 0),
@@ -590,8 +600,8 @@ def test_a_script_in_lower_precision_is_compared_as_such() -> None:
 )
 @pytest.mark.quick
 def test_losses_that_stray(found: list[float], expected: list[float], said: str | None) -> None:
-    assert (strays(found, expected) or "").startswith(said or "")
-    assert (strays(found, expected) is None) == (said is None)
+    assert (divergence(found, expected) or "").startswith(said or "")
+    assert (divergence(found, expected) is None) == (said is None)
 
 
 def ended(plan: Plan, *losses: float, verdict: Verdict = Verdict.MEASURED) -> TrialReport:

@@ -207,7 +207,7 @@ def test_interrupted_is_130_and_the_search_can_go_on(
     assert process.returncode == 130
     last = printed.splitlines()[-1]
     assert last == (
-        "autofit: interrupted; finished trials are stored, the same command carries on from there"
+        "autofit: interrupted: finished trials are stored; run the same command again to continue"
     )
     assert "Traceback" not in printed
     assert trials(folder, State.RUNNING) == ()

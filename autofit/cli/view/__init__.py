@@ -1,1 +1,1 @@
-"""How a search and its results look on a terminal."""
+"""Renders a search and its results as text."""

@@ -1,4 +1,4 @@
-"""The table in a terminal: finished rows scroll up, what runs is shown below them, live."""
+"""The live table in a terminal: finished rows scroll up; running trials are shown below them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.cli.view import words
-from autofit.cli.view.transcript import Said, Transcript
+from autofit.cli.view.transcript import StyledLine, Transcript
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.tuning.notices import (
@@ -27,7 +27,7 @@ from autofit.units import format_duration
 from autofit.worker.records.trials import Measurement
 
 STYLES = {"head": "bold", "best": "green", "bad": "yellow", "dim": "dim", "": ""}
-"""Rich's styles for the kinds of lines in ``Said.style``."""
+"""Rich's styles for the values of ``StyledLine.style``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ class Running:
     """One trial in progress."""
 
     plan: Plan
-    """With the micro-batch size measured last."""
+    """The plan, with the micro-batch size that was measured last."""
     since: float
-    """Seconds, by ``time.monotonic``: when it was begun."""
+    """The start, in seconds of ``time.monotonic``."""
     latest: Measurement | None = None
     on: str = ""
-    """The card it runs on, where there are several."""
+    """The card that the trial runs on; empty if there is only one."""
 
 
 class LiveTable:
@@ -56,10 +56,10 @@ class LiveTable:
         )
 
     def __call__(self, notice: Notice) -> None:
-        """Show ``notice``: a line above what runs, or a change of it."""
+        """Print the lines of ``notice`` above the running trials, and update these."""
         self._follow(notice)
-        for said in self._transcript.lines(notice, self._console.width):
-            self._console.print(_text(said))
+        for line in self._transcript.lines(notice, self._console.width):
+            self._console.print(_text(line))
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -75,7 +75,7 @@ class LiveTable:
         self._live.stop()
 
     def status(self) -> Text:
-        """Return what runs now, a line a slot."""
+        """Return a line for each running trial."""
         now = time.monotonic()
         running = list(self._running.values())  # a copy: this runs in rich's refresh thread
         found = [running_line(each, now, self._budget) for each in running]
@@ -97,7 +97,7 @@ class LiveTable:
 
 
 def running_line(running: Running, now: float, budget: int) -> str:
-    """Return the line for a launch that has been running until ``now``."""
+    """Return the line of a running trial at the time ``now``."""
     on = f"{printable(running.on)}: " if running.on else ""
     line = f"  .. {on}{running.plan}, {format_duration(now - running.since)}"
     if running.latest is None:
@@ -109,5 +109,5 @@ def running_line(running: Running, now: float, budget: int) -> str:
     )
 
 
-def _text(said: Said) -> Text:
-    return Text(said.text, style=STYLES[said.style])
+def _text(line: StyledLine) -> Text:
+    return Text(line.text, style=STYLES[line.style])

@@ -1,4 +1,4 @@
-"""What ``autofit search --dry-run`` shows: the plans that would be tried, and what that takes."""
+"""The output of ``autofit search --dry-run``: the plans to be tried, and the expected time."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def as_document(preview: Preview) -> dict[str, Any]:
 
 def _estimate(minutes: tuple[float, float] | None) -> str:
     if minutes is None:
-        return "no estimate: nothing is known of this script yet"
+        return "no estimate of the time: autofit has not run this script yet"
     least, most = minutes
     return f"about {least:.0f} to {most:.0f} device minutes"

@@ -1,4 +1,4 @@
-"""Who shows a search: a live table in a terminal, plain lines everywhere else."""
+"""Chooses how to show a search: as a live table in a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autofit.tuning.notices import Listener, Notice
 
 
 class PlainLines:
-    """Writes each line to a stream as it comes: for logs, pipes and ``--json``."""
+    """Writes each line to a stream at once: for logs, pipes and ``--json``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._transcript = Transcript()
 
     def __call__(self, notice: Notice) -> None:
-        """Write what ``notice`` is worth, at once."""
-        for said in self._transcript.lines(notice):
-            self._stream.write(said.text + "\n")
+        """Write the lines of ``notice`` and flush the stream."""
+        for line in self._transcript.lines(notice):
+            self._stream.write(line.text + "\n")
         self._stream.flush()
 
     def __enter__(self) -> Self:
@@ -38,7 +38,7 @@ class PlainLines:
 
 
 def renderer(*, stderr: bool) -> AbstractContextManager[Listener]:
-    """Return what shows a search on standard output, or on standard error for ``--json``."""
+    """Return a listener that shows a search on standard output or, with ``stderr``, on that."""
     stream = sys.stderr if stderr else sys.stdout
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return PlainLines(stream)

@@ -1,4 +1,4 @@
-"""What a search, or ``autofit best``, says in the end: the result, and what to do next."""
+"""The summary at the end of a search and of ``autofit best``: the result and the next commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SAME = {
     "rounding": "the same training in lower precision",
     "recipe": "another training recipe",
 }
-"""What each fidelity means for the training."""
+"""The meaning of each fidelity for the training."""
 
 
 def lines(result: Result, *, storage: str | None = None) -> list[str]:
-    """Return the closing lines; ``storage`` is repeated in the commands where it was given."""
+    """Return the lines of the summary; the commands repeat ``storage`` if it is given."""
     speed = words.rate(result.measurement.samples_per_second)
     peak = words.of_budget(result.budget, result.measurement.peak_device)
     return [
@@ -37,9 +37,9 @@ def _against_baseline(result: Result) -> str:
     if result.plan.neutral and result.trials == 1:
         return "No other plan was measured: nothing to change."
     if result.plan.neutral:
-        return "As it is the script is the fastest of what was tried: nothing to change."
+        return "No plan is faster than the script as it is: nothing to change."
     if result.baseline is None:
-        return f"As it is {_as_it_is(result.baseline_verdict)}; this is {same}."
+        return f"As it is, {_as_it_is(result.baseline_verdict)}; the plan is {same}."
     before = result.baseline.samples_per_second
     factor = result.measurement.samples_per_second / before
     peak = words.in_unit_of(result.budget, result.baseline.peak_device)
@@ -51,9 +51,9 @@ def _against_baseline(result: Result) -> str:
 
 
 def _memory(result: Result) -> list[str]:
-    """Return the line on what a peak is made of; on the CPU it is tensors alone."""
+    """Return the line with the parts of the peak; none on the CPU, where only tensors count."""
     measured, unit = result.measurement, words.unit_of(result.budget)[0]
-    tensors, kept, outside = (
+    tensors, cached, outside = (
         words.in_unit_of(result.budget, size)
         for size in (
             measured.peak_allocated,
@@ -64,15 +64,15 @@ def _memory(result: Result) -> list[str]:
     if result.hardware.device == "cpu":
         return []
     return [
-        f"At the peak: tensors {tensors}, kept by torch's allocator {kept}, "
+        f"At the peak: tensors {tensors}, cached by torch's allocator {cached}, "
         f"outside it (CUDA, libraries) {outside} {unit}."
     ]
 
 
 def _as_it_is(verdict: Verdict) -> str:
     if verdict is Verdict.OUT_OF_MEMORY:
-        return "this script does not fit"
-    return f"this script was not measured ({verdict.value.replace('_', ' ')})"
+        return "the script does not fit"
+    return f"the script was not measured ({verdict.value.replace('_', ' ')})"
 
 
 def _effort(result: Result) -> str:
@@ -86,9 +86,9 @@ def _effort(result: Result) -> str:
 def _next(script: Script, storage: str | None) -> list[str]:
     stored = () if storage is None else ("--storage", without_password(storage))
     commands = [
-        (_command(script, "run", *stored), "train with it"),
-        (_command(script, "best", *stored, "--format", "json"), "take it elsewhere"),
-        (_command(script, "best", *stored, "--format", "python"), "do the same by hand"),
+        (_command(script, "run", *stored), "train with this plan"),
+        (_command(script, "best", *stored, "--format", "json"), "export this plan"),
+        (_command(script, "best", *stored, "--format", "python"), "show it as PyTorch code"),
     ]
     wide = max(len(command) for command, _ in commands)
     return [f"   {command:<{wide}}   {purpose}" for command, purpose in commands]

@@ -1,4 +1,4 @@
-"""The table of trials: rows of text first, then lines fitted to a width."""
+"""The table of trials: makes rows of text, then lines of a given width."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autofit.cli.view import words
 from autofit.worker.records.trials import TrialReport, Verdict
 
 PLAN = 50
-"""Characters that a plan has where the width is free; few have more to say."""
+"""Width of the plan's column without a terminal; few plans are longer."""
 BAR = 14
-"""Characters of the bar that stands for the whole budget."""
+"""Characters of the bar for a peak that equals the budget."""
 _BAR_FROM = 100
-"""Terminals narrower than this have no room for the bar."""
+"""Terminals narrower than this show no bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """How wide the two columns of words are; ``None`` lets them run on."""
+    """The widths of the columns for plan and verdict; ``None`` does not limit them."""
 
     plan: int | None = None
     verdict: int | None = None
@@ -39,7 +39,7 @@ class Columns:
 
     @classmethod
     def of(cls, width: int | None) -> Columns:
-        """Return the columns that fill ``width`` characters; ``None`` is any width."""
+        """Return the columns that fill ``width`` characters; ``None`` means no limit."""
         if width is None:
             return cls()
         bar = width >= _BAR_FROM
@@ -49,7 +49,7 @@ class Columns:
 
 
 def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, best: bool) -> Row:
-    """Return the row of a trial that ended."""
+    """Return the row of a finished trial."""
     measured = report.measurement if report.verdict is Verdict.MEASURED else None
     out = report.verdict is Verdict.OUT_OF_MEMORY
     over = f"> {words.in_unit_of(budget, budget)}" if out else "-"
@@ -79,7 +79,7 @@ def header(budget: int, columns: Columns) -> str:
 
 
 def lines(row: Row, columns: Columns) -> list[str]:
-    """Return the lines of a row: one, or more where its words are wrapped."""
+    """Return the lines of a row: more than one if its plan or verdict is wrapped."""
     plans, verdicts = _wrapped(row.plan, columns.plan), _wrapped(row.verdict, columns.verdict)
     first = _line(row, columns, plan=plans[0], verdict=verdicts[0])
     rest = []

@@ -22,8 +22,8 @@ from autofit.tuning.notices import (
 from autofit.worker.records.trials import Verdict
 
 
-class Said(NamedTuple):
-    """One line, and what kind of line it is: a renderer may colour it."""
+class StyledLine(NamedTuple):
+    """One line of text, and its style, which a renderer may show as a colour."""
 
     text: str
     style: str = ""
@@ -34,58 +34,59 @@ class Transcript:
     """Turns each notice into lines of at most a given width."""
 
     def __init__(self) -> None:
-        self._opened: StudyStarted | None = None
-        self._about: set[str] = set()
-        self._headed = False
+        self._started: StudyStarted | None = None
+        self._facts_shown: set[str] = set()
+        self._has_header = False
         self._first_seen = False
-        self._now: float | None = None
+        self._baseline: float | None = None
 
-    def lines(self, notice: Notice, width: int | None = None) -> list[Said]:
+    def lines(self, notice: Notice, width: int | None = None) -> list[StyledLine]:
         """Return the lines to show for ``notice``; notices of running trials have none.
 
-        Nothing in them acts on a terminal, whatever a script is called or has raised.
+        Control characters in the names and errors of a script are escaped.
         """
-        said = self._lines(notice, width)
-        return [each._replace(text=printable(each.text)) for each in said]
+        lines = self._lines(notice, width)
+        return [each._replace(text=printable(each.text)) for each in lines]
 
-    def _lines(self, notice: Notice, width: int | None) -> list[Said]:
+    def _lines(self, notice: Notice, width: int | None) -> list[StyledLine]:
         match notice:
             case StudyStarted():
-                self._opened = notice
-                return [Said(words.device_line(notice), "head")]
+                self._started = notice
+                return [StyledLine(words.device_line(notice), "head")]
             case FactsKnown(facts=facts):
                 return self._facts(facts)
             case LevelsLeftOut(reasons=reasons):
-                return [Said(text, "dim") for text in words.left_out(reasons)]
+                return [StyledLine(text, "dim") for text in words.left_out(reasons)]
             case TrialEnded():
                 return self._trial(notice, table.Columns.of(width))
             case TrialDropped(plan=plan):
-                return [
-                    Said(
-                        f"stopped early: {plan}: it is no longer expected to be the fastest", "dim"
-                    )
-                ]
+                text = f"stopped early: {plan}: it is no longer expected to be the fastest"
+                return [StyledLine(text, "dim")]
             case Remeasuring(plan=plan):
-                return [Said(f"confirming in a fresh process: {plan}", "dim")]
+                return [StyledLine(f"confirming in a fresh process: {plan}", "dim")]
             case Line(text=text):
-                return [Said(text, "dim")]
+                return [StyledLine(text, "dim")]
             case SizeMeasured() | TrialStarted():
                 return []
 
-    def _facts(self, facts: Facts) -> list[Said]:
-        if self._opened is None or not facts.roots:
+    def _facts(self, facts: Facts) -> list[StyledLine]:
+        if self._started is None or not facts.roots:
             return []
-        about = words.script_line(self._opened.script, facts)
-        if about in self._about:  # each launch finds out anew, one optimizer's step after another
+        about = words.script_line(self._started.script, facts)
+        if about in self._facts_shown:  # each launch reports the facts again
             return []
-        self._about.add(about)
-        return [Said(about, "head")]
+        self._facts_shown.add(about)
+        return [StyledLine(about, "head")]
 
-    def _trial(self, ended: TrialEnded, columns: table.Columns) -> list[Said]:
-        assert self._opened is not None, "StudyStarted is the first notice of every search"
-        budget = self._opened.budget
-        above = [] if self._headed else [Said(""), Said(table.header(budget, columns), "head")]
-        self._headed = True
+    def _trial(self, ended: TrialEnded, columns: table.Columns) -> list[StyledLine]:
+        assert self._started is not None, "StudyStarted is the first notice of every search"
+        budget = self._started.budget
+        above = (
+            []
+            if self._has_header
+            else [StyledLine(""), StyledLine(table.header(budget, columns), "head")]
+        )
+        self._has_header = True
         row = table.trial_row(
             ended.number,
             ended.report,
@@ -95,20 +96,23 @@ class Transcript:
         )
         measured = ended.report.verdict is Verdict.MEASURED
         style = "best" if ended.best else "" if measured else "bad"
-        return above + [Said(text, style) for text in table.lines(row, columns)]
+        return above + [StyledLine(text, style) for text in table.lines(row, columns)]
 
     def _versus(self, ended: TrialEnded) -> str:
-        """Return the change against the script as it is, or else the first plan that fitted."""
+        """Return the change of speed from the script as it is, else from the first plan that fits.
+
+        The baseline itself is shown as ``now``, or as ``new`` if the script as it is did not fit.
+        """
         measurement = ended.report.measurement
         self._first_seen |= ended.report.plan.neutral
         if ended.report.verdict is not Verdict.MEASURED or measurement is None:
             return "-"
         if ended.report.plan.neutral:
-            self._now = self._now or measurement.samples_per_second
+            self._baseline = self._baseline or measurement.samples_per_second
             return "now"
-        if self._now is None and not self._first_seen:
-            return "-"  # resumed, and the first trial was told in an earlier search
-        if self._now is None:
-            self._now = measurement.samples_per_second
+        if self._baseline is None and not self._first_seen:
+            return "-"  # the study was resumed: an earlier search showed the baseline
+        if self._baseline is None:
+            self._baseline = measurement.samples_per_second
             return "new"
-        return words.change(measurement.samples_per_second / self._now)
+        return words.change(measurement.samples_per_second / self._baseline)

@@ -42,7 +42,7 @@ def of_budget(budget: int, size: int) -> str:
 
 
 def rate(samples_per_second: float) -> str:
-    """Return samples a second with about three digits, never as a power of ten."""
+    """Return samples per second with about three digits, without an exponent."""
     digits = 0 if samples_per_second >= 99.95 else 1 if samples_per_second >= 9.995 else 3
     return f"{samples_per_second:.{digits}f}"
 
@@ -66,25 +66,25 @@ def many(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
-def device_line(opened: StudyStarted) -> str:
-    """Return the line that says where the search runs, within what, and under which study."""
-    hardware = opened.hardware
-    budget = f"{format_size(opened.budget)} {'as asked' if opened.asked else 'free'}"
-    study = f"{many(opened.resumed, 'trial')} stored" if opened.resumed else "new"
+def device_line(started: StudyStarted) -> str:
+    """Return the line on the device, the budget, the allowed fidelities, and the study."""
+    hardware = started.hardware
+    budget = f"{format_size(started.budget)} {'as asked' if started.asked else 'free'}"
+    study = f"{many(started.resumed, 'trial')} stored" if started.resumed else "new"
     return (
-        f"{opened.devices} x {hardware.name}, {format_size(hardware.total_bytes)},"
+        f"{started.devices} x {hardware.name}, {format_size(hardware.total_bytes)},"
         f" budget {budget}; "
-        f"allowed: {allowed(opened.allow)}; study {opened.study} ({study})"
+        f"allowed: {allowed(started.allow)}; study {started.study} ({study})"
     )
 
 
 def allowed(allow: str) -> str:
-    """Return every fidelity an allowance includes: ``"exact, redraw, rounding"``."""
+    """Return every fidelity up to ``allow``: ``"exact, redraw, rounding"``."""
     return ", ".join(str(each) for each in Fidelity if each <= Fidelity[allow.upper()])
 
 
 def script_line(script: Script, facts: Facts) -> str:
-    """Return the line that says what the script trains, as far as it is known."""
+    """Return the line on the models, optimizers and batch of the script, as far as known."""
     parts = [
         *(_root(root, times) for root, times in Counter(facts.roots).items()),
         *dict.fromkeys(facts.optimizers),
@@ -97,8 +97,9 @@ def _samples(facts: Facts) -> str:
     """Return what a sample is in the rates; empty while that is not known."""
     samples = facts.effective_batch
     if samples is None:
-        return "a step counted as one sample, as no argument shows a batch" if facts.stepped else ""
-    known = facts.stepped or facts.calls_per_step > 1  # else memory ran out in the first of some
+        return "batch size unknown: a step counts as one sample" if facts.stepped else ""
+    # Before the first step, more calls may follow the one in which memory ran out.
+    known = facts.stepped or facts.calls_per_step > 1
     doubted = any(root.batch_doubted for root in facts.roots[:1])
     sure = "if the first dimension is the batch" if doubted else "(from the script)"
     return f"{many(samples, 'sample')} a {'step' if known else 'call'} {sure}"
@@ -112,7 +113,7 @@ def _root(root: RootFacts, times: int) -> str:
 
 
 def left_out(reasons: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Return a line for each reason, with the levels it leaves out."""
+    """Return a line for each reason, with the levels that it excludes."""
     by_reason: dict[str, list[str]] = {}
     for strategy, level, reason in reasons:
         by_reason.setdefault(reason, []).append(get(strategy).describe(level))
@@ -124,7 +125,7 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
     short = report.out_of_memory
     if report.verdict is Verdict.MEASURED:
         size = short.micro_batch if short else None
-        notes = f" ({size} at a time ran out)" if size else ""
+        notes = f" ({size} at a time did not fit)" if size else ""
         if report.measurement and report.measurement.compile_seconds >= 0.5:
             notes += f" (compile {format_duration(report.measurement.compile_seconds)})"
         return f"fits{'  <- best' * best}{notes}"
