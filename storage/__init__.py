@@ -1,6 +1,6 @@
-"""Keeps what was learned: SQLAlchemy tables and the one class that reads and writes them.
+"""Stores studies, trials, events and evidence in a database, through the class ``Store``.
 
-Importing this package imports neither SQLAlchemy nor Optuna; ``Store`` does, on first use.
+Importing this package imports neither SQLAlchemy nor Optuna. The first use of ``Store`` does.
 """
 
 if __name__ == "storage":

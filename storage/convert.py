@@ -1,4 +1,4 @@
-"""Rows to records and back; JSON columns go through cattrs, exactly both ways."""
+"""Converts rows to records and back; cattrs converts the JSON columns without loss."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ _SET_BY_LAUNCHERS = re.compile(
     "|TORCH_NCCL_ASYNC_ERROR_HANDLING|XLA_(USE|DOWNCAST)_BF16"
     "|PYTHON(UNBUFFERED|DONTWRITEBYTECODE|OPTIMIZE|DEVMODE|FAULTHANDLER|UTF8)"
 )
-"""Names of what ``torchrun``, ``accelerate launch`` and the options of ``python`` set. None of
-these makes a process load a file: see ``set_by_launchers``."""
+"""Names of the variables that ``torchrun``, ``accelerate launch`` and options of ``python`` set.
+
+None of them makes a process load a file: see ``set_by_launchers``.
+"""
 _WARNINGS = "PYTHONWARNINGS"
-"""Of ``python -W``; Python imports the module of a category that is written with a dot."""
+"""Variable for ``python -W``. Python imports the module of a category with a dot in its name."""
 
 _converter = cattrs.Converter()
-# JSON has no NaN and no infinity (a loss may be either); float() reads these words back.
+# A loss may be NaN or infinite, and JSON has neither; float() reads the strings back.
 _converter.register_unstructure_hook(float, lambda x: x if math.isfinite(x) else str(x))
 
 
@@ -76,7 +78,7 @@ def table(plain: object, what: str) -> dict[str, Any]:
 
 
 def readable(text: str) -> str:
-    """Return ``text`` as every database can hold it: no stray bytes, no NUL."""
+    """Return ``text`` without lone surrogates and NUL, which not every database can store."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
 
 
@@ -86,7 +88,7 @@ def plan_to_json(plan: Plan) -> dict[str, str]:
 
 
 def plan_from_json(plain: Mapping[str, str]) -> Plan:
-    """Return the plan with these levels; raise ``StorageError`` if one is no longer known."""
+    """Return the plan with these levels; raise ``StorageError`` for an unknown level."""
     try:
         return Plan.of(plain)
     except UsageError as error:
@@ -94,13 +96,13 @@ def plan_from_json(plain: Mapping[str, str]) -> Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the same 64 hexadecimal digits for equal plans."""
+    """Return 64 hexadecimal digits that are the same for equal plans."""
     text = json.dumps(plan_to_json(plan), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def owner_of(row: models.Held) -> Owner | None:
-    """Return who holds ``row``, or held it last."""
+    """Return the process that owns ``row`` or owned it last; ``None`` if there was none."""
     if row.owner_host is None or row.owner_pid is None or row.owner_started is None:
         return None
     return Owner(host=row.owner_host, pid=row.owner_pid, started=row.owner_started)
@@ -125,16 +127,16 @@ def study_record(row: models.Study) -> StudyRecord:
 
 
 def _script(row: models.Study) -> Script:
-    """Return a study's script, with what a launcher may have set for it and nothing else."""
+    """Return a study's script, whose environment only has variables that launchers set."""
     script = from_json(row.script, Script)
     return replace(script, environment=set_by_launchers(script.environment))
 
 
 def set_by_launchers(found: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return what a launcher may have set, of an environment that a store holds.
+    """Return the variables of a stored environment that a launcher may have set.
 
-    Whoever can write to a store must not get a library or a module into a process that way
-    (``LD_PRELOAD``, ``PYTHONPATH``, ``BASH_ENV``, ...): such variables, and unknown ones, go.
+    All others are removed. Otherwise, a person who can write to the store could make a process load
+    a library or a module with ``LD_PRELOAD``, ``PYTHONPATH`` or ``BASH_ENV``.
     """
     return tuple(
         (name, value)
@@ -144,7 +146,7 @@ def set_by_launchers(found: Iterable[tuple[str, str]]) -> tuple[tuple[str, str],
 
 
 def trial_record(row: models.Trial) -> TrialRecord:
-    """Return the record of a trial's row, its measurements with it."""
+    """Return the record of a trial's row, with its measurements."""
     owner = owner_of(row)
     assert owner is not None
     return TrialRecord(
@@ -218,7 +220,7 @@ def event_record(row: models.Event) -> EventRecord:
 
 
 def fitted_record(row: models.Fitted) -> FittedRecord:
-    """Return the record of what held in a function."""
+    """Return the record of the setting that fitted in a decorated function."""
     return FittedRecord(
         key=from_json(row.key, FittedKey),
         kept=table(row.kept, "record of what fitted"),

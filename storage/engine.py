@@ -1,6 +1,6 @@
-"""Opens the database: the URL, each database's settings, the migrations, errors in one clear line.
+"""Opens the database: parses its URL, migrates its tables and explains errors in one line.
 
-The file is shared with Optuna, which owns ``alembic_version``: ours is ``VERSION_TABLE``.
+Optuna uses the same database and its own table ``alembic_version``; autofit's is ``VERSION_TABLE``.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ HEAD = "0007"
 VERSION_TABLE = "autofit_alembic_version"
 
 BUSY_SECONDS = 30.0
-"""How long to wait for another process that writes."""
+"""Seconds to wait for another process that writes."""
 
 CONNECT_SECONDS = 10
-"""How long to wait for a database server to answer."""
+"""Seconds to wait for an answer of a database server."""
 
 WRITING = int.from_bytes(b"autofit")
-"""PostgreSQL's advisory lock of a transaction of ours that writes; of one database alone."""
+"""Key of PostgreSQL's advisory lock for writing transactions of autofit, in one database."""
 
 
 def parse(storage: str) -> URL:
-    """Return the URL of ``storage``, a path or an SQLAlchemy URL; raise ``StorageError``.
+    """Return the URL of ``storage``, a path or an SQLAlchemy URL.
 
-    An SQLite path is made absolute, so that a later change of directory opens no other file.
+    An SQLite path becomes absolute, so that a later change of directory does not change the file.
+    Raises ``StorageError`` if ``storage`` is neither.
     """
     try:
         url = make_url(to_url(storage))
@@ -64,7 +65,7 @@ def parse(storage: str) -> URL:
 
 
 def sqlite_file(url: URL) -> Path | None:
-    """Return the absolute path of an SQLite file, or ``None``: in memory, or another database."""
+    """Return the absolute path of an SQLite file; ``None`` for other databases and in memory."""
     name = url.database or ""
     if url.get_backend_name() != "sqlite" or name in ("", ":memory:") or name.startswith("file:"):
         return None
@@ -72,15 +73,15 @@ def sqlite_file(url: URL) -> Path | None:
 
 
 def show(url: URL) -> str:
-    """Return how a message names the store: its path, or its URL without the password."""
+    """Return the store's name for messages: its path, or its URL without the password."""
     return str(sqlite_file(url) or without_password(url.render_as_string(hide_password=True)))
 
 
 def make_private(path: Path) -> None:
-    """Make an empty SQLite file that its owner alone may read, unless there is one.
+    """Make an empty SQLite file that only its owner may read, unless the file exists.
 
-    It will hold command lines and environments. SQLite gives the files beside it, ``-wal`` and
-    ``-shm``, the same mode. What cannot be made here SQLite will complain about.
+    The store contains command lines and environments. SQLite gives its files ``-wal`` and ``-shm``
+    the same mode. If the file cannot be made, SQLite reports the error later.
     """
     with suppress(OSError):
         os.close(os.open(path.resolve(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -95,8 +96,8 @@ def open_engine(url: URL) -> Engine:
             event.listen(engine, "connect", _on_connect)
             event.listen(engine, "begin", _begin_in_sqlite)
         elif backend == "postgresql":
-            # A server may have been restarted since: a connection is tried before it is used.
-            engine = create_engine(url, connect_args=_patience(url), pool_pre_ping=True)
+            # The server may have been restarted, so a pooled connection is tested before each use.
+            engine = create_engine(url, connect_args=_connect_timeout(url), pool_pre_ping=True)
             event.listen(engine, "begin", _begin_in_postgresql)
         else:
             engine = create_engine(url)
@@ -110,28 +111,28 @@ def open_engine(url: URL) -> Engine:
 
 def _driver(backend: str) -> str:
     if backend == "postgresql":
-        return "pip install 'autofit-torch[postgresql]' brings that of postgresql+psycopg://..."
+        return "pip install 'autofit-torch[postgresql]' installs that of postgresql+psycopg://..."
     return "install one"
 
 
-def _patience(url: URL) -> dict[str, Any]:
-    """Return how long a connection may take to be made, where the URL does not say it."""
+def _connect_timeout(url: URL) -> dict[str, Any]:
+    """Return the argument for the time limit of a connection, unless the URL has one."""
     if not url.get_driver_name().startswith("psycopg") or "connect_timeout" in url.query:
         return {}
     return {"connect_timeout": CONNECT_SECONDS}
 
 
 def writing(engine: Engine) -> Engine:
-    """Return ``engine`` for transactions that write: one at a time, each from its beginning.
+    """Return ``engine`` for writing transactions, which lock the database from their beginning.
 
-    In SQLite one that begins by reading could find its snapshot stale when it comes to write, and
-    that fails without waiting. In PostgreSQL two could each find that there is no such row yet.
+    In SQLite, a transaction that reads first fails at its first write if another has written in
+    between. In PostgreSQL, two transactions could both find that a row is missing and add it.
     """
     return engine.execution_options(autofit_writes=True)
 
 
 def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # BEGIN is ours to send: _begin_in_sqlite
+    connection.isolation_level = None  # _begin_in_sqlite sends BEGIN
     connection.execute("PRAGMA foreign_keys=ON")
     _use_wal(connection)
 
@@ -148,9 +149,10 @@ def _begin_in_postgresql(connection: Connection) -> None:
 
 @contextmanager
 def alone(engine: Engine) -> Iterator[None]:
-    """Let one process at a time in: by a lock of PostgreSQL's, or of the folder of a file.
+    """Let only one process at a time into this context.
 
-    Not the lock of a transaction that writes: what is done within may write by other connections.
+    The lock is PostgreSQL's, or one of the SQLite file's folder. It is another lock than that of
+    writing transactions, because the context's body may write with other connections.
     """
     if engine.dialect.name != "postgresql":
         with _folder_alone(Path(engine.url.database or "").absolute().parent):
@@ -163,7 +165,7 @@ def alone(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def _folder_alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, where its file system has one."""
+    """Hold the lock of a folder, if its file system supports locks."""
     held = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -178,21 +180,21 @@ def _writes(connection: Connection) -> bool:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Let readers go on while one writes; https://www.sqlite.org/wal.html."""
+    """Let processes read while another writes: https://www.sqlite.org/wal.html."""
     deadline = time.monotonic() + BUSY_SECONDS
     while connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete":
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             return
         except sqlite3.OperationalError as error:
-            # The switch does not wait for another process by itself.
+            # SQLite's busy timeout does not apply to this statement.
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
 
 
 def revision(connection: Connection) -> str | None:
-    """Return the revision of our tables; ``None`` when there are none yet."""
+    """Return the revision of autofit's tables; ``None`` if there are none yet."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     version = column("version_num", String())
@@ -200,11 +202,14 @@ def revision(connection: Connection) -> str | None:
 
 
 def migrate(engine: Engine) -> None:
-    """Bring our tables to ``HEAD`` in one transaction; raise ``StorageError`` if they are newer."""
+    """Migrate autofit's tables to ``HEAD`` in one transaction.
+
+    Raises ``StorageError`` if a newer version of autofit made them.
+    """
     with engine.connect() as connection:
         if revision(connection) == HEAD:
             return
-    # Imported here: half a second that only a new or old store has to pay.
+    # This import takes half a second, which only a new or old store needs.
     from alembic import command
     from alembic.config import Config
     from alembic.util import CommandError
@@ -223,33 +228,33 @@ def migrate(engine: Engine) -> None:
 
 
 def migrations_folder() -> str:
-    """Return the folder Alembic reads."""
+    """Return the folder of Alembic's migrations."""
     return str(Path(__file__).parent / "migrations")
 
 
 def explain(url: URL, error: SQLAlchemyError) -> str:
-    """Return one line that says what went wrong with the store at ``url`` and what to do."""
-    # orig: the driver's own words, without the statement and the link SQLAlchemy adds.
+    """Return one line that says what is wrong with the store at ``url`` and what to do."""
+    # ``orig`` is the driver's own error, without the statement and the link that SQLAlchemy adds.
     cause = str(getattr(error, "orig", None) or error).splitlines()[0]
     return f"the store {show(url)} cannot be used: {cause}; {_advice(url, cause)}"
 
 
 _ADVICE = {
-    "readonly": "it must be writable: make it so, or give another --storage",
-    "not a database": "it is some other file: move it away, or give another --storage",
-    "locked": "another process kept it for {busy:.0f} s: end that one, or try again",
-    "lock timeout": "another process kept it for {busy:.0f} s: end that one, or try again",
-    "disk I/O error": "look at the disk it is on and at its free space, and run it again",
+    "readonly": "make it writable, or give another --storage",
+    "not a database": "it is another kind of file: move it away, or give another --storage",
+    "locked": "another process locked it for {busy:.0f} s: end that process, or try again",
+    "lock timeout": "another process locked it for {busy:.0f} s: end that process, or try again",
+    "disk I/O error": "check its disk and the free space there, and run the command again",
     "full": "free some space and run the same command again",
     "No space left": "free some space and run the same command again",
-    "does not exist": "make it there (createdb, createuser), or give another --storage",
+    "does not exist": "create it (createdb, createuser), or give another --storage",
     "authentication failed": "give the password in PGPASSWORD, ~/.pgpass or the URL",
     "no password": "give the password in PGPASSWORD, ~/.pgpass or the URL",
-    "permission denied": "its user must be allowed to make tables: grant it, or give another one",
-    "connection": "check that the server runs and that its host and port are these",
-    "host name": "check that the server runs and that its host and port are these",
+    "permission denied": "let its user create tables (GRANT), or give another user",
+    "connection": "check that the server runs and that host and port are right",
+    "host name": "check that the server runs and that host and port are right",
 }
-"""What to do, by a part of the driver's words; the first that is found counts."""
+"""Advice by a part of the driver's message; the first that matches counts."""
 
 
 def _advice(url: URL, cause: str) -> str:
@@ -257,6 +262,6 @@ def _advice(url: URL, cause: str) -> str:
     if "unable to open" in cause and path is not None:
         if not path.parent.is_dir():
             return f"there is no directory {path.parent}: make it, or give another --storage"
-        return "its directory must be writable: make it so, or give another --storage"
+        return "make its directory writable, or give another --storage"
     known = (text for words, text in _ADVICE.items() if words in cause)
-    return next(known, "give another --storage if it stays so").format(busy=BUSY_SECONDS)
+    return next(known, "if it happens again, give another --storage").format(busy=BUSY_SECONDS)

@@ -1,4 +1,4 @@
-"""The tables. Nothing outside this folder sees a row; ``migrations`` makes them."""
+"""The database tables. Only this package uses rows; ``migrations`` creates the tables."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
 class Moment(TypeDecorator[datetime]):
-    """A point in time, in UTC on both sides; SQLite would forget the zone."""
+    """A point in time, written and read in UTC, because SQLite does not store time zones."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Write in UTC."""
+        """Return ``value`` in UTC, for the database."""
         return None if value is None else value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Read as UTC."""
+        """Return ``value`` with the time zone UTC."""
         return None if value is None else value.replace(tzinfo=value.tzinfo or UTC).astimezone(UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """What a JSON column holds that is none, cut to its beginning: somebody has edited it."""
+    """The beginning of a cell whose JSON is invalid, for instance because somebody edited it."""
 
     beginning: str
 
 
 class Json(TypeDecorator[Any]):
-    """JSON; a cell that holds none is ``Unreadable``, and spoils no other row of a query."""
+    """JSON; an invalid cell becomes ``Unreadable``, so the query's other rows can be read."""
 
     impl = JSON
     cache_ok = True
@@ -56,25 +56,25 @@ class Json(TypeDecorator[Any]):
         super().__init__(none_as_null=True)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any] | None:
-        """Read as the dialect does, and keep what it cannot read."""
+        """Return a function that reads a cell as the dialect does, or returns ``Unreadable``."""
         read = super().result_processor(dialect, coltype)
         if read is None:
             return None
 
-        def read_or_keep(value: Any) -> Any:
+        def read_or_mark(value: Any) -> Any:
             try:
                 return read(value)
             except (TypeError, ValueError):
                 return Unreadable(str(value)[:40])
 
-        return read_or_keep
+        return read_or_mark
 
 
 Bytes = BigInteger()
 
 
 class Base(DeclarativeBase):
-    """The root of our tables; every constraint is named, so that a migration can drop it."""
+    """Base class of all tables; every constraint has a name, so that a migration can drop it."""
 
     metadata = MetaData(
         naming_convention={

@@ -1,4 +1,4 @@
-"""Who runs a trial: one process on one host, told apart from a later process of the same number."""
+"""Identifies the process that runs a trial, by its host, its id and its start time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Self
 import psutil
 
 TOLERANCE = 2.0
-"""Seconds two readings of one start time may differ: the boot time is known to the second."""
+"""Seconds by which two readings of one start time may differ; the boot time is in whole seconds."""
 
 
 def _started(pid: int) -> float | None:
-    """Return when ``pid`` started, in seconds after boot; ``None`` when it is gone."""
+    """Return when ``pid`` started, in seconds after boot; ``None`` if it has ended."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return None
-        # Seconds after boot, because the wall clock may be set while the process runs.
+        # Seconds after boot, because the wall clock may be changed while the process runs.
         return float(process.create_time() - psutil.boot_time())
     except psutil.NoSuchProcess:
         return None
@@ -27,7 +27,7 @@ def _started(pid: int) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process that holds trials."""
+    """A process that owns studies or trials."""
 
     host: str
     pid: int
@@ -36,19 +36,19 @@ class Owner:
 
     @classmethod
     def current(cls) -> Self:
-        """Return the process that asks."""
+        """Return the calling process."""
         pid = os.getpid()
         return cls(host=socket.gethostname(), pid=pid, started=_started(pid) or 0.0)
 
     def alive(self) -> bool | None:
-        """Return whether the process still runs; ``None`` (nobody can tell) on another host."""
+        """Return whether the process still runs; ``None`` (unknown) for another host."""
         if self.host != socket.gethostname():
             return None
         started = _started(self.pid)
         return started is not None and abs(started - self.started) < TOLERANCE
 
     def same(self, other: Owner) -> bool:
-        """Return whether both are the same process, read at different times."""
+        """Return whether both are the same process, also if read at different times."""
         return (self.host, self.pid) == (other.host, other.pid) and (
             abs(self.started - other.started) < TOLERANCE
         )

@@ -1,4 +1,4 @@
-"""What the store takes and gives: frozen records, never rows. Imports no SQLAlchemy."""
+"""The frozen records that the store accepts and returns. Imports no SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from autofit.storage.owner import Owner
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 ORIGIN = "AUTOFIT_ORIGIN"
-"""Environment variable of a submitted job: the folder that its working directory is a copy of."""
+"""Environment variable of a submitted job: the original of its copied working directory."""
 
 
 class State(StrEnum):
-    """Where a trial is. Legal moves: running to finished, running to interrupted."""
+    """State of a trial. It may change from running to finished or to interrupted."""
 
     RUNNING = "running"
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
-    """Not reached, or its owner died. Final: the plan gets a new trial."""
+    """Not started, or its owner died. The state is final, and the plan gets a new trial."""
 
 
 class Purpose(StrEnum):
     """Why a trial is run."""
 
     SEARCH = "search"
-    """To learn what the plan is worth; finished at most once per plan and study."""
+    """To measure a plan; each plan finishes at most one such trial in a study."""
     CONFIRM = "confirm"
-    """The winner measured again in a fresh process."""
+    """To measure the winner again in a new process."""
 
 
 def _script_file(script: Script) -> Path | None:
-    """Return the file of ``script``; ``None`` for a module that is not below its directory."""
+    """Return the file of ``script``; ``None`` for a module outside its working directory."""
     base = Path(script.cwd)
     if not script.module:
         file = (base / script.target).resolve()
@@ -52,10 +52,11 @@ def _script_file(script: Script) -> Path | None:
 
 
 def script_path(script: Script) -> str:
-    """Return what the store calls ``script``: its absolute path, links followed.
+    """Return the store's name of ``script``: its absolute path without symbolic links.
 
-    A module that is not found below the working directory keeps its name. What was shipped to a
-    cluster is called as where it came from (``ORIGIN``): the folder it lies in there is of one job.
+    A module that is not found below the working directory keeps its name. In a submitted job, the
+    working directory is a copy for this job alone, and the path is that of the original
+    (``ORIGIN``).
     """
     file = _script_file(script)
     origin, here = os.environ.get(ORIGIN), Path(script.cwd).resolve()
@@ -66,23 +67,23 @@ def script_path(script: Script) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyKey:
-    """What makes two searches the same one: the script and what was asked."""
+    """The script and the options that are equal in all searches of one study."""
 
     script: str
-    """As ``script_path`` says."""
+    """The result of ``script_path``."""
     digest: str
-    """SHA-256 of the script's file, hexadecimal; empty where there is no file to read."""
+    """SHA-256 of the script's file, hexadecimal; empty if there is no file."""
     args: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    """What its launcher sets for the script."""
+    """Variables that the script's launcher sets."""
     gpu: str
-    """The device's model, as the driver names it."""
+    """The driver's name of the device's model."""
     gpus: int
-    """How many devices one training run spans."""
+    """Number of devices of one training."""
     memory: int | None = None
-    """Bytes per device that were asked for; ``None`` when none were."""
+    """The requested budget in bytes for each device; ``None`` if none was given."""
     allow: str
-    """The highest fidelity allowed, as ``str(Fidelity)``."""
+    """The largest change of the training that is allowed, as ``str(Fidelity)``."""
 
     @classmethod
     def of(cls, script: Script, *, gpu: str, gpus: int, memory: int | None, allow: str) -> Self:
@@ -107,7 +108,7 @@ class StudyKey:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON, hexadecimal; an empty environment is left out."""
+        """SHA-256 of this key as canonical JSON without an empty environment, hexadecimal."""
         plain = asdict(self)
         if not self.environment:
             del plain["environment"]
@@ -117,37 +118,37 @@ class StudyKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
-    """One study, as it was when it was read."""
+    """A study at the moment when it was read."""
 
     id: str
-    """Eight hexadecimal digits, and ``-2``, ``-3``, ... where a search was begun afresh."""
+    """Eight hexadecimal digits, with ``-2``, ``-3``, ... after searches with ``--fresh``."""
     key: StudyKey
     script: Script
     hardware: Hardware
     budget: int
-    """Bytes per device when it was last opened."""
+    """Bytes for each device in the last search."""
     versions: Mapping[str, str]
-    """When it was last opened."""
+    """Versions of packages in the last search."""
     facts: Facts | None
-    """``None`` before the first launch has learned any."""
+    """``None`` before the first launch has reported any."""
     left_out: tuple[tuple[str, str, str], ...]
-    """``(strategy, level, reason)`` for each level refused or blamed, in that order."""
+    """``(strategy, level, reason)`` for each level that was refused or at fault, oldest first."""
     seconds: float
-    """Searched so far."""
+    """Total time of all searches."""
     launches: int
-    """Processes started so far."""
+    """Number of processes started so far."""
     created: datetime
     """In UTC."""
     opened: datetime
-    """Last time, in UTC."""
+    """Start of the last search, in UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One trial, as it was when it was read."""
+    """A trial at the moment when it was read."""
 
     id: int
-    """Its row: unique in the store."""
+    """Number of its row, unique in the store."""
     study: str
     number: int
     """0, 1, 2, ... in its study."""
@@ -155,35 +156,35 @@ class TrialRecord:
     state: State
     plan: Plan
     launch: int
-    """The process it runs in: 0, 1, 2, ... in its study."""
+    """Number of its process: 0, 1, 2, ... in its study."""
     owner: Owner
     budget: int
-    """Bytes per device it ran under."""
+    """Bytes for each device."""
     versions: Mapping[str, str]
-    """It ran with."""
+    """Versions of packages when it ran."""
     created: datetime
     """In UTC."""
     ended: datetime | None = None
     """In UTC; ``None`` while it runs."""
     optuna_number: int | None = None
-    """Its number in Optuna's mirror; ``None`` before it was told."""
+    """Its number in Optuna's study; ``None`` before it has one."""
     report: TrialReport | None = None
-    """For a finished trial, and only for such."""
+    """Its result, if it is finished."""
 
     @property
     def verdict(self) -> Verdict | None:
-        """How it ended; ``None`` unless it is finished."""
+        """How it ended; ``None`` if it is not finished."""
         return self.report.verdict if self.report else None
 
     @property
     def measurement(self) -> Measurement | None:
-        """The winner's measurement, for a measured trial."""
+        """The measurement of its best size, for a measured trial."""
         return self.report.measurement if self.report else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRecord:
-    """Something worth keeping that happened outside a trial, such as the rescue of a real run."""
+    """An event outside trials, such as a real run that continued under another plan."""
 
     id: int
     kind: str
@@ -199,16 +200,16 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedKey:
-    """Which calls of a decorated function are alike."""
+    """Identifies calls of a decorated function that need the same memory."""
 
     function: str
     """Module and qualified name."""
     arguments: str
     """Digest of the arguments' shapes."""
     device: str
-    """The model, as the driver names it."""
+    """The driver's name of the device's model."""
     memory: int
-    """Bytes of it that the process may use."""
+    """Bytes of the device that the process may use."""
     ranks: int = 1
 
     @property
@@ -220,7 +221,7 @@ class FittedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedRecord:
-    """What held in a decorated function."""
+    """The setting that fitted in a decorated function."""
 
     key: FittedKey
     kept: Mapping[str, int | str]
@@ -232,11 +233,11 @@ class FittedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceKey:
-    """Where evidence holds: the script, how it is started, on what, with which versions."""
+    """Conditions under which evidence is valid: script, arguments, devices and versions."""
 
     script: str
     digest: str
-    """Of the script's file, as in ``StudyKey``."""
+    """SHA-256 of the script's file, as in ``StudyKey``."""
     args: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     gpu: str
@@ -245,7 +246,7 @@ class EvidenceKey:
 
     @classmethod
     def of(cls, script: Script, *, gpu: str, gpus: int, versions: Mapping[str, str]) -> Self:
-        """Return the key of a script on ``gpus`` devices; raise ``UsageError`` as ``StudyKey``."""
+        """Return the key of a script on ``gpus`` devices; errors as in ``StudyKey.of``."""
         study = StudyKey.of(script, gpu=gpu, gpus=gpus, memory=None, allow="")
         return cls(
             script=study.script,

@@ -1,4 +1,4 @@
-"""The one class that reads and writes the store."""
+"""The class that reads and writes the database."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 LEASE = timedelta(seconds=60)
-"""How long a process on another host is taken for alive after its last heartbeat."""
+"""How long a process on another host counts as alive after its last heartbeat."""
 
 
 class Store:
     """Studies, their trials, and events; every method is one transaction.
 
-    One process at a time searches a study (``holder`` names the other one); any number read. What
-    is given out are frozen records, as they were when read. Every method raises ``StorageError``
-    when the database cannot be used, and for a move that a trial's state does not allow. Where
-    several records are returned, those that cannot be read are left out (``say``). May be used from
-    several threads.
+    One process at a time searches a study (see ``holder``); any number may read it. Methods return
+    frozen records of the state at the time of the call. A method that returns several records omits
+    those that cannot be read, and reports them through ``say``. Threads may share a store.
+
+    Every method raises ``StorageError`` if the database cannot be used, or if a trial's state does
+    not allow the change.
     """
 
     def __init__(self, storage: str | None = None, *, create: bool = True) -> None:
         """Open the store at ``storage``: a path, an SQLAlchemy URL, or ``default_url()``.
 
-        With ``create=False`` an SQLite file that is not there is a ``StorageError``.
+        With ``create=False``, raises ``StorageError`` if an SQLite file does not exist.
         """
         self._location = engine.parse(default_url() if storage is None else storage)
         path = engine.sqlite_file(self._location)
@@ -66,10 +67,13 @@ class Store:
         self._reader = engine.open_engine(self._location)
         self._writer = engine.writing(self._reader)
         self.say: Callable[[str], object] | None = None
-        """Is told, once, which rows cannot be read and are left out where several are returned."""
+        """Is called with a line about rows that cannot be read; each row is reported once."""
         self.writes = 0
-        """Transactions that this object has begun. What was read before the last one may be old."""
-        self._told: set[str] = set()
+        """Number of writing transactions that this object has begun.
+
+        Records that were read before the last one may be out of date.
+        """
+        self._reported: set[str] = set()
         self._claimed: set[str] = set()
         self._pid = os.getpid()
         try:
@@ -81,17 +85,20 @@ class Store:
 
     @property
     def url(self) -> str:
-        """The SQLAlchemy URL, password included: what Optuna's storage takes."""
+        """The SQLAlchemy URL with its password, for Optuna's storage."""
         return self._location.render_as_string(hide_password=False)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Let nobody else make tables meanwhile: Optuna does not expect it."""
+        """Return a context that one process at a time may enter.
+
+        Optuna needs it to create its tables: it fails if another process creates them too.
+        """
         return engine.alone(self._reader)
 
     def close(self) -> None:
-        """Let go of the studies this object opened, and of the database."""
+        """Release the studies that this object opened, and close the database."""
         if self._claimed and self._pid == os.getpid():
-            # What cannot be let go ends with this process, or with its lease.
+            # If this fails, the ownership ends with this process or with its lease.
             with contextlib.suppress(StorageError), self._write() as session:
                 session.execute(
                     update(Study)
@@ -124,10 +131,10 @@ class Store:
         versions: Mapping[str, str],
         fresh: bool = False,
     ) -> StudyRecord:
-        """Return the newest study with this key, or a new one; ``fresh`` always begins a new one.
+        """Return the newest study with this key, or a new one; with ``fresh`` always a new one.
 
-        What may differ between two openings (budget in bytes, versions, ...) is that of the last.
-        This process becomes the study's holder unless another live one is.
+        An existing study gets the given script, hardware, budget in bytes and versions. This
+        process becomes the study's holder, unless another live process is.
         """
         now, me = _now(), Owner.current()
         with self._write() as session:
@@ -156,7 +163,7 @@ class Store:
             return self._record(convert.study_record, study)
 
     def studies(self, script_path: str | None = None) -> tuple[StudyRecord, ...]:
-        """Return the studies, newest first; those of one script (see ``records.script_path``)."""
+        """Return all studies, or those of one ``records.script_path``, newest first."""
         query = select(Study).order_by(Study.created.desc(), Study.generation.desc())
         if script_path is not None:
             query = query.where(Study.script_path == convert.readable(script_path))
@@ -164,19 +171,19 @@ class Store:
             return self._records(convert.study_record, session.scalars(query))
 
     def study(self, identifier: str) -> StudyRecord:
-        """Return the study with this identifier as it is now."""
+        """Return the present state of the study with this identifier."""
         with self._read() as session:
             return self._record(convert.study_record, self._study(session, identifier))
 
     def set_facts(self, study: StudyRecord, facts: Facts) -> StudyRecord:
-        """Keep what was learned of the script; it replaces what was known."""
+        """Store the facts about the script in place of earlier ones."""
         with self._write() as session:
             row = self._study(session, study.id)
             row.facts = convert.to_json(facts)
             return self._record(convert.study_record, row)
 
     def leave_out(self, study: StudyRecord, strategy: str, level: str, reason: str) -> StudyRecord:
-        """Never try this level in this study again; the first reason given stays."""
+        """Exclude this level from this study; a later reason does not replace the first."""
         with self._write() as session:
             row = self._study(session, study.id)
             if not any([strategy, level] == [one, other] for one, other, _ in row.left_out):
@@ -184,23 +191,23 @@ class Store:
             return self._record(convert.study_record, row)
 
     def add_seconds(self, study: StudyRecord, seconds: float) -> StudyRecord:
-        """Add to the time this study was searched."""
+        """Add ``seconds`` to the study's search time."""
         with self._write() as session:
             row = self._study(session, study.id)
             row.seconds += seconds
             return self._record(convert.study_record, row)
 
     def next_launch(self, study: StudyRecord) -> int:
-        """Return 0, 1, 2, ...: the number of the process about to be started, given out once."""
+        """Return a new number for the next launch: 0, 1, 2, ... in this study."""
         with self._write() as session:
             row = self._study(session, study.id)
             row.launches += 1
             return row.launches - 1
 
-    # --- who holds what -----------------------------------------------------------------------
+    # --- owners -------------------------------------------------------------------------------
 
     def holder(self, study: StudyRecord) -> Owner | None:
-        """Return the live process other than this one that searches the study, if there is one."""
+        """Return another live process that searches the study, or ``None``."""
         now, me = _now(), Owner.current()
         with self._read() as session:
             rows: list[Held] = [self._study(session, study.id)]
@@ -209,7 +216,7 @@ class Store:
             return next((owner for owner in live if owner is not None), None)
 
     def heartbeat(self, owner: Owner) -> None:
-        """Renew the lease of all that ``owner`` holds; call it well within ``LEASE``."""
+        """Renew the lease of all studies and trials of ``owner``; call it well within ``LEASE``."""
         lease = _now() + LEASE
         with self._write() as session:
             session.execute(
@@ -220,9 +227,10 @@ class Store:
             session.execute(update(Study).where(_held_by(Study, owner)).values(lease_until=lease))
 
     def reclaim(self, study: StudyRecord) -> int:
-        """Interrupt the running trials whose owner is gone; return how many.
+        """Interrupt the running trials whose owner has ended; return how many.
 
-        A process on this host is gone when it no longer runs, one on another when its lease ended.
+        On this host, an owner has ended if its process no longer runs. On another host, it has
+        ended if its lease is over.
         """
         now = _now()
         with self._write() as session:
@@ -242,7 +250,7 @@ class Store:
         owner: Owner,
         purpose: Purpose = Purpose.SEARCH,
     ) -> tuple[TrialRecord, ...]:
-        """Add one running trial a plan, held by ``owner``, in this order."""
+        """Add one running trial for each plan, in this order, owned by ``owner``."""
         now = _now()
         with self._write() as session:
             parent = self._study(session, study.id)
@@ -274,9 +282,9 @@ class Store:
         *,
         trace: Trace | None = None,
     ) -> TrialRecord:
-        """Store what became of a running trial, whole or not at all; it never changes again.
+        """Store the report of a running trial in one transaction; the trial is final afterwards.
 
-        ``trace``: of the trial that later ones are compared with (``reference``).
+        ``trace``: given for the trial with which later ones are compared (``reference``).
         """
         if report.plan != trial.plan:
             raise StorageError(
@@ -303,7 +311,7 @@ class Store:
             return self._record(convert.trial_record, row)
 
     def release(self, trial: TrialRecord) -> TrialRecord:
-        """Interrupt a running trial that was not reached; its plan may get a new one."""
+        """Interrupt a running trial that was not measured; its plan may get a new trial."""
         with self._write() as session:
             row = self._running_trial(session, trial, State.INTERRUPTED)
             _end(row, State.INTERRUPTED, _now())
@@ -326,7 +334,7 @@ class Store:
             return self._records(convert.trial_record, session.scalars(query))
 
     def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
-        """Return the study's first trial that was finished with a trace, and the trace."""
+        """Return the study's first trial that has a trace, and the trace."""
         query = (
             select(Trial)
             .filter_by(study_id=study.id)
@@ -338,7 +346,7 @@ class Store:
             return next(iter(self._records(_with_trace, session.scalars(query))), None)
 
     def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
-        """Note which trial of Optuna's mirrors this one; allowed in any state."""
+        """Store the number of the trial in Optuna's study; any state allows it."""
         with self._write() as session:
             row = self._trial(session, trial)
             row.optuna_number = number
@@ -355,7 +363,7 @@ class Store:
         trial: TrialRecord | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> EventRecord:
-        """Keep something that happened outside a trial; ``payload`` is plain JSON."""
+        """Store an event that happened outside trials; ``payload`` is plain JSON."""
         with self._write() as session:
             row = Event(
                 kind=kind,
@@ -372,7 +380,7 @@ class Store:
     def events(
         self, kind: str | None = None, *, study: StudyRecord | None = None
     ) -> tuple[EventRecord, ...]:
-        """Return the events, oldest first: of one kind, of one study."""
+        """Return the events, oldest first; all, or those of one kind or one study."""
         query = select(Event).order_by(Event.id)
         if kind is not None:
             query = query.filter_by(kind=kind)
@@ -384,7 +392,7 @@ class Store:
     # --- evidence -----------------------------------------------------------------------------
 
     def add_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
-        """Keep what was verified of a script; what was known by the same key is replaced."""
+        """Store evidence on a script; it replaces evidence with the same key."""
         context = key.fingerprint
         new = {each.key: each.content for each in found}
         with self._write() as session:
@@ -397,7 +405,7 @@ class Store:
             )
 
     def evidence(self, key: EvidenceKey) -> tuple[Proven, ...]:
-        """Return what was verified of a script, in the order in which it was first found."""
+        """Return the evidence on a script, in the order in which it was first stored."""
         query = select(Evidence).filter_by(context=key.fingerprint).order_by(Evidence.id)
         with self._read() as session:
             return tuple(Proven(key=row.key, content=row.content) for row in session.scalars(query))
@@ -405,7 +413,7 @@ class Store:
     # --- decorated functions ------------------------------------------------------------------
 
     def fitted(self, key: FittedKey) -> FittedRecord | None:
-        """Return what held last for such calls of a function."""
+        """Return the setting that fitted last for such calls of a function."""
         with self._read() as session:
             row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
             return None if row is None else self._record(convert.fitted_record, row)
@@ -413,7 +421,7 @@ class Store:
     def keep_fitted(
         self, key: FittedKey, kept: Mapping[str, int | str], *, versions: Mapping[str, str]
     ) -> FittedRecord:
-        """Keep what held for such calls; it replaces what was known."""
+        """Store the setting that fitted for such calls; it replaces an earlier one."""
         with self._write() as session:
             row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
             if row is None:
@@ -427,7 +435,7 @@ class Store:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn the database's errors, also those that Optuna wraps, into one clear line."""
+        """Turn errors of the database, also those that Optuna wraps, into ``StorageError``."""
         try:
             yield
         except Exception as error:
@@ -437,36 +445,36 @@ class Store:
             raise StorageError(engine.explain(self._location, cause)) from error
 
     def _record(self, read: Callable[[R], T], row: R) -> T:
-        """Return what ``read`` makes of a row; raise ``StorageError`` that names an unreadable one.
+        """Return the record of a row; raise ``StorageError`` with the row's name if unreadable.
 
-        A file may have been edited, or damaged, or written by another version.
+        The file may have been edited or damaged, or another version of autofit wrote it.
         """
         try:
             return read(row)
         except (StorageError, AttributeError, LookupError, TypeError, ValueError) as error:
-            begun_anew = "search again with --fresh, or use the version of autofit that wrote it"
+            remedy = "search again with --fresh, or use the version of autofit that wrote it"
             raise StorageError(
-                f"{_called(row)} in the store {engine.show(self._location)} cannot be read: {error}"
-                + (f"; {begun_anew}" if isinstance(row, Study | Trial) else "")
+                f"{_named(row)} in the store {engine.show(self._location)} cannot be read: {error}"
+                + (f"; {remedy}" if isinstance(row, Study | Trial) else "")
             ) from error
 
     def _records(self, read: Callable[[R], T], rows: Iterable[R]) -> tuple[T, ...]:
-        """Return what ``read`` makes of each row, and leave out, with a line, what it cannot."""
-        found, lost = [], []
+        """Return the records of all readable rows; report unreadable ones through ``say``."""
+        found, unreadable = [], []
         for row in rows:
             try:
                 found.append(self._record(read, row))
             except StorageError as error:
-                lost.append(str(error))
-        if lost and self.say is not None and not self._told.issuperset(lost):
-            self._told.update(lost)
-            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-            self.say(f"left out{more}: {lost[0]}")
+                unreadable.append(str(error))
+        if unreadable and self.say is not None and not self._reported.issuperset(unreadable):
+            self._reported.update(unreadable)
+            more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
+            self.say(f"left out{more}: {unreadable[0]}")
         return tuple(found)
 
     @contextmanager
     def _session(self, *, write: bool) -> Iterator[Session]:
-        """One transaction: committed at the end, rolled back on any exception."""
+        """Run one transaction: commit it at the end, roll it back on an exception."""
         bind = self._writer if write else self._reader
         with self.explained(), Session(bind, expire_on_commit=False) as session, session.begin():
             yield session
@@ -500,12 +508,12 @@ class Store:
 
 
 def _with_trace(row: Trial) -> tuple[TrialRecord, Trace]:
-    assert row.trace is not None, "only such rows are asked for"
+    assert row.trace is not None, "the query selects rows with a trace"
     return convert.trial_record(row), convert.from_json(row.trace, Trace)
 
 
-def _called(row: object) -> str:
-    """Return how people know a row."""
+def _named(row: object) -> str:
+    """Return the name of a row for messages."""
     match row:
         case Study():
             return f"study {row.id}"
@@ -513,7 +521,7 @@ def _called(row: object) -> str:
             return f"trial {row.number} of study {row.study_id}"
         case Event():
             return f"event {row.id}"
-    return "what is known of a decorated function"
+    return "the setting of a decorated function"
 
 
 def _now() -> datetime:
@@ -529,7 +537,7 @@ def _running(study: StudyRecord) -> Any:
 
 
 def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
-    """Return an empty study with an identifier nobody has."""
+    """Return an empty study with a new identifier."""
     stem = key.fingerprint[:8]
     taken = set(session.scalars(select(Study.id).where(Study.id.startswith(stem))))
     number = len(taken) + 1
@@ -565,7 +573,7 @@ def _end(row: Trial, state: State, now: datetime) -> None:
 
 
 def _live_owner(row: Held, now: datetime, other_than: Owner | None = None) -> Owner | None:
-    """Return who holds ``row``, if that process lives and is not ``other_than``."""
+    """Return the owner of ``row``, if that process is alive and is not ``other_than``."""
     owner = convert.owner_of(row)
     if owner is None or (other_than is not None and owner.same(other_than)):
         return None

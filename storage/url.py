@@ -1,4 +1,4 @@
-"""Where the store is. Imports no SQLAlchemy."""
+"""Determines the URL of the store. Imports no SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DEFAULT = "sqlite:///autofit.db"
 
 
 def default_url() -> str:
-    """Return the URL of the store where none is given: ``$AUTOFIT_STORAGE``, else ``DEFAULT``."""
+    """Return the default URL of the store: ``$AUTOFIT_STORAGE``, else ``DEFAULT``."""
     return to_url(os.environ.get(VARIABLE) or DEFAULT)
 
 
 def to_url(storage: str) -> str:
-    """Return ``storage`` as an SQLAlchemy URL; what has no ``://`` is the path of an SQLite file.
+    """Return ``storage`` as an SQLAlchemy URL; without ``://`` it is the path of an SQLite file.
 
-    Raises ``StorageError`` for a path that a URL cannot hold.
+    Raises ``StorageError`` for an empty path or one with ``?``.
     """
     if "://" in storage:
         return storage
@@ -36,13 +36,13 @@ def to_url(storage: str) -> str:
 
 
 def exists(storage: str | None = None) -> bool:
-    """Return whether there may be something to read; SQLAlchemy is not imported for the answer."""
+    """Return ``False`` if the store is an SQLite file that does not exist, else ``True``."""
     url = default_url() if storage is None else to_url(storage)
     path = url.removeprefix("sqlite:///")
     return path == url or Path(path).exists()
 
 
 def without_password(storage: str) -> str:
-    """Return ``storage`` as a line for people may have it: without a password."""
+    """Return ``storage`` with passwords replaced by ``***``, for messages."""
     unnamed = re.sub(r"(?<=://)([^:/]*):[^@]*@", r"\1:***@", storage)
     return re.sub(r"(?<=[?&])(\w*password)=[^&]*", r"\1=***", unnamed)

@@ -1,7 +1,6 @@
-"""Run by Alembic: brings our tables, and no others, to a revision.
+"""Alembic runs this to migrate autofit's tables, but not Optuna's, to a revision.
 
-The connection comes from ``autofit.storage.engine`` and is in a transaction already, so that a
-migration happens whole or not at all.
+``autofit.storage.engine`` provides a connection inside a transaction, so a migration is atomic.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def test_what_is_no_ray_is_said_soon(tmp_path: Path) -> None:
         deaf.start()
         done = autofit(tmp_path, "search", "train.py", "--address", deaf.address)
     assert done.returncode == 1, done.stderr
-    assert "what listens there is no head of Ray" in done.stderr
+    assert "the server there is no head of Ray" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 30
 

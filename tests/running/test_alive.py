@@ -302,7 +302,7 @@ def test_killed_by_the_kernel(runner: Runner, kernel_limit: Callable[[int], list
     assert "attempt 2 from " in done.stdout
     assert "attempt 2 from 0\n" not in done.stdout
     (line,) = [line for line in ours(done.stderr) if "starts from" in line]
-    assert "killed for want of memory" in line
+    assert "for lack of memory" in line
 
 
 @pytest.mark.full

@@ -389,7 +389,7 @@ def message(storage: str) -> str:
 
 def test_a_file_that_is_no_database(path: Path) -> None:
     path.write_text("notes\n" * 1000)
-    assert "file is not a database; it is some other file: move it" in message(str(path))
+    assert "file is not a database; it is another kind of file: move it" in message(str(path))
     assert path.read_text() == "notes\n" * 1000
 
 
@@ -401,7 +401,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written() -> None:
     """Nobody makes files in /proc, root included."""
     assert "/proc/autofit.db" in message("/proc/autofit.db")
-    assert "its directory must be writable" in message("/proc/autofit.db")
+    assert "make its directory writable" in message("/proc/autofit.db")
 
 
 @pytest.mark.parametrize("storage", ["://", "sqlite//:x://", "", "what?.db"])
@@ -461,7 +461,7 @@ def test_a_server_that_lets_nobody_in_and_one_that_is_not_there(
     assert "password authentication failed" in text
     assert "give the password in PGPASSWORD" in text
     assert "wrong" not in text
-    assert "does not exist; make it there (createdb" in message(f"{there}9")
+    assert "does not exist; create it (createdb" in message(f"{there}9")
     with socket.socket() as taken:  # bound and not listening: nobody answers there
         taken.bind(("127.0.0.1", 0))
         text = message(f"postgresql+psycopg://me@127.0.0.1:{taken.getsockname()[1]}/db")

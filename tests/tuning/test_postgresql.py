@@ -76,4 +76,4 @@ def test_a_server_that_is_not_there_ends_a_search_in_one_line(
     assert ended.returncode == 1
     (said,) = ended.stderr.splitlines()
     assert said.startswith("autofit: the store postgresql+psycopg://me:***@127.0.0.1:1/db cannot")
-    assert said.endswith("check that the server runs and that its host and port are these")
+    assert said.endswith("check that the server runs and that host and port are right")

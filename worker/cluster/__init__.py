@@ -1,1 +1,1 @@
-"""Ray: the nodes, their versions, and the actors that launch trials on them."""
+"""Uses Ray: the cluster's nodes, their versions, and the actors that launch trials on them."""

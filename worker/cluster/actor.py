@@ -1,4 +1,4 @@
-"""The actor of a slot: a launcher and nothing else, on the machine that has the GPU. No torch."""
+"""The Ray actor of a slot, which runs launches on the machine with the GPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from autofit.worker.meter.nvml import VISIBLE, Card
 from autofit.worker.records.trials import Answer, LaunchEvent, LaunchRequest, Script
 
 GOODBYE = 15.0
-"""Seconds a running launch is given to end in good order."""
+"""Seconds that a running launch has to end after ``stop``."""
 _PAUSE = 1.0
 _OF_RAY = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", VISIBLE)
-"""What Ray sets in its workers begins so."""
+"""Prefixes of the variables that Ray sets in its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What an actor is started with."""
+    """The parameters of an actor."""
 
     device: str
     environment: Mapping[str, str]
-    """The user's own, as the search was started with it."""
+    """The user's environment when the search started."""
     harness: Path | None = None
-    """``None`` for the one of the actor's own machine."""
+    """``None`` for the harness of the actor's own machine."""
     scratch: str | None = None
-    """A folder that goes with the session; ``None`` where the actor has to see to its own."""
+    """A folder that is removed with the session; ``None`` if the actor has to make its own."""
     here: bool = True
-    """The actor sits on the machine where the search was started."""
+    """Whether the actor runs on the machine where the search was started."""
     folder: str | None = None
-    """Where the user's working directory is there; the actor's own is a copy of it."""
+    """The user's working directory, if the actor's working directory is a copy of it."""
     beside: int = 1
-    """Slots on the actor's machine that are to share its cores, where nobody has said how."""
+    """Slots that share the cores of the actor's machine, unless the user sets the threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a slot sits on, as its actor finds it."""
+    """The machine and devices of a slot, as its actor finds them."""
 
     node: str
     """Ray's identifier of the machine."""
@@ -64,26 +64,26 @@ class Found:
     cards: tuple[Card, ...]
     """The slot's GPUs."""
     free: int
-    """Bytes nobody holds on each device of the slot, at least."""
+    """Free bytes of the slot's device that has least."""
     folder: frozenset[bytes] | None
-    """``parcel.identity`` of the folder asked about."""
+    """``archive.identity`` of the folder that ``look`` was called with."""
 
     @property
     def label(self) -> str:
-        """What to call the slot in a line for people."""
+        """Name of the slot in messages."""
         cards = ",".join(card.entry for card in self.cards)
         return f"{self.host} GPU {cards}" if cards else self.host
 
 
 class Slot:
-    """The actor: runs one launch at a time, on the machine where it sits."""
+    """The actor: runs one launch at a time on its own machine."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._environment = dict(setting.environment)
         self._scratch = setting.scratch
         if not setting.here:
-            self._environment = _surroundings(setting)
+            self._environment = _remote_environment(setting)
         if setting.device == "cuda" and (given := _given_gpus()):
             self._environment[VISIBLE] = given
         if setting.beside > 1:
@@ -97,26 +97,27 @@ class Slot:
         self._idle.set()
 
     def _own_scratch(self) -> str:
-        """Return a folder that goes, with all that was started, when this process ends."""
+        """Return a folder that a reaper removes, with all processes, when this process ends."""
         session = uuid.uuid4().hex
         folder = Path(tempfile.gettempdir(), f"autofit-{session[:16]}")
-        # Ray kills the children of its workers; before we adopt orphans, one goes out of its sight.
+        # Ray kills its workers' children. The reaper forks before this process adopts orphans, so
+        # it is no child of the worker.
         self._reaper = Reaper(session, folder, aside=True)
         self._environment[SESSION] = session
-        # Ray lets a worker whose node has died finish what it does: that may be waiting for us.
+        # If the node dies, Ray lets its workers finish their calls, and a launch may wait forever.
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         return str(folder)
 
     def ready(self) -> str:
-        """Answer once the actor is there: which of the cluster's cards it has, if any."""
+        """Return the slot's name with the cards that Ray assigned; empty if there are none."""
         cards = self._environment.get(VISIBLE, "") if _given_gpus() else ""
         return f"{platform.node()} GPU {cards}" if cards else ""
 
     def look(self, folder: str) -> Found:
-        """Say what this slot sits on, and whether ``folder`` is seen from there.
+        """Return the slot's machine and devices, and the identity of ``folder`` on that machine.
 
-        Raises ``WorkerError`` where the driver of its GPUs does not answer, and ``UsageError``
-        where a process on the CPU cannot be capped.
+        Raises ``WorkerError`` if the driver of its GPUs does not answer, and ``UsageError`` if a
+        process on the CPU cannot be capped.
         """
         import ray
 
@@ -138,7 +139,7 @@ class Slot:
         )
 
     def launch(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
-        """Run ``request`` and yield what becomes of it."""
+        """Run ``request`` and yield its events and reports."""
         self._idle.clear()
         try:
             if self._setting.folder is not None:
@@ -154,61 +155,61 @@ class Slot:
                 guard=self._guard,
             )
         finally:
-            self._idle.set()  # first: whoever finds it unset has the control of this launch
+            self._idle.set()  # before a new control: ``stop`` reads the control first, then this
             self._control = Control()
 
     def answer(self, answer: Answer) -> None:
-        """Answer the running launch, which is asking for another plan."""
+        """Answer the running launch, which asks for another plan."""
         self._control.answer(answer)
 
     def stop(self) -> None:
-        """End the running launch, if there is one; its events say when it is gone."""
+        """Kill the running launch, if there is one, without waiting for its end."""
         control = self._control
         if not self._idle.is_set():
             control.stop()
 
     def cancel(self) -> None:
-        """End the running launch, if there is one, and wait until it is gone."""
+        """Kill the running launch, if there is one, and wait until it has ended."""
         self.stop()
         self._idle.wait(GOODBYE)
 
 
 def share(slots: int) -> str:
-    """Return the threads that each of so many trainings side by side may start on this machine."""
+    """Return how many threads each of ``slots`` concurrent trainings may use on this machine."""
     return str(max(1, len(os.sched_getaffinity(0)) // slots))
 
 
 def _end_with(parent: int) -> None:
-    """End this process, at once, when ``parent`` has ended."""
+    """Kill this process when ``parent`` has ended."""
     while os.getppid() == parent:
         time.sleep(_PAUSE)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_copied_folder(script: Script, old: str, new: str) -> Script:
-    """Return ``script`` as it is started in ``new``, a copy of its working directory ``old``.
+    """Return ``script`` with the paths of ``new``, a copy of its working directory ``old``.
 
-    Raises ``UsageError`` where it lies outside: it has not travelled.
+    Raises ``UsageError`` if the script is outside ``old``, because the copy does not have it then.
     """
     target = script.target
     if not script.module:
         path = Path(old, target)
         if not path.is_relative_to(old) or ".." in Path(target).parts:
             raise UsageError(
-                f"{target} lies outside of the working directory {old}, which is what nodes are"
-                " sent: start the search in a folder above the script"
+                f"{target} is outside the working directory {old}, and nodes get a copy of that"
+                " directory alone: start the search in a folder above the script"
             )
         target = str(Path(new, path.relative_to(old))) if Path(target).is_absolute() else target
     return replace(script, target=target, cwd=new)
 
 
-def _surroundings(setting: Setting) -> dict[str, str]:
+def _remote_environment(setting: Setting) -> dict[str, str]:
     """Return the environment of a launch on another machine than the search's.
 
-    The machine's own, as Ray started this process with it; of the user's, what it does not have.
+    It is the environment of this Ray worker, plus those of the user's variables that it lacks.
     """
     own = {name: text for name, text in os.environ.items() if not name.startswith(_OF_RAY)}
-    if setting.folder is not None:  # Ray lets its worker import from the copy; a script does itself
+    if setting.folder is not None:  # Ray adds the copy to the path; the script has its own folder
         entries = own.get("PYTHONPATH", "").split(os.pathsep)
         own["PYTHONPATH"] = os.pathsep.join(e for e in entries if e and e != os.getcwd())
     users = setting.environment.items()
@@ -216,9 +217,9 @@ def _surroundings(setting: Setting) -> dict[str, str]:
 
 
 def _given_gpus() -> str:
-    """Return which GPUs Ray has given to this actor, as CUDA reads them; a Ray of ours gives none.
+    """Return the GPUs that Ray assigned to this actor, as a value of ``CUDA_VISIBLE_DEVICES``.
 
-    See ``RuntimeContext.get_accelerator_ids`` of Ray.
+    It is empty with a Ray that autofit started. See ``RuntimeContext.get_accelerator_ids`` of Ray.
     """
     import ray
 

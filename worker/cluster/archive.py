@@ -1,7 +1,7 @@
-"""What travels to nodes that do not have it: autofit's own code, and the working directory.
+"""Sends autofit's own code and the working directory to nodes that do not have them.
 
-Both go as Ray carries a ``runtime_env``: a zip in the cluster's store, named by its contents, that
-each node unpacks once. What of the working directory goes along: ``shipping.py``.
+Both are sent like a ``runtime_env`` of Ray: as a zip in the cluster's store, named by its contents,
+which each node unpacks once. ``upload.py`` decides which files of the working directory are sent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from autofit.exceptions import WorkerError
 from autofit.worker.cluster import upload
 
 _PACKAGES = ("autofit", "autofit.strategies", "autofit.worker", "autofit.storage")
-"""They may lie in four places: see docs/explanation/architecture.md."""
+"""They may be in four folders: see docs/explanation/architecture.md."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""In place of each file's time, so that the same contents have the same name."""
+"""Replaces each file's time, so that equal contents get equal names."""
 
 
 def identity(folder: str) -> frozenset[bytes] | None:
-    """Return what tells a folder from a copy of it, wherever it is seen; ``None`` if it is not.
+    """Return a digest for each file of ``folder``; ``None`` if the folder cannot be read.
 
-    Of each of its files the inode, the size and the time of the last change of the inode, which
-    nobody can set: two machines that read the same belong to one file system, or are one machine.
+    A digest is made of name, inode, size and the time of the inode's last change. No program can
+    set that time, so a copy has other digests. Two machines that read equal digests see the same
+    file system.
     """
     seen = set()
     try:
@@ -50,19 +51,20 @@ def is_seen(
     before: frozenset[bytes] | None,
     now: frozenset[bytes] | None,
 ) -> bool:
-    """Return whether ``there``, what another machine has at its path, is a folder here.
+    """Return whether another machine, which reads the digests ``there``, sees the same folder.
 
-    By the files that are here ``now`` as they were ``before`` it looked: others, such as the log
-    that a search writes into its own working directory, may have changed in between.
+    ``before`` and ``now`` are digests of the folder here, from before and after the other machine
+    read its own. Only files that are equal in both count, because others have changed in between,
+    such as the log of a search.
     """
     if there is None or before is None or now is None:
         return there == now
-    lasting = before & now
-    return lasting <= there if lasting else there == now
+    unchanged = before & now
+    return unchanged <= there if unchanged else there == now
 
 
 def send_code() -> str:
-    """Put autofit's own packages into the cluster's store; return their URI."""
+    """Upload autofit's own packages to the cluster's store; return their URI."""
     from ray._private.runtime_env.packaging import (
         package_exists,
         pin_runtime_env_uri,
@@ -72,7 +74,7 @@ def send_code() -> str:
     data = _zipped(_code())
     uri = f"gcs://_ray_pkg_{hashlib.sha256(data).hexdigest()[:32]}.zip"
     try:
-        pin_runtime_env_uri(uri)  # kept for minutes, until the first worker refers to it
+        pin_runtime_env_uri(uri)  # Ray keeps it for minutes, until the first worker refers to it
         if not package_exists(uri):
             upload_package_to_gcs(uri, data)
     except RuntimeError as error:
@@ -81,9 +83,9 @@ def send_code() -> str:
 
 
 def send_folder(folder: str) -> str:
-    """Put the working directory into the cluster's store; return its URI.
+    """Upload the working directory to the cluster's store; return its URI.
 
-    Raises ``UsageError`` where it is larger than Ray carries.
+    Raises ``UsageError`` if it is larger than Ray accepts.
     """
     from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
     from ray.exceptions import RuntimeEnvSetupError
@@ -99,7 +101,7 @@ def send_folder(folder: str) -> str:
 
 
 def _code() -> dict[str, Path]:
-    """Return the files of autofit's own packages, by their path where they are unpacked."""
+    """Return the files of autofit's own packages, by their path inside the archive."""
     files: dict[str, Path] = {}
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)

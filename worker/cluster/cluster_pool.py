@@ -1,4 +1,4 @@
-"""Slots on the machines of a Ray cluster, which come and go."""
+"""A pool of slots on the machines of a Ray cluster, which may join and leave."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from autofit.worker.cluster.pool import Pool, first_line
 from autofit.worker.records.trials import Script
 
 _ATTEMPTS = 3
-"""Actors that are started for a slot before it is given up."""
+"""How often an actor is started for a slot before the pool gives the slot up."""
 
 Arrival = tuple[int, Found | WorkerError | UsageError]
-"""A slot that can be used from now on, or why it cannot be and is given up."""
+"""A slot, and either its machine and devices or the error for which the slot is given up."""
 
 
 class ClusterPool(Pool):
     """A pool on the Ray cluster at ``address``; a context manager.
 
-    Nothing runs before ``settle`` has said on what, and ``add`` where. ``script``: what will run;
-    where a machine does not see its working directory, a copy of that is sent there. autofit's own
-    code is sent to every other machine, so that all run the same.
-    Entering raises ``WorkerError`` when the cluster cannot be joined.
+    Call ``settle`` to choose the device and ``add`` to start slots. ``script``: the script that
+    will run. A machine that does not see its working directory gets a copy. Every other machine
+    gets autofit's own code, so that all run the same version.
+    Entering raises ``WorkerError`` if the cluster cannot be joined.
     """
 
     def __init__(self, address: str, script: Script) -> None:
@@ -40,20 +40,20 @@ class ClusterPool(Pool):
         self._numbers = itertools.count()
         self._nodes: dict[int, Node] = {}
         self._failed: Counter[int] = Counter()
-        """Times on end that a slot's actor was lost before it had answered."""
+        """How often in a row a slot's actor was lost before it had answered."""
         self._beside: dict[str, int] = {}
-        """Slots that were started on a node, by its id."""
+        """Number of slots that were started on a node, by its id."""
         self._apart: set[str] = set()
-        """Nodes, by id, that do not see the working directory."""
+        """Ids of the nodes that do not see the working directory."""
         self._sent: dict[str, str] = {}
-        """URIs of what was put into the cluster's store: ``"code"`` and ``"folder"``."""
+        """URIs of the uploads in the cluster's store: ``"code"`` and ``"folder"``."""
 
     def settle(self, device: str, gpus: int) -> None:
-        """Say what slots are of: ``"cpu"``, or ``"cuda"`` for so many GPUs each."""
+        """Set the device of all slots: ``"cpu"``, or ``"cuda"`` with ``gpus`` GPUs each."""
         self._device, self._gpus = device, gpus if device == "cuda" else 0
 
     def add(self, node: Node, count: int) -> None:
-        """Start ``count`` slots on a machine; ``arrivals`` tells when they are there."""
+        """Start ``count`` slots on a machine; ``arrivals`` returns them once they are ready."""
         from ray.util import placement_group
 
         self._beside[node.id] = count
@@ -65,7 +65,7 @@ class ClusterPool(Pool):
             self._begin(slot)
 
     def drop(self, slot: int) -> None:
-        """Give a slot up; nothing may be running there that is still to be heard of."""
+        """Remove a slot; no launch may be running there whose events are still needed."""
         import ray
         from ray.util import remove_placement_group
 
@@ -78,20 +78,20 @@ class ClusterPool(Pool):
 
     @property
     def size(self) -> int:
-        """Slots that are there or on their way."""
+        """Number of slots, including those that are not ready yet."""
         return len(self._nodes)
 
     @property
     def coming(self) -> bool:
-        """Whether there are slots whose machine has not answered yet."""
+        """Whether there are slots whose actor has not answered yet."""
         return bool(self._coming)
 
     def where(self, slot: int) -> Node | None:
-        """Return the machine of a slot; ``None`` when the slot was given up."""
+        """Return the machine of a slot; ``None`` if the slot was removed."""
         return self._nodes.get(slot)
 
     def arrivals(self, timeout: float) -> list[Arrival]:
-        """Return the slots that have come, and those that never will; wait for the first."""
+        """Return the slots that became ready or failed; wait up to ``timeout`` s for the first."""
         import ray
 
         if not self._coming:
@@ -102,7 +102,7 @@ class ClusterPool(Pool):
         return [each for each in found if each is not None]
 
     def gone(self, alive: set[str]) -> list[int]:
-        """Return the slots on which nothing runs, and whose machine is not ``alive`` any more."""
+        """Return the free slots whose machine's id is no longer among ``alive``."""
         busy = set(self._streams.values())
         return [s for s, node in self._nodes.items() if node.id not in alive and s not in busy]
 
@@ -125,7 +125,7 @@ class ClusterPool(Pool):
                 self._begin(slot)
                 return None
             return slot, WorkerError(first_line(error))
-        except (UsageError, WorkerError) as error:  # the folder cannot be sent there
+        except (UsageError, WorkerError) as error:  # the working directory cannot be sent
             return slot, error
         self._failed[slot] = 0
         self.slots = sorted([*self.slots, slot])
@@ -133,7 +133,7 @@ class ClusterPool(Pool):
         return slot, found
 
     def _is_apart(self, slot: int, found: Found) -> bool:
-        """Return whether a machine has just turned out not to see the working directory."""
+        """Return whether this answer is the first to show that a machine lacks the directory."""
         node = self._nodes[slot].id
         now = archive.identity(self._script.cwd)
         apart = node not in self._apart and not archive.is_seen(found.folder, self._folder, now)
@@ -142,7 +142,7 @@ class ClusterPool(Pool):
         return apart
 
     def _open(self) -> None:
-        pass  # `add` starts them
+        pass  # ``add`` starts the actors
 
     def _begin(self, slot: int) -> None:
         self._actors[slot] = self._start(slot)
@@ -152,7 +152,7 @@ class ClusterPool(Pool):
         self.slots = [other for other in self.slots if other != slot]
 
     def _replace(self, slot: int) -> None:
-        """Start the actor of a slot anew, where its machine lives; ``arrivals`` tells."""
+        """Restart the actor of a slot if its machine is alive; ``arrivals`` returns it again."""
         import ray
 
         ray.kill(self._actors[slot])
@@ -185,16 +185,16 @@ class ClusterPool(Pool):
         return self._actor({**options, "runtime_env": carried}, setting)
 
     def _uri(self, what: str) -> str:
-        """Return where the cluster keeps a parcel; it is put there when first asked for."""
+        """Return the URI of ``"code"`` or ``"folder"``; the first call uploads it."""
         if what not in self._sent and what == "code":
             self._sent[what] = archive.send_code()
         elif what not in self._sent:
             in_copied_folder(
                 self._script, self._script.cwd, self._script.cwd
-            )  # refuses one that lies outside
+            )  # raises UsageError if the script is outside
             self._sent[what] = archive.send_folder(self._script.cwd)
         return self._sent[what]
 
     def _leave(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the cluster may be gone
+        with contextlib.suppress(ConnectionError):  # the cluster may have ended
             super()._leave()

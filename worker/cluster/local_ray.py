@@ -1,6 +1,7 @@
-"""A Ray of our own on this machine: loopback only, quiet, and gone without a trace.
+"""Starts Ray on this machine, or joins a cluster, and removes all traces afterwards.
 
-Nothing here is imported before it is needed: ``import ray`` takes a third of a second.
+A Ray that is started here listens on loopback only and prints nothing. ``import ray`` takes a third
+of a second, so functions import it when they need it.
 """
 
 from __future__ import annotations
@@ -26,61 +27,63 @@ from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.launch.reaper import SESSION, Reaper
 
 _LONGEST_FOLDER = 20
-"""Bytes: a Unix socket's path holds 107, of which our own part and Ray's take 85."""
+"""Bytes. The path of a Unix socket has at most 107; the parts below this folder have 85."""
 _OF_RAY = "ray"
-"""Ray's folder in ours: Ray opens its own to everybody (mode 0777), whoever made it."""
+"""Ray's folder inside the session's folder, because Ray makes its own accessible to all (0777)."""
 _CONNECTION = 5.0
-"""Seconds within which a cluster has to take a connection."""
+"""Seconds within which a cluster has to accept a connection."""
 _ANSWER = 4.0
-"""Seconds within which Ray has to answer there. A live one takes milliseconds, and after five
-seconds Ray's client prints a warning."""
+"""Seconds within which Ray has to answer. A live one takes milliseconds.
+
+After five seconds, Ray's client prints a warning.
+"""
 _ASK = """
 import sys, ray._raylet
 print("asking", flush=True)
 client = getattr(ray._raylet, "GcsClient", None)
-if client is not None:  # else another Ray than is known here: joining says what is wrong
+if client is not None:  # else an unknown version of Ray, which reports errors when joined
     client(address=sys.argv[1])  # it asks for the cluster's identity at once
 """
 _NOT_RAY = (
-    "what listens there is no head of Ray, or hangs: give the address that `ray start --head`"
+    "the server there is no head of Ray, or hangs: give the address that `ray start --head`"
     " printed, such as head:6379"
 )
 _OBJECT_STORE = 80 << 20
-"""Bytes; about the least Ray accepts. Our records are so small that they do not go there."""
+"""Bytes; about the least that Ray accepts. autofit's records are too small to be stored there."""
 
 
 def _variables(session: str) -> dict[str, str]:
     return {
         SESSION: session,
-        "SPT_NOENV": "1",  # else setproctitle overwrites what /proc shows: our mark
+        "SPT_NOENV": "1",  # else setproctitle overwrites the environment that the reaper reads
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on loopback, on any system
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one to the user's home
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",
-        "RAY_worker_niceness": "0",  # 15 by default, and inherited by what we measure
+        "RAY_worker_niceness": "0",  # 15 by default, and trials would inherit it
         "RAY_memory_monitor_refresh_ms": "0",  # the budget decides, not Ray
     }
 
 
 class RaySession:
-    """Starts Ray, or joins the one at ``address``, and leaves nothing behind.
+    """Starts Ray or joins the one at ``address``; a context manager.
 
-    A Ray of our own knows of no GPUs: the pool hands them out.
-    Raises ``WorkerError`` when Ray does not start or does not answer.
+    A Ray that is started here has no GPUs, because the pool assigns them.
+    Entering raises ``WorkerError`` if Ray does not start or does not answer.
     """
 
     def __init__(self, *, address: str | None = None) -> None:
         self._address = address
         self.session = uuid.uuid4().hex
         self.folder: Path | None = None
-        """Its owner's alone; goes with the session. ``None`` in a Ray that is not ours."""
+        """The session's private folder; ``None`` with a Ray that autofit did not start."""
         self._reaper: Reaper | None = None
         self._guest = False
-        self._hushed = contextlib.ExitStack()
+        self._silenced = contextlib.ExitStack()
 
     @property
     def ours(self) -> bool:
-        """Whether this Ray was started here."""
+        """Whether this object started Ray."""
         return self._reaper is not None
 
     def __enter__(self) -> Self:
@@ -89,9 +92,9 @@ class RaySession:
         self._guest = ray.is_initialized()
         try:
             if not self._guest:
-                self._hushed.enter_context(_without_news())
+                self._silenced.enter_context(_without_messages())
             if self._guest:
-                pass  # the program that called us has Ray running: its own affair
+                pass  # the calling program has started Ray itself
             elif self._address is not None:
                 self._join(self._address)
             else:
@@ -106,18 +109,18 @@ class RaySession:
         return self
 
     def _join(self, address: str) -> None:
-        """Join the cluster at ``address``: with the token it asks for, which Ray finds itself."""
+        """Join the cluster at ``address``; Ray finds the token that the cluster requires."""
         import ray
 
         if "://" in address:
             raise UsageError(
-                f"--address {address}: give auto or host:port, from a machine of the cluster;"
-                " from outside, submit the search as a job"
+                f"--address {address}: give auto or host:port, on a machine of the cluster;"
+                " on another machine, submit the search as a job"
             )
         logging.getLogger("ray").setLevel(logging.ERROR)
         named = os.environ.get("RAY_ADDRESS") if address == "auto" else None
         host, _, port = (named or address).rpartition(":")
-        if port.isdecimal():  # else Ray tries for minutes
+        if port.isdecimal():  # without this test, Ray tries for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECTION).close()
             _ask_ray(f"{host}:{port}")
         with _own_sigterm():
@@ -132,14 +135,14 @@ class RaySession:
         self.close()
 
     def close(self) -> None:
-        """End Ray if it was started here, and wait until its processes are gone."""
+        """End Ray if this object started it, and wait until its processes are gone."""
         import ray
 
         try:
             if not self._guest:
                 ray.shutdown()
         finally:
-            self._hushed.close()
+            self._silenced.close()
             if self._reaper is not None:
                 self._reaper.finish()
                 self._reaper = None
@@ -151,7 +154,7 @@ class RaySession:
         import ray
         from ray._private import ray_constants
 
-        # Read from the environment at import, which may have happened before we came.
+        # Ray read it from the environment at import, which may have been earlier.
         ray_constants.ENABLE_RAY_CLUSTER = False
         logging.getLogger("ray").setLevel(logging.ERROR)
         self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=_short_folder()))
@@ -161,7 +164,7 @@ class RaySession:
         with _own_sigterm(), _environment(_variables(self.session)):
             ray.init(
                 address="local",
-                num_cpus=0,  # no worker is started ahead; our actors ask for none
+                num_cpus=0,  # Ray starts no idle workers; autofit's actors request no CPU
                 num_gpus=0,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -174,10 +177,10 @@ class RaySession:
 
 
 def _ask_ray(address: str) -> None:
-    """Ask who listens at ``address`` for its cluster; raise ``ConnectionError`` if that is no Ray.
+    """Raise ``ConnectionError`` if no head of Ray answers at ``address``.
 
-    By a process of its own: Ray's client has no time limit here, and one that is left behind ends
-    its process when it gives up.
+    A separate process asks. Ray's client has no time limit here, and it ends its own process when
+    it gives up.
     """
     with subprocess.Popen(
         [sys.executable, "-P", "-c", _ASK, address],  # nothing from the working directory
@@ -187,7 +190,7 @@ def _ask_ray(address: str) -> None:
         text=True,
     ) as asking:
         assert asking.stdout is not None
-        asking.stdout.readline()  # importing Ray takes as long as it takes
+        asking.stdout.readline()  # the time limit does not include the import of Ray
         try:
             _, errors = asking.communicate(timeout=_ANSWER)
         except subprocess.TimeoutExpired:
@@ -195,32 +198,32 @@ def _ask_ray(address: str) -> None:
             raise ConnectionError(_NOT_RAY) from None
     if asking.returncode:
         error = (errors.strip().splitlines() or [""])[-1]
-        said = error.partition(": ")[2].partition(". ")[0]
-        refused = f"{said}: is RAY_AUTH_TOKEN the cluster's?"
-        raise ConnectionError(refused if "token" in said.lower() else _NOT_RAY)
+        reason = error.partition(": ")[2].partition(". ")[0]
+        refused = f"{reason}: is RAY_AUTH_TOKEN the cluster's?"
+        raise ConnectionError(refused if "token" in reason.lower() else _NOT_RAY)
 
 
 def _forget_token() -> None:
-    """Let Ray read its token anew: it keeps one for the process, and ours is for one session."""
+    """Make Ray read its token again: Ray caches it, and autofit's is valid for one session."""
     import ray._raylet
 
     loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
-    if loader is not None:  # else a Ray older than its tokens
+    if loader is not None:  # old versions of Ray have no tokens
         loader.instance().reset_cache()
 
 
 def _short_folder() -> str:
-    """Return the system's temporary folder, or ``/tmp`` when a socket's path would get too long."""
+    """Return the system's temporary folder, or ``/tmp`` if a socket's path would be too long."""
     folder = tempfile.gettempdir()
     short = len(os.fsencode(folder)) <= _LONGEST_FOLDER
     return folder if short or not os.access("/tmp", os.W_OK) else "/tmp"
 
 
 @contextlib.contextmanager
-def _without_news() -> Iterator[None]:
-    """Keep Ray from printing what its machines report, dozens of lines each, to standard output.
+def _without_messages() -> Iterator[None]:
+    """Keep Ray from printing dozens of lines for each event of its machines to standard output.
 
-    Whoever uses its workers hears of what is lost. ``log_to_driver=False`` leaves these out.
+    ``log_to_driver=False`` does not suppress them. The pool reports lost workers itself.
     """
     from ray._private import worker
 
@@ -234,7 +237,7 @@ def _without_news() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep what SIGTERM does: Ray's core would print its stack at it, and end the process."""
+    """Restore the handler of SIGTERM: Ray's core replaces it by one that prints its stack."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if before is not None and threading.current_thread() is threading.main_thread():
@@ -243,7 +246,7 @@ def _own_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` for what is started within, and put back what was there."""
+    """Set ``variables`` in ``os.environ`` inside this context, and restore it afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

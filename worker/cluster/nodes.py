@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, as Ray knows them, and which of them a search uses."""
+"""Lists the machines of a Ray cluster, and chooses which of them a search uses."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from autofit.exceptions import UsageError, WorkerError
 
 _MODEL = "accelerator_type:"
-"""Ray names a node's GPU model by a resource that begins so."""
+"""Prefix of the resource by which Ray names a node's GPU model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine that Ray runs on."""
+    """A machine on which Ray runs."""
 
     id: str
-    """Ray's; a machine that comes back has another."""
+    """Ray's identifier; a machine that joins again gets a new one."""
     host: str
     address: str
     cpus: int
-    """That Ray may give away; those of a head node are often none."""
+    """CPUs that Ray may assign; a head node often has none."""
     gpus: int
     model: str
-    """Of the GPUs, as Ray calls it (``"H100"``); empty where it does not know."""
+    """Ray's name of the GPUs, such as ``"H100"``; empty if Ray does not know it."""
     here: bool
-    """It is the machine this process runs on."""
+    """Whether this process runs on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +36,17 @@ class Places:
     device: str
     """``"cpu"`` or ``"cuda"``."""
     model: str
-    """Of the GPUs, as Ray calls it."""
+    """Ray's name of the GPUs."""
     slots: Mapping[str, int]
-    """Trials side by side on each node, by its id."""
+    """Number of concurrent trials on each node, by its id."""
     lines: tuple[str, ...] = ()
-    """For people: what is used of a mixed cluster, and why."""
+    """Lines for people: which part of a mixed cluster is used, and why."""
 
 
 def look() -> dict[str, Node]:
     """Return the nodes that are alive, by id; this process must have joined their Ray.
 
-    Raises ``WorkerError`` where this process has lost its own.
+    Raises ``WorkerError`` if Ray has ended on this process's own machine.
     """
     import ray
 
@@ -56,8 +56,8 @@ def look() -> dict[str, Node]:
     mine = next((_machine(each) for each in alive if each["NodeID"] == own), None)
     if mine is None:
         raise WorkerError(
-            "Ray has ended on the machine where the search was started, and took its workers along:"
-            " start it there again. Finished trials are stored: the same command carries on"
+            "Ray and its workers have ended on the machine where the search was started:"
+            " start Ray there again. Finished trials are stored: run the same command to go on"
         )
     return {each["NodeID"]: _node(each, _machine(each) == mine) for each in alive}
 
@@ -81,17 +81,18 @@ def _node(found: Mapping[str, Any], here: bool) -> Node:
 
 
 def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
-    """Return where trials of ``each`` GPUs may run: all of one model, ``gpus`` at most.
+    """Return where trials of ``each`` GPUs may run: on GPUs of one model, ``gpus`` at most.
 
-    Without GPUs in the cluster: one trial a node, because trials side by side would disturb one
-    another's times. Raises ``UsageError`` where the cluster has no room for what was asked.
+    Without GPUs in the cluster, each node runs one trial, because concurrent trials would slow one
+    another down. Raises ``UsageError`` if the cluster has too few GPUs.
     """
     if not any(node.gpus for node in nodes):
         return _on_cpus(nodes, gpus)
-    rooms = {model: _rooms(nodes, model, each) for model in {n.model for n in nodes if n.gpus}}
-    model = max(sorted(rooms), key=lambda model: sum(rooms[model].values()))
+    models = {node.model for node in nodes if node.gpus}
+    capacities = {model: _capacities(nodes, model, each) for model in models}
+    model = max(sorted(capacities), key=lambda model: sum(capacities[model].values()))
     have = sum(node.gpus for node in nodes if node.model == model)
-    if not sum(rooms[model].values()):
+    if not sum(capacities[model].values()):
         most = max(node.gpus for node in nodes)
         raise UsageError(
             f"--gpus-per-trial {each}: a trial runs on one host, and none of the cluster's has"
@@ -99,45 +100,48 @@ def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
         )
     if gpus is not None and gpus > have:
         raise UsageError(f"--gpus {gpus}: the cluster has {_cards(have, model)}; ask for fewer")
-    slots = spread(rooms[model], None if gpus is None else gpus // each)
-    lines = [_mixed(nodes, model, have)] if len(rooms) > 1 else []
+    slots = spread(capacities[model], None if gpus is None else gpus // each)
+    lines = [_mixed(nodes, model, have)] if len(capacities) > 1 else []
     if gpus is not None and sum(slots.values()) < gpus // each:
         lines.append(
             f"--gpus {gpus} --gpus-per-trial {each}: a trial runs on one host;"
-            f" there is room for {sum(slots.values())} side by side"
+            f" the hosts can run {sum(slots.values())} at a time"
         )
     return Places(device="cuda", model=model, slots=slots, lines=tuple(lines))
 
 
 def more(places: Places, new: Collection[Node], each: int, left: int | None) -> dict[str, int]:
-    """Return how many trials nodes that have joined have room for, by id.
+    """Return how many trials each node that has joined can run, by id.
 
-    ``places``: what is used already; ``left``: trials that may be added, any number if ``None``.
+    ``places``: the nodes in use; ``left``: how many trials may be added, ``None`` for any number.
     """
     if places.device == "cpu":
         return {node.id: 1 for node in new if node.cpus}
-    return spread(_rooms(new, places.model, each), left)
+    return spread(_capacities(new, places.model, each), left)
 
 
-def spread(rooms: Mapping[str, int], most: int | None) -> dict[str, int]:
-    """Return ``most`` of the ``rooms``, from the nodes that have most; all of them if ``None``."""
-    left = sum(rooms.values()) if most is None else most
-    taken: dict[str, int] = {}
-    for node in sorted(rooms, key=lambda node: -rooms[node]):
-        taken[node] = min(rooms[node], left)
-        left -= taken[node]
-    return {node: count for node, count in taken.items() if count > 0}
+def spread(capacities: Mapping[str, int], most: int | None) -> dict[str, int]:
+    """Return the trials for each node, by id: ``most`` in all, on the largest nodes first.
+
+    ``None`` fills all nodes.
+    """
+    left = sum(capacities.values()) if most is None else most
+    chosen: dict[str, int] = {}
+    for node in sorted(capacities, key=lambda node: -capacities[node]):
+        chosen[node] = min(capacities[node], left)
+        left -= chosen[node]
+    return {node: count for node, count in chosen.items() if count > 0}
 
 
 def _on_cpus(nodes: Iterable[Node], gpus: int | None) -> Places:
     slots = {node.id: 1 for node in nodes if node.cpus}
     if not slots:
-        raise UsageError("no node of the cluster has a CPU for Ray to give: start one with some")
+        raise UsageError("Ray has no CPU on any node of the cluster: start a node with --num-cpus")
     lines = () if gpus is None else (f"--gpus {gpus}: the cluster has no GPU, CPUs are used",)
     return Places(device="cpu", model="", slots=slots, lines=lines)
 
 
-def _rooms(nodes: Iterable[Node], model: str, each: int) -> dict[str, int]:
+def _capacities(nodes: Iterable[Node], model: str, each: int) -> dict[str, int]:
     return {node.id: node.gpus // each for node in nodes if node.gpus and node.model == model}
 
 

@@ -1,6 +1,6 @@
-"""Slots on which launches run side by side: one Ray actor each (``slot.py``).
+"""Runs launches concurrently on slots, each of which is a Ray actor (``actor.py``).
 
-The driver hands a request to a slot and hears, in one stream, what happens on all of them.
+The driver submits a request to a slot, and receives the events of all slots in one stream.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
 
 Happening = tuple[int, LaunchEvent | WorkerError]
-"""A slot, and what happened there; after a ``WorkerError`` the slot is free and usable again."""
+"""A slot and its event. After a ``WorkerError`` the slot is free and can be used again."""
 
 _READY = 60.0
-"""Seconds Ray is given to find the GPUs of every slot."""
+"""Seconds within which Ray has to find the GPUs of every slot."""
 
 
 class Pool:
     """Runs launches on ``slots`` slots of this machine; a context manager.
 
-    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs a slot: those that ``cards`` names, as
-    ``CUDA_VISIBLE_DEVICES`` does (the first ones when not given). Ray is started on loopback only,
-    and is gone when the pool is left or this process ends, however it ends. In a program that has
-    Ray running the pool is its guest, and takes the GPUs that Ray assigns.
-    Entering raises ``WorkerError`` when Ray, or a GPU for every slot, is not to be had.
+    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs for each slot. ``cards`` names the GPUs
+    as ``CUDA_VISIBLE_DEVICES`` does; by default the first ones. The pool starts Ray on loopback.
+    Ray is ended on exit, and also if this process is killed. If the program has started Ray itself,
+    the pool uses that, with the GPUs that Ray assigns.
+    Entering raises ``WorkerError`` if Ray does not start or there are too few GPUs.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Pool:
     ) -> None:
         self.slots: Sequence[int] = range(slots)
         self.labels: dict[int, str] = dict.fromkeys(self.slots, "")
-        """What each slot runs on, for people; empty where there is nothing to tell apart."""
+        """Name of each slot's devices for messages; empty if there is only one choice."""
         self._device = device
         self._gpus = gpus if device == "cuda" else 0
         self._harness = harness
-        self._environment = dict(os.environ)  # the user's own, before Ray touches it
+        self._environment = dict(os.environ)  # the user's own, before Ray changes it
         self._cards = list(cards)
         self._ray = RaySession()
         self._groups: dict[int, Any] = {}
@@ -63,7 +63,7 @@ class Pool:
 
     @property
     def free(self) -> list[int]:
-        """The slots on which nothing runs."""
+        """The slots without a running launch."""
         return [slot for slot in self.slots if slot not in self._streams.values()]
 
     def __enter__(self) -> Self:
@@ -76,11 +76,11 @@ class Pool:
     def _open(self) -> None:
         """Start the actors."""
         if self._gpus and self._ray.ours:
-            self._hand_out()
+            self._assign_cards()
         elif self._gpus:
             self._groups = {slot: self._reserve() for slot in self.slots}
         self._actors = {slot: self._start(slot) for slot in self.slots}
-        if not self._ray.ours:  # where others may hold what we ask for
+        if not self._ray.ours:  # other programs may hold the resources that are requested
             self._wait_for_actors()
 
     def __exit__(
@@ -97,22 +97,22 @@ class Pool:
     def submit(self, slot: int, request: LaunchRequest) -> None:
         """Start ``request`` on ``slot``, which must be free."""
         if slot not in self.free:
-            raise WorkerError(f"slot {slot} is taken; free ones: {self.free}")
+            raise WorkerError(f"slot {slot} is busy; free ones: {self.free}")
         self._streams[self._actors[slot].launch.remote(request)] = slot
 
     def answer(self, slot: int, answer: Answer) -> None:
-        """Answer the launch on ``slot``, which is asking; nothing if it has ended meanwhile."""
-        self._heard(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
+        """Answer the launch on ``slot``, which asks for a plan; do nothing if it has ended."""
+        self._await(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
 
     def cancel(self, slot: int) -> None:
-        """End what runs on ``slot``; its plan is reported as interrupted, then the launch ends."""
+        """Kill the launch on ``slot``; its plan is reported as interrupted."""
         if slot not in self.free:
-            self._heard(self._actors[slot].stop.options(concurrency_group="control").remote())
+            self._await(self._actors[slot].stop.options(concurrency_group="control").remote())
 
     def events(self, timeout: float | None = None) -> list[Happening]:
-        """Return what has happened, in order for each slot; nothing when nothing runs.
+        """Return new events, in order for each slot; an empty list if no launch runs.
 
-        Waits up to ``timeout`` seconds (forever when ``None``) for something to happen.
+        Waits up to ``timeout`` seconds (forever if ``None``) for the first event.
         """
         import ray
 
@@ -123,12 +123,12 @@ class Pool:
         ready = [each for each in ready if each in self._streams]
         return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]
 
-    def _heard(self, said: Any) -> None:
-        """Wait until a slot has heard: another launch there would take it for its own."""
+    def _await(self, call: Any) -> None:
+        """Wait until an actor has finished a call, so that it cannot reach a later launch."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):  # the stream says what has happened
-            ray.get(said)
+        with contextlib.suppress(ray.exceptions.RayError):  # the stream of events reports it
+            ray.get(call)
 
     def _cancel(self, slot: int) -> Any:
         return self._actors[slot].cancel.options(concurrency_group="control").remote()
@@ -139,7 +139,7 @@ class Pool:
         slot = self._streams[stream]
         try:
             event: LaunchEvent = ray.get(next(stream))
-        except ray.exceptions.RayTaskError as error:  # the actor lives, its launcher raised
+        except ray.exceptions.RayTaskError as error:  # the actor is alive, its launcher raised
             del self._streams[stream]
             return slot, WorkerError(f"slot {slot}: {error.cause}")
         except (ray.exceptions.RayError, StopIteration) as error:
@@ -152,29 +152,29 @@ class Pool:
         return slot, event
 
     def _replace(self, slot: int) -> None:
-        """Start the actor of a slot anew."""
+        """Restart the actor of a slot."""
         import ray
 
         ray.kill(self._actors[slot])
         self._actors[slot] = self._start(slot)
 
-    def _hand_out(self) -> None:
-        """Settle which of this machine's cards each slot has."""
+    def _assign_cards(self) -> None:
+        """Assign this machine's cards to the slots."""
         need = len(self.slots) * self._gpus
         self._cards = self._cards or [card.entry for card in nvml.cards(self._environment)]
         if len(self._cards) < need:
-            raise WorkerError(f"{need} GPUs were asked for, {len(self._cards)} are visible here")
+            raise WorkerError(f"{need} GPUs are needed, {len(self._cards)} are visible here")
         self.labels = {slot: f"GPU {self._own(slot)}" for slot in self.slots}
 
     def _own(self, slot: int) -> str:
-        """Return the cards of a slot on this machine, as CUDA reads them."""
+        """Return the cards of a slot, as a value of ``CUDA_VISIBLE_DEVICES``."""
         return ",".join(self._cards[slot * self._gpus : (slot + 1) * self._gpus])
 
     def _threads(self) -> dict[str, str]:
-        """Return each slot's share of the cores, where the user has said nothing.
+        """Return the variable that gives each slot its share of the cores; a default only.
 
-        Side by side, trainings that each start a thread for every core wait for one another.
-        Ranks have one each, as in the real run.
+        Concurrent trainings with a thread for every core would wait for one another. Ranks have one
+        thread each anyway, as in the real run.
         """
         if len(self.slots) == 1 or self._gpus > 1:
             return {}
@@ -198,7 +198,7 @@ class Pool:
         return self._actor(options, setting)
 
     def _within(self, group: Any) -> dict[str, Any]:
-        """Return what puts an actor into its placement group."""
+        """Return the options that put an actor into a placement group."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(placement_group=group)
@@ -216,8 +216,8 @@ class Pool:
         ready = [actor.ready.remote() for actor in self._actors.values()]
         done, _ = ray.wait(ready, num_returns=len(ready), timeout=_READY)
         if len(done) < len(ready):
-            asked = f"one CPU for each of {len(ready)} slots"
-            raise WorkerError(f"Ray has no room for {asked}: ask for fewer, or free some")
+            need = f"one CPU for each of {len(ready)} slots"
+            raise WorkerError(f"Ray has too few free CPUs for {need}: ask for fewer, or free some")
         self.labels = dict(zip(self._actors, ray.get(ready), strict=True))
 
     def _reserve(self) -> Any:
@@ -229,12 +229,12 @@ class Pool:
         if not group.wait(_READY):
             resources: Any = ray.cluster_resources  # it has no types
             have = resources().get("GPU", 0)
-            asked = f"{len(self.slots)} x {self._gpus}"
-            raise WorkerError(f"Ray has {have:g} GPUs, and {asked} were asked for: lower --gpus")
+            need = f"{len(self.slots)} x {self._gpus}"
+            raise WorkerError(f"Ray has {have:g} GPUs, and {need} are needed: lower --gpus")
         return group
 
     def _leave(self) -> None:
-        """End running launches in good order, and give back what is held in a foreign Ray."""
+        """End running launches, and release the resources of a Ray that autofit did not start."""
         import ray
         from ray.util import remove_placement_group
 
@@ -249,5 +249,5 @@ class Pool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error: Ray's go on for many."""
+    """Return the first line of an error, because Ray's errors have many."""
     return str(error).strip().partition("\n")[0]

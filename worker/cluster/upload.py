@@ -1,7 +1,7 @@
-"""What of a working directory travels to a Ray cluster: all but what ``.autofitignore`` names.
+"""Decides which files of a working directory are sent to a Ray cluster. Imports Ray when called.
 
-Ray packs the folder, uploads it once per contents and unpacks it where it is needed; its limit is
-that of one message. Imports Ray only when called.
+All files are sent except those that ``.autofitignore`` names. Ray packs the folder, uploads equal
+contents once and unpacks them on each node. Its size limit is that of one message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autofit.exceptions import UsageError
 from autofit.units import format_size
 
 IGNORE = ".autofitignore"
-"""In the working directory: a pattern a line, as ``.gitignore`` has them."""
+"""A file in the working directory with one pattern on each line, as in ``.gitignore``."""
 ALWAYS = (
     ".git/",
     ".venv/",
@@ -27,13 +27,13 @@ ALWAYS = (
     ".ruff_cache/",
     "autofit.db*",
 )
-"""What no run needs elsewhere; a line ``!name`` in ``IGNORE`` takes it along all the same."""
+"""Files that are not sent by default; a line ``!name`` in ``IGNORE`` includes one."""
 LIMIT = 500 << 20
-"""Bytes Ray takes in one package; counted here before it packs anything."""
+"""Bytes that Ray accepts in one package; checked before Ray packs the folder."""
 
 
 def excludes(folder: Path) -> list[str]:
-    """Return the patterns of what stays here; raise ``UsageError`` if they cannot be read."""
+    """Return the patterns of files that are not sent; raise ``UsageError`` if unreadable."""
     try:
         text = (folder / IGNORE).read_text()
     except FileNotFoundError:
@@ -44,10 +44,10 @@ def excludes(folder: Path) -> list[str]:
 
 
 def checked_excludes(folder: Path) -> list[str]:
-    """Return ``excludes(folder)``; raise ``UsageError`` where too much is left for Ray to take."""
+    """Return ``excludes(folder)``; raise ``UsageError`` if the other files exceed ``LIMIT``."""
     patterns = excludes(folder)
     sizes: Counter[str] = Counter()
-    for file in _travelling(folder, patterns):
+    for file in _included(folder, patterns):
         sizes[file.relative_to(folder).parts[0]] += file.stat().st_size
     if sizes.total() >= LIMIT:
         largest = ", ".join(f"{name} {format_size(size)}" for name, size in sizes.most_common(3))
@@ -59,19 +59,21 @@ def checked_excludes(folder: Path) -> list[str]:
     return patterns
 
 
-def _travelling(folder: Path, patterns: list[str]) -> Iterator[Path]:
-    """Yield the files that Ray would pack, as it decides it: its own ignore files count too."""
-    stays = [_matcher(folder, patterns)]
+def _included(folder: Path, patterns: list[str]) -> Iterator[Path]:
+    """Yield the files that Ray would pack; Ray also obeys ``.gitignore`` and ``.rayignore``."""
+    ignored = [_matcher(folder, patterns)]
     for name in (".gitignore", ".rayignore"):
         if (folder / name).is_file():
             lines = (folder / name).read_text(errors="replace").splitlines()
-            stays.append(_matcher(folder, lines))
+            ignored.append(_matcher(folder, lines))
 
     for here, folders, files in os.walk(folder):
         at = Path(here)
-        folders[:] = [name for name in folders if not any(match(at / name, "/") for match in stays)]
+        folders[:] = [
+            name for name in folders if not any(match(at / name, "/") for match in ignored)
+        ]
         for name in files:
-            if not any(match(at / name, "") for match in stays) and (at / name).is_file():
+            if not any(match(at / name, "") for match in ignored) and (at / name).is_file():
                 yield at / name
 
 

@@ -1,4 +1,4 @@
-"""Which versions a machine has of what matters to the figures. Imports none of those packages."""
+"""Compares the versions of machines, as far as they affect results. Imports no such package."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from autofit.exceptions import WorkerError
 from autofit.worker.meter import nvml
 
 PACKAGES = ("torch", "accelerate", "bitsandbytes", "transformers", "optuna", "ray")
-"""Whose versions a study keeps beside its figures."""
+"""Packages whose versions a study stores with its results."""
 DRIVER = "NVIDIA driver"
-"""Under which a node names its driver, where it has one."""
+"""Key of the driver's version."""
 DECIDES = ("python", "torch")
-"""Where these differ, two machines do not run the same training."""
+"""If one of these differs, two machines do not run the same training."""
 LIBRARIES = ("accelerate", "bitsandbytes", "transformers", DRIVER)
-"""Where these differ it is said, and no more."""
+"""If one of these differs, a message says so."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that matter to the figures, without importing the packages."""
+    """Return the versions that affect results, without importing the packages."""
     found = {"autofit": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def of_node() -> dict[str, str]:
-    """Return ``versions``, and that of the NVIDIA driver where there is one."""
+    """Return ``versions`` and, if there is one, the version of the NVIDIA driver."""
     found = versions()
     with contextlib.suppress(WorkerError):
         found[DRIVER] = nvml.driver_version()
@@ -43,18 +43,18 @@ def of_node() -> dict[str, str]:
 def obstacles(
     there: Mapping[str, str], here: Mapping[str, str], *, builds: bool, at: str = "here"
 ) -> list[str]:
-    """Return what differs between two machines so that they do not run the same training.
+    """Return the differences for which two machines do not run the same training.
 
-    ``builds``: the build counts too, which names the CUDA version (``2.11.0+cu128``); a driver on a
-    machine without GPUs may have another than the nodes. Of Python the minor version counts.
-    ``at``: what to call the second machine.
+    ``builds``: whether torch's build has to be equal, which includes the CUDA version
+    (``2.11.0+cu128``). A driver on a machine without GPUs may have another build. Of Python, the
+    minor version has to be equal. ``at``: name of the second machine in the messages.
     """
     found = _differences(there, here, DECIDES, lambda name, text: _essence(name, text, builds))
     return [f"{each} {at}" for each in found]
 
 
 def remarks(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return what else differs between two machines, and may show in the figures."""
+    """Return the other differences between two machines, which may affect results."""
     both = [name for name in LIBRARIES if name in there and name in here]
     return [f"{each} here" for each in _differences(there, here, both, lambda name, text: text)]
 

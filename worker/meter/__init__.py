@@ -1,7 +1,7 @@
 """Measures and caps the memory of one process on one device. Imports no torch.
 
-The parent asks what there is (``hardware``, ``free_bytes``) and starts the child with
-``environment``. The child calls ``for_device``, then ``forget``, then becomes the script.
+The parent calls ``hardware`` and ``free_bytes``, and starts the child with ``environment``. The
+child calls ``for_device``, then ``forget``, then runs the script.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ __all__ = [
 
 DEVICES = ("cpu", "cuda")
 LOCAL_RANK = "LOCAL_RANK"
-"""Which of the cards it sees is a process's own, as ``torchrun`` says it."""
+"""The variable with which ``torchrun`` assigns a process one of the visible cards."""
 _SHIM_CAP = "AUTOFIT_SHIM_CAP"
 NO_SHIM = (
     "a memory budget on the CPU needs Linux and a C compiler to count allocations;"
     " install gcc or clang, or use a GPU"
 )
 _BEFORE = "AUTOFIT_METER_BEFORE"
-"""JSON of what our variables were before: the way back for ``forget``."""
+"""Holds the earlier values of the meter's variables as JSON; ``forget`` restores them."""
 
 
 def default_device() -> str:
-    """Return ``"cuda"`` where the driver shows a GPU, else ``"cpu"``."""
+    """Return ``"cuda"`` if the driver reports a GPU, else ``"cpu"``."""
     return "cuda" if cards() else "cpu"
 
 
 def cards() -> tuple[Card, ...]:
-    """Return the GPUs that CUDA shows this process, as they are; none where there are none."""
+    """Return the present state of the GPUs that are visible to this process, or an empty tuple."""
     try:
         return nvml.cards()
     except WorkerError:
@@ -59,12 +59,12 @@ def cards() -> tuple[Card, ...]:
 
 
 def hardware(device: str, index: int = 0) -> Hardware:
-    """Return what the device is: its name and bytes; raise ``WorkerError`` when it is not there."""
+    """Return name and size of the device; raise ``WorkerError`` if it does not exist."""
     return _card(index).hardware if _known(device) == "cuda" else host.hardware()
 
 
 def free_bytes(device: str, index: int = 0) -> int:
-    """Return the bytes nobody holds on the device."""
+    """Return the free bytes of the device."""
     return _card(index).free if _known(device) == "cuda" else host.free_bytes()
 
 
@@ -78,11 +78,11 @@ def _card(index: int) -> Card:
 def environment(
     device: str, cap: int | None, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return what a child needs in its environment to be counted, and capped at ``cap`` bytes.
+    """Return the variables with which a child's memory is measured and capped at ``cap`` bytes.
 
-    ``base`` is the environment they will be added to (``os.environ`` when not given). On the CPU
-    the first call on a machine compiles the shim (about a second). Raises ``UsageError`` for a cap
-    on the CPU where the shim cannot be compiled.
+    ``base``: the environment to which the caller adds them (default ``os.environ``). On the CPU,
+    the first call on a machine compiles the shim, which takes about a second.
+    Raises ``UsageError`` for a cap on the CPU if the shim cannot be compiled.
     """
     base = os.environ if base is None else base
     ours = {CAP: str(cap or 0)}
@@ -99,15 +99,16 @@ def environment(
 
 
 def require_cap(device: str) -> None:
-    """Raise ``UsageError`` where no process on ``device`` can be held to a cap."""
+    """Raise ``UsageError`` if a cap on ``device`` is not possible."""
     if _known(device) == "cpu" and build.shim() is None:
         raise UsageError(NO_SHIM)
 
 
 def forget() -> None:
-    """Put ``os.environ`` back to what it was without ``environment``.
+    """Remove the variables of ``environment`` from ``os.environ`` and restore earlier values.
 
-    The meter of this process stays; loader workers and subprocesses inherit nothing of it.
+    The meter of this process keeps working. Data loader workers and subprocesses inherit none of
+    the variables.
     """
     before: dict[str, str | None] = json.loads(os.environ.pop(_BEFORE, "{}"))
     for name, value in before.items():
@@ -123,7 +124,7 @@ def for_device(device: str) -> Meter:
     if _known(device) == "cuda":
         from autofit.worker.meter.cuda import CudaMeter
 
-        local = os.environ.get(LOCAL_RANK, "")  # some set it to -1 where there is one process
+        local = os.environ.get(LOCAL_RANK, "")  # some launchers set -1 for a single process
         return CudaMeter(cap, int(local) if local.isdecimal() else None)
     from autofit.worker.meter.cpu import ResidentMeter, ShimMeter
 
@@ -131,7 +132,7 @@ def for_device(device: str) -> Meter:
 
 
 def _known(device: str) -> str:
-    """Return ``device``; raise ``UsageError`` when there is no meter for it."""
+    """Return ``device``; raise ``UsageError`` if there is no meter for it."""
     if device not in DEVICES:
         raise UsageError(f"no such device: {device!r}; there are {' and '.join(DEVICES)}")
     return device

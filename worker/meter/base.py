@@ -1,4 +1,4 @@
-"""What every meter promises: the memory of one process on one device. Imports no torch."""
+"""The interface of every meter: the memory of one process on one device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 CAP = "AUTOFIT_METER_CAP"
-"""Environment variable with the cap of the child, in bytes; read by ``for_device``."""
+"""Environment variable with the child's cap in bytes; ``for_device`` reads it."""
 
 NEAR = 0.95
-"""A peak above this share of the cap makes a suspect failure one of memory."""
+"""If the peak exceeds this share of the cap, a suspect failure counts as an OOM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The worst moment since the last ``reset``, in bytes."""
+    """Peak memory since the last ``reset``, in bytes."""
 
     allocated: int
-    """Held by tensors."""
+    """Bytes that tensors held."""
     reserved: int
-    """Held by torch's allocator; never below ``allocated``."""
+    """Bytes that torch's allocator held; never below ``allocated``."""
     device: int
-    """Occupied on the device by the whole process; never below ``reserved``."""
+    """Bytes that the process occupied on the device; never below ``reserved``."""
 
     def worst(self, other: Peak) -> Peak:
-        """Return the larger of each."""
+        """Return the larger value of each field."""
         return Peak(
             max(self.allocated, other.allocated),
             max(self.reserved, other.reserved),
@@ -33,10 +33,10 @@ class Peak:
 
 
 class Meter(Protocol):
-    """Reads and caps the memory of the process it lives in. Sizes are bytes.
+    """Measures and caps the memory of its own process. Sizes are bytes.
 
-    The order of use: ``for_device`` before the script starts, ``arm`` once torch is imported, then
-    ``reset`` and ``peak`` around what is measured.
+    Call ``for_device`` before the script starts, ``arm`` once torch is imported, then ``reset``
+    and ``peak`` around each measurement.
     """
 
     @property
@@ -45,51 +45,50 @@ class Meter(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """The cap; ``None`` when there is none."""
+        """The cap; ``None`` without one."""
 
     @property
     def context(self) -> int:
         """Device memory of the process outside torch's allocator (0 on the CPU)."""
 
     def arm(self) -> None:
-        """Make the cap hold, as far as that had to wait for torch; a second call does nothing."""
+        """Apply the cap where that needs torch to be imported; a second call does nothing."""
 
     def set_cap(self, size: int | None) -> None:
         """Let the process occupy at most ``size`` bytes of the device; ``None`` lifts the cap."""
 
     def current(self) -> int:
-        """Return the bytes held by tensors now."""
+        """Return the bytes that tensors hold now."""
 
     def peak(self) -> Peak:
-        """Return the worst moment since the last ``reset``."""
+        """Return the peak since the last ``reset``."""
 
     def sample(self) -> None:
-        """Look at what no allocator remembers the peak of; cheap, called between steps."""
+        """Sample the memory for which no allocator records a peak; cheap, called between steps."""
 
     def reset(self) -> None:
-        """Let the peak start again from what is held now."""
+        """Set the peak to the present use."""
 
     def available(self) -> int | None:
-        """Return the bytes the process occupies on the device and those that nobody does.
+        """Return the bytes that the process occupies on the device plus the free bytes.
 
-        ``None`` where nobody else can take them, or nobody knows.
+        ``None`` if no other process can use the device, or if the figure is unknown.
         """
 
     def release(self) -> None:
         """Give the allocator's unused memory back to the device."""
 
     def retries(self) -> int:
-        """Return how often the allocator had to empty its cache to go on, since the start."""
+        """Return how often the allocator emptied its cache and tried again, since the start."""
 
     def refused(self) -> int:
-        """Return how many allocations failed, since the start."""
+        """Return how many allocations failed since the start."""
 
     def short(self) -> bool:
-        """Return whether memory ran short since the last ``reset``.
+        """Return whether an allocation failed or the peak came near the cap since ``reset``.
 
-        An allocation was refused, or the peak came near the cap: what makes a suspect of
-        ``autofit.worker.oom.classifier`` an OOM.
+        If so, a suspect of ``autofit.worker.oom.classifier`` counts as an OOM.
         """
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all work that was queued."""

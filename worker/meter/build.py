@@ -1,4 +1,4 @@
-"""Compiles the shim, once a machine, into the user's cache directory. Imports no torch."""
+"""Compiles the shim once on each machine, in the user's cache directory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SELF_TEST = "import ctypes; ctypes.CDLL(None).autofit_shim_cap"
 
 @cache
 def shim() -> Path | None:
-    """Return the compiled shim, compiling it if need be.
+    """Return the path of the compiled shim, after compiling it if necessary.
 
-    ``None`` where it cannot be had: no Linux, no C compiler, no place to write, or a system that
-    preloads nothing.
+    ``None`` if that is not possible: the system is not Linux, there is no C compiler or no writable
+    directory, or the system does not preload libraries.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if sys.platform != "linux" or compiler is None:
@@ -38,7 +38,7 @@ def shim() -> Path | None:
 
 
 def _digest(compiler: str) -> str:
-    """Return what tells builds apart: source, flags, compiler, C library and machine."""
+    """Return a digest of all that determines a build: source, flags, compiler, libc, machine."""
     real = Path(compiler).resolve()
     status = real.stat()
     parts = (
@@ -62,17 +62,16 @@ def _private_temporary() -> Path:
 
 
 def _build(compiler: str, directory: Path, name: str) -> Path | None:
-    """Return ``directory/name``, compiled unless it is there; ``None`` if that cannot be done.
+    """Return ``directory/name``, compiled if it does not exist; ``None`` if that fails.
 
-    Two processes that build at the same time both succeed: each compiles into its own file, and
-    the last rename wins.
+    Two processes may build at the same time: each compiles into its own file and renames it.
     """
     path = directory / name
-    if any(c.isspace() or c == ":" for c in str(path)):  # LD_PRELOAD knows no way to quote these
+    if any(c.isspace() or c == ":" for c in str(path)):  # LD_PRELOAD cannot quote these
         return None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory.stat().st_uid != os.getuid():  # somebody else could put his library there
+        if directory.stat().st_uid != os.getuid():  # another user could place a library there
             return None
         if path.exists():
             return path
@@ -86,7 +85,7 @@ def _build(compiler: str, directory: Path, name: str) -> Path | None:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile the shim to ``target`` and see that it can be preloaded; raise if not."""
+    """Compile the shim to ``target`` and check that it can be preloaded; raise if not."""
     command = (compiler, *FLAGS, "-o", str(target), str(SOURCE), *LIBRARIES)
     subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
     subprocess.run(

@@ -1,6 +1,6 @@
-"""The CPU as a stand-in device: real limits and real failures without a GPU. Imports no torch.
+"""Meters of the CPU, which stands in for a GPU with real limits and OOMs. Imports no torch.
 
-``ShimMeter`` counts and caps to the byte. ``ResidentMeter`` reads a process without a cap.
+``ShimMeter`` counts and caps exact bytes. ``ResidentMeter`` measures a process without a cap.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _RESET_PEAK = "5"  # proc_pid_clear_refs(5): "reset the peak resident set size"
 
 
 class ShimMeter:
-    """Reads the preloaded shim (``shim.c``): the bytes libc10 has allocated, to the byte.
+    """Reads from the preloaded shim (``shim.c``) exactly how many bytes libc10 has allocated.
 
-    The stand-in device holds exactly these bytes, so the three figures of a peak are equal.
+    These are all the bytes that count, so the three fields of a peak are equal.
     """
 
     device = "cpu"
@@ -35,7 +35,7 @@ class ShimMeter:
 
     @classmethod
     def loaded(cls) -> ShimMeter | None:
-        """Return a meter on the shim in this process; ``None`` when it was not preloaded."""
+        """Return a meter that reads the shim of this process; ``None`` if none is preloaded."""
         try:
             return cls(ctypes.CDLL(None))
         except AttributeError:  # no such symbol
@@ -46,39 +46,39 @@ class ShimMeter:
 
     @property
     def capacity(self) -> int | None:
-        """The cap; ``None`` when there is none."""
+        """The cap; ``None`` without one."""
         return self._read("cap") or None
 
     def arm(self) -> None:
-        """Do nothing: the shim holds its cap from the first allocation."""
+        """Do nothing: the shim applies its cap from the first allocation on."""
 
     def set_cap(self, size: int | None) -> None:
-        """Refuse what would take libc10 above ``size`` bytes; ``None`` lifts the cap."""
+        """Refuse allocations of libc10 above ``size`` bytes in all; ``None`` lifts the cap."""
         self._library.autofit_shim_set_cap(size or 0)
 
     def current(self) -> int:
-        """Return the bytes held by tensors now."""
+        """Return the bytes that tensors hold now."""
         return self._read("allocated")
 
     def peak(self) -> Peak:
-        """Return the worst moment since the last ``reset``."""
+        """Return the peak since the last ``reset``."""
         peak = self._read("peak")
         return Peak(peak, peak, peak)
 
     def reset(self) -> None:
-        """Let the peak start again from what is held now."""
+        """Set the peak to the present use."""
         self._library.autofit_shim_reset_peak()
         self._refused_before = self.refused()
 
     def sample(self) -> None:
-        """Nothing: the peak is known."""
+        """Do nothing: the peak is recorded anyway."""
 
     def available(self) -> int | None:
-        """Return ``None``: the stand-in device is this process's own."""
+        """Return ``None``: no other process uses this stand-in device."""
         return None
 
     def release(self) -> None:
-        """Nothing: the allocator keeps none back."""
+        """Do nothing: the allocator has no cache."""
 
     def retries(self) -> int:
         """Return 0: there is no cache to empty."""
@@ -89,7 +89,7 @@ class ShimMeter:
         return self._read("refused")
 
     def last_refused(self) -> int | None:
-        """Return the bytes of the allocation refused last; ``None`` when there was none."""
+        """Return the bytes of the allocation refused last; ``None`` if there was none."""
         return self._read("last_refused") or None
 
     def short(self) -> bool:
@@ -105,8 +105,8 @@ class ShimMeter:
 class ResidentMeter:
     """Reads the memory of a process that was started without the shim; it has no cap.
 
-    For runs without a budget. The figures count what Python and its libraries hold as well, less
-    what they held when the meter was armed.
+    It serves runs without a budget. It counts all resident memory, including Python's and the
+    libraries', less what the process held when ``arm`` was called.
     """
 
     device = "cpu"
@@ -118,48 +118,48 @@ class ResidentMeter:
         self._before = 0
 
     def arm(self) -> None:
-        """Count from what the process holds now."""
+        """Count memory from the present use on."""
         if not self._armed:
             self._armed = True
             self._before = _status("VmRSS")
             self.reset()
 
     def set_cap(self, size: int | None) -> None:
-        """Do nothing: without the shim nothing refuses an allocation."""
+        """Do nothing: without the shim, no allocation can be refused."""
 
     def current(self) -> int:
-        """Return the resident bytes above what the process held when armed."""
+        """Return the resident bytes above those at the time of ``arm``."""
         return max(0, _status("VmRSS") - self._before)
 
     def peak(self) -> Peak:
-        """Return the worst moment since the last ``reset``."""
+        """Return the peak since the last ``reset``."""
         peak = max(0, _status("VmHWM") - self._before)
         return Peak(peak, peak, peak)
 
     def reset(self) -> None:
-        """Let the peak start again from what is held now."""
+        """Set the peak to the present use."""
         _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
 
     def sample(self) -> None:
-        """Nothing: the peak is known."""
+        """Do nothing: the peak is recorded anyway."""
 
     def available(self) -> int | None:
-        """Return ``None``: the stand-in device is this process's own."""
+        """Return ``None``: no other process uses this stand-in device."""
         return None
 
     def release(self) -> None:
-        """Nothing: the allocator keeps none back."""
+        """Do nothing: the allocator has no cache."""
 
     def retries(self) -> int:
         """Return 0: there is no cache to empty."""
         return 0
 
     def refused(self) -> int:
-        """Return 0: nothing is refused."""
+        """Return 0: no allocation is refused."""
         return 0
 
     def short(self) -> bool:
-        """Return ``False``: without a cap nothing runs short."""
+        """Return ``False``: without a cap, memory does not run short."""
         return False
 
     def synchronize(self) -> None:
@@ -167,7 +167,7 @@ class ResidentMeter:
 
 
 def _status(field: str) -> int:
-    """Return the bytes of one line of ``/proc/self/status``; 0 where the kernel has no such."""
+    """Return the bytes of one line of ``/proc/self/status``; 0 if there is no such line."""
     for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

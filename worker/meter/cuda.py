@@ -1,16 +1,18 @@
-"""An NVIDIA GPU: torch's allocator for what tensors hold, NVML for what the process occupies.
+"""Meter of an NVIDIA GPU: tensors from torch's allocator, the whole process from NVML.
 
-The budget is of the device, so it holds what is outside torch's allocator too: the CUDA context
-(half a GiB or so, more once libraries have loaded their kernels), NCCL's buffers, and managed
-memory such as that of paged optimizers. That part, ``context`` here, is measured when CUDA starts
-and sampled between steps, and torch's allocator is capped at what is left. The allocator knows its
-own peak to the byte; of the rest, what comes and goes between two samples is missed.
+The budget covers all memory of the process on the device. torch's allocator does not hold all of
+it. The rest is the CUDA context (about half a GiB, more once libraries have loaded their kernels),
+NCCL's buffers, and managed memory, such as a paged optimizer's. This module calls it ``context``.
+It is measured when CUDA starts and sampled between steps. torch's allocator may use the rest of the
+budget. The allocator records its own peak exactly; a peak of the context between two samples is
+missed.
 
-NVML counts managed memory for the card, but for no process. So that part is what the process holds
-and what has come since CUDA was started that no process does. Where NVML knows processes by other
-numbers (a container), others cannot be told from us: it is what the card holds more than before
-CUDA was started, and a jump of more than ``LIBRARIES`` from one look to the next is taken for
-theirs, managed memory of our own aside. Where there is no NVML, nobody knows: ``ASSUMED`` bytes.
+NVML counts managed memory for the card but for no process. The context is therefore the process's
+memory plus what no process holds, as far as it has grown since CUDA started. In a container, NVML
+may number processes differently, so that this process cannot be found. The context is then what the
+card holds more than before CUDA started. If that grows by more than ``LIBRARIES`` between two
+samples, the growth is attributed to other processes. Without NVML, the context is assumed to be
+``ASSUMED`` bytes.
 """
 
 from __future__ import annotations
@@ -29,17 +31,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ASSUMED = 768 << 20
-"""Bytes of a CUDA context that nobody can measure."""
+"""Bytes assumed for a CUDA context that cannot be measured."""
 LIBRARIES = 1 << 30
-"""Bytes by which what is outside the allocator may grow at once where only the card is seen."""
+"""Bytes by which the context may grow between two samples if NVML does not find this process."""
 
 
 class CudaMeter:
     """Reads ``torch.cuda.memory_stats`` and caps torch's allocator.
 
-    CUDA is never started by the meter: a script may have to fork before. ``index``: of the card it
-    is about, among those that CUDA shows; of one rank of several, whichever the script has made
-    the current one. Without it: the current one.
+    The meter never starts CUDA, because a script may have to fork first. ``index``: position of
+    the card among those that CUDA shows; by default, the current device of torch.
     """
 
     device = "cuda"
@@ -49,20 +50,20 @@ class CudaMeter:
         self._index = index
         self._armed = False
         self._capped = cap is not None
-        """The allocator has been, or will be, told of a cap; an uncapped one is left alone."""
+        """Whether a cap has ever been set; if not, torch's allocator is not changed."""
         self._context = 0
         self._worst_context = 0
         self._before = {card.uuid: card for card in _query(nvml.cards) or ()}
         self._card: Any = None
-        """NVML's handle of the device CUDA was started on."""
+        """NVML's handle of the device on which CUDA was started."""
         self._held_before = 0
         self._first: nvml.Shares | None = None
-        """When CUDA had just been started: no managed memory was ours."""
+        """The card's use just after CUDA started, when this process had no managed memory."""
         self._refused_before = 0
 
     @property
     def capacity(self) -> int | None:
-        """The cap on what the process occupies; ``None`` when there is none."""
+        """The cap on the process's memory; ``None`` without one."""
         return self._cap
 
     @property
@@ -71,17 +72,17 @@ class CudaMeter:
         return self._context
 
     def arm(self) -> None:
-        """Let the cap hold as soon as the script starts CUDA."""
+        """Apply the cap when the script starts CUDA."""
         if not self._armed:
             self._armed = True
             _torch().cuda._lazy_call(self._started)
 
     def _started(self) -> None:
-        """Measure the context and cap what is left; runs while torch starts CUDA."""
+        """Measure the context and cap the allocator at the rest; torch calls it at CUDA's start."""
         cuda = _torch().cuda
         if self._index is not None and self._index >= cuda.device_count():
-            self._index = None  # the script has chosen what it sees by itself
-        # The context is complete after a first allocation.
+            self._index = None  # the script has set CUDA_VISIBLE_DEVICES itself
+        # The context is only complete after a first allocation.
         _torch().empty(1, device="cuda" if self._index is None else f"cuda:{self._index}")
         uuid = str(cuda.get_device_properties(self._index).uuid)
         self._card = nvml.handle_of(uuid)
@@ -103,20 +104,20 @@ class CudaMeter:
             return
         cuda = _torch().cuda
         total = int(cuda.get_device_properties(self._index).total_memory)
-        room = total if self._cap is None else max(0, self._cap - self._context)
-        cuda.set_per_process_memory_fraction(min(1.0, room / total), self._index)
-        if int(cuda.memory_reserved(self._index)) > room:  # filled before that came
+        limit = total if self._cap is None else max(0, self._cap - self._context)
+        cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._index)
+        if int(cuda.memory_reserved(self._index)) > limit:  # its cache exceeds the new limit
             cuda.empty_cache()
 
     def current(self) -> int:
-        """Return the bytes held by tensors now."""
+        """Return the bytes that tensors hold now."""
         return int(_torch().cuda.memory_allocated(self._index))
 
     def peak(self) -> Peak:
-        """Return the worst moment since the last ``reset``.
+        """Return the peak since the last ``reset``.
 
-        ``device`` is the allocator's peak and the worst of the samples of what is outside it,
-        which need not have been at the same moment: never too low for that.
+        ``device`` is the sum of the allocator's peak and the largest sample of the context. They
+        may be from different moments, so the sum may be too high.
         """
         cuda = _torch().cuda
         if not cuda.is_initialized():
@@ -127,10 +128,10 @@ class CudaMeter:
         return Peak(allocated, reserved, reserved + self._worst_context)
 
     def sample(self) -> None:
-        """Look at what is outside torch's allocator now; the cap makes room for what has come.
+        """Measure the context now; if it has grown, lower the allocator's limit by as much.
 
-        So does the allocator's cache, where it has filled that room: on a card of that size it
-        would have had to.
+        If the allocator's cache exceeds the new limit, it is emptied. A card of the budget's size
+        would force the allocator to do the same.
         """
         if not _torch().cuda.is_initialized():
             return
@@ -140,7 +141,7 @@ class CudaMeter:
             self._apply()
 
     def reset(self) -> None:
-        """Let the peak start again from what is held now."""
+        """Set the peak to the present use."""
         if _torch().cuda.is_initialized():
             self._context = self._worst_context = self._outside_allocator()
             self._apply()
@@ -148,9 +149,9 @@ class CudaMeter:
         self._refused_before = self.refused()
 
     def available(self) -> int | None:
-        """Return the bytes that the process occupies and those that nobody does.
+        """Return the bytes that the process occupies plus the free bytes of the card.
 
-        Less than the cap when others have taken the card. ``None`` where nobody knows.
+        Less than the cap if other processes use the card. ``None`` if unknown.
         """
         cuda = _torch().cuda
         if not cuda.is_initialized():
@@ -165,10 +166,10 @@ class CudaMeter:
             _torch().cuda.empty_cache()
 
     def retries(self) -> int:
-        """Return how often the allocator emptied its cache to go on."""
+        """Return how often the allocator emptied its cache and tried again."""
         if not _torch().cuda.is_initialized():
             return 0
-        # Unflattened: it is asked for after each step.
+        # This runs after each step, and flattening the statistics takes longer.
         stats = _torch().cuda.memory_stats_as_nested_dict(self._index)
         return int(stats.get("num_alloc_retries", 0))
 
@@ -177,17 +178,17 @@ class CudaMeter:
         return int(_torch().cuda.memory_stats(self._index).get("num_ooms", 0))
 
     def short(self) -> bool:
-        """Return whether an allocation failed, or the peak came near the cap."""
+        """Return whether an allocation failed or the peak came near the cap."""
         near = self._cap is not None and self.peak().device > NEAR * self._cap
         return near or self.refused() > self._refused_before
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all work that was queued."""
         if _torch().cuda.is_initialized():
             _torch().cuda.synchronize(self._index)
 
     def _outside_allocator(self, *, at_start: bool = False) -> int:
-        """Return the bytes the process occupies outside torch's allocator, as far as is known."""
+        """Return the bytes that the process occupies besides torch's allocator, or an estimate."""
         if self._card is None:
             return ASSUMED
         shares = _query(lambda: nvml.shares(self._card, os.getpid()))
@@ -197,9 +198,9 @@ class CudaMeter:
         if shares.own is not None:
             self._first = self._first or shares
             return max(0, shares.own + shares.managed(self._first) - reserved)
-        outside = shares.held - self._held_before - reserved  # we may be among the others
-        theirs = not at_start and outside > self._context + LIBRARIES
-        return self._context if theirs else max(0, outside)
+        context = shares.held - self._held_before - reserved  # NVML does not find this process
+        theirs = not at_start and context > self._context + LIBRARIES
+        return self._context if theirs else max(0, context)
 
 
 def _torch() -> ModuleType:
@@ -209,7 +210,7 @@ def _torch() -> ModuleType:
 
 
 def _query(read: Callable[[], T]) -> T | None:
-    """Return what ``read`` returns; ``None`` where the driver does not answer."""
+    """Return the result of ``read``; ``None`` if the driver does not answer."""
     try:
         return read()
     except (WorkerError, RuntimeError):  # torch's AcceleratorError is a RuntimeError

@@ -1,7 +1,7 @@
-"""The GPUs as CUDA's driver library lists them, where NVML is missing. Imports no torch.
+"""Lists the GPUs with CUDA's driver library if NVML is missing. Imports no torch.
 
-Containers are often given the driver's ``compute`` part without ``utility``, to which NVML belongs.
-Nothing tells then how much of a card is free, or who holds the rest.
+Containers often have the driver's ``compute`` part without ``utility``, to which NVML belongs. The
+free memory of a card and the processes on it are then unknown.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _CAPABILITY = (75, 76)
 
 @cache
 def cards() -> tuple[Card, ...]:
-    """Return the GPUs that CUDA shows this process; none where there is no driver.
+    """Return the GPUs that are visible to this process; an empty tuple without a driver.
 
-    No context is made: no memory is taken.
+    The call makes no CUDA context, so it allocates no GPU memory.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,7 @@
-"""What NVIDIA's driver says, through NVML. Imports no torch, and pynvml only when called.
+"""Reads the state of the GPUs through NVML. Imports no torch, and pynvml only when called.
 
-Cards are those that CUDA would show a process: ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it,
-and where a card is cut into MIG instances, each instance is a card.
+A card is a GPU that CUDA would show a process: ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it.
+If a GPU is divided into MIG instances, each instance is a card.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autofit.worker.meter.toolchain import cannot_compile
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_BYTES = 8 << 20
-"""Bytes that the driver keeps for a process and gives to none: 5.6 MiB, measured on an H200."""
+"""Bytes that the driver holds for each process without naming it: 5.6 MiB on an H200."""
 STARTING = 32 << 20
-"""Bytes of a process that starts and is not named yet: 18 MiB for some 20 ms there."""
-LOOKS = 4
-"""At most, until nothing has changed between two."""
+"""Bytes of a starting process that the driver does not name yet: 18 MiB for 20 ms on an H200."""
+ATTEMPTS = 4
+"""Largest number of readings until two in a row are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,64 +32,64 @@ class Holder:
     """A process with memory on a card."""
 
     pid: int
-    """As the driver numbers it: in a container that may be another number than inside."""
+    """The driver's number of the process; inside a container it may have another."""
     name: str
-    """Of its program; empty where the driver does not say."""
+    """Name of its program; empty if unknown."""
     size: int | None
-    """Bytes; ``None`` where the driver does not say."""
+    """Bytes that it holds; ``None`` if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU, or a MIG instance of one, as it is at a moment."""
+    """The state of a GPU, or of a MIG instance, at one moment."""
 
     entry: str
-    """What shows a process this card alone, in ``CUDA_VISIBLE_DEVICES``."""
+    """The value of ``CUDA_VISIBLE_DEVICES`` that shows a process this card alone."""
     uuid: str
     hardware: Hardware
     free: int
-    """Bytes nobody holds."""
+    """Free bytes."""
     held: int
-    """Bytes that processes hold, those the driver does not name included."""
+    """Bytes that processes hold, including those that the driver does not name."""
     holders: tuple[Holder, ...]
-    """The processes the driver names; in a container it may name none."""
+    """The processes that the driver names; in a container there may be none."""
     mig: bool = False
     measured: bool = True
-    """``False`` where nobody says what is free: all of it, for want of knowledge."""
+    """``False`` if the free memory is unknown; ``free`` is then the size of the card."""
 
     @property
     def label(self) -> str:
-        """What to call it in a line for people."""
+        """Name of the card in messages."""
         return f"GPU {self.entry}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What is held of a card, in bytes."""
+    """The memory in use on a card, in bytes, by owner."""
 
     held: int
-    """By all processes together; managed memory on the card, which is nobody's, included."""
+    """Bytes of all processes, including managed memory, which NVML attributes to no process."""
     own: int | None
-    """By one's own process; ``None`` where the driver knows it by another number."""
+    """Bytes of the own process; ``None`` if the driver has another number for it."""
     others: int
-    """By the other processes it names."""
+    """Bytes of the other processes that the driver names."""
     processes: int
-    """The other processes it names."""
+    """Number of the other processes that the driver names."""
 
     @property
-    def nobodys(self) -> int:
-        """Return what no process is said to hold."""
+    def unattributed(self) -> int:
+        """Bytes that the driver attributes to no process."""
         return self.held - self.others - (self.own or 0)
 
     def managed(self, first: Shares) -> int:
-        """Return the bytes of managed memory, which no process is said to hold, since ``first``.
+        """Return the bytes of managed memory that were allocated since ``first``.
 
-        What the driver keeps for each process is nobody's too: no more than that, of those that
-        have come and of one that is coming, counts as none.
+        NVML attributes them to no process. The same holds for the driver's ``DRIVER_BYTES`` for each
+        process and for a process that is ``STARTING``. A growth of no more than these counts as 0.
         """
-        came = max(0, self.processes - first.processes)
-        grown = self.nobodys - first.nobodys
-        return grown if grown > STARTING + DRIVER_BYTES * came else 0
+        new = max(0, self.processes - first.processes)
+        grown = self.unattributed - first.unattributed
+        return grown if grown > STARTING + DRIVER_BYTES * new else 0
 
 
 @cache
@@ -103,7 +103,7 @@ def _initialised() -> Any:
 
 @contextmanager
 def _driver() -> Iterator[Any]:
-    """Yield pynvml, initialised; raise ``WorkerError`` where the driver does not answer."""
+    """Yield pynvml, initialised; raise ``WorkerError`` if the driver does not answer."""
     import pynvml
 
     try:
@@ -113,7 +113,7 @@ def _driver() -> Iterator[Any]:
 
 
 def visible(environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """Return the entries of ``CUDA_VISIBLE_DEVICES``; ``None`` when it is not set."""
+    """Return the entries of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set."""
     text = (os.environ if environment is None else environment).get(VISIBLE)
     if text is None:
         return None
@@ -121,13 +121,13 @@ def visible(environment: Mapping[str, str] | None = None) -> tuple[str, ...] | N
 
 
 def driver_version() -> str:
-    """Return the driver's version; raise ``WorkerError`` where it does not answer."""
+    """Return the driver's version; raise ``WorkerError`` if it does not answer."""
     with _driver() as nvml:
         return str(nvml.nvmlSystemGetDriverVersion())
 
 
 def count() -> int:
-    """Return how many cards this process may use; 0 where the driver does not answer."""
+    """Return how many cards this process may use; 0 if the driver does not answer."""
     try:
         with _driver() as nvml:
             return len(_handles(nvml))
@@ -136,20 +136,20 @@ def count() -> int:
 
 
 def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
-    """Return the cards that CUDA shows under ``environment`` (this process's when not given).
+    """Return the cards that CUDA shows a process with ``environment`` (default: this process).
 
-    Raises ``WorkerError`` where the driver does not answer.
+    Raises ``WorkerError`` if the driver does not answer.
     """
     with _driver() as nvml:
-        shown = _handles(nvml, environment)
+        handles = _handles(nvml, environment)
         return tuple(
-            _card(nvml, entry, handle, _link(nvml, handle, [other for _, other in shown]))
-            for entry, handle in shown
+            _card(nvml, entry, handle, _link(nvml, handle, [other for _, other in handles]))
+            for entry, handle in handles
         )
 
 
 def handle_of(uuid: str) -> Any | None:
-    """Return the handle of the card that CUDA calls ``uuid``; ``None`` where there is none."""
+    """Return NVML's handle of the card that CUDA calls ``uuid``; ``None`` if there is none."""
     try:
         with _driver() as nvml:
             for prefix in ("GPU-", "MIG-"):
@@ -163,15 +163,15 @@ def handle_of(uuid: str) -> Any | None:
 
 
 def shares(handle: Any, pid: int) -> Shares:
-    """Return who holds what on a card, as seen from process ``pid``.
+    """Return the memory in use on a card, as seen from process ``pid``.
 
-    The driver answers one question after another, and in between others take and give back what
-    they like: it is asked until nothing has changed meanwhile. Where something always has, the
-    larger is theirs.
+    The total and the processes need two queries, and other processes may allocate in between. The
+    queries are repeated until two readings agree. If they never do, each other process counts with
+    its larger reading.
     """
     with _driver() as nvml:
         after = _sizes(nvml, handle)
-        for _ in range(LOOKS):
+        for _ in range(ATTEMPTS):
             before, held, after = after, _memory(nvml, handle)[2], _sizes(nvml, handle)
             if before == after:
                 break
@@ -181,15 +181,15 @@ def shares(handle: Any, pid: int) -> Shares:
 
 
 def _handles(nvml: Any, environment: Mapping[str, str] | None = None) -> list[tuple[str, Any]]:
-    """Return what names each card that CUDA would show, and its handle.
+    """Return entry and handle of each card that CUDA would show.
 
-    CUDA ignores what follows an entry that names no card.
+    CUDA ignores all entries after one that names no card.
     """
     physical = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     entries = visible(environment)
     if entries is None:
         one_model = len({str(nvml.nvmlDeviceGetName(handle)) for handle in physical}) == 1
-        # CUDA numbers cards of different models by speed, the driver by place: UUIDs are safe.
+        # CUDA numbers cards of different models by speed, NVML by PCI bus: only UUIDs are safe.
         plain = [
             (str(index) if one_model else _uuid(nvml, handle), handle)
             for index, handle in enumerate(physical)
@@ -205,7 +205,7 @@ def _handles(nvml: Any, environment: Mapping[str, str] | None = None) -> list[tu
 
 
 def _named(nvml: Any, entry: str, physical: list[Any]) -> Any | None:
-    """Return the handle of an entry: a number, or the beginning of a UUID."""
+    """Return the handle of an entry, which is a number or the beginning of a UUID."""
     if entry.isdecimal():
         return physical[int(entry)] if int(entry) < len(physical) else None
     everything = [*physical, *(h for each in physical for _, h in _instances(nvml, "", each))]
@@ -213,18 +213,18 @@ def _named(nvml: Any, entry: str, physical: list[Any]) -> Any | None:
 
 
 def _instances(nvml: Any, entry: str, handle: Any) -> list[tuple[str, Any]]:
-    """Return the MIG instances of a card that is cut into such, else the card itself."""
+    """Return entry and handle of each MIG instance of a card, or of the card if it has none."""
     try:
         if not nvml.nvmlDeviceGetMigMode(handle)[0]:
             return [(entry, handle)]
         most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except nvml.NVMLError:  # a card that knows no MIG, or an instance
+    except nvml.NVMLError:  # a card without MIG support, or an instance
         return [(entry, handle)]
     found = []
     for index in range(most):
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except nvml.NVMLError:  # none at this place
+        except nvml.NVMLError:  # no instance has this index
             continue
         found.append((_uuid(nvml, instance), instance))
     return found
@@ -235,7 +235,7 @@ def _uuid(nvml: Any, handle: Any) -> str:
 
 
 def _link(nvml: Any, handle: Any, everyone: list[Any]) -> str:
-    """Return ``Hardware.link`` of a card among those shown; through an NVSwitch is NVLink too."""
+    """Return ``Hardware.link`` of a card to all others; an NVSwitch counts as NVLink."""
     own = _uuid(nvml, handle)
     others = [other for other in everyone if _uuid(nvml, other) != own]
     try:
@@ -274,16 +274,16 @@ def _card(nvml: Any, entry: str, handle: Any, link: str) -> Card:
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
-    """Return the bytes there are, those that are free, and those that processes hold."""
+    """Return the total bytes, the free bytes, and the bytes that processes hold."""
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
-    except nvml.NVMLError:  # a driver that knows the old answer only: the driver's own is in it
+    except nvml.NVMLError:  # an old driver, whose ``used`` includes the driver's own memory
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
     return int(info.total), int(info.free), int(info.used)
 
 
 def _holders(nvml: Any, handle: Any, *, names: bool = True) -> list[Holder]:
-    """Return the processes on a card, the largest first; none where the driver does not say."""
+    """Return the processes on a card, the largest first; an empty list if unknown."""
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
@@ -300,12 +300,12 @@ def _holders(nvml: Any, handle: Any, *, names: bool = True) -> list[Holder]:
 
 
 def _sizes(nvml: Any, handle: Any) -> dict[int, int]:
-    """Return the bytes of each process on a card."""
+    """Return the bytes of each process on a card, by process id."""
     return {each.pid: each.size or 0 for each in _holders(nvml, handle, names=False)}
 
 
 def _program(nvml: Any, pid: int) -> str:
-    """Return the name of a process's program; asked of the driver, which numbers them its way."""
+    """Return the name of a process's program from the driver, whose ids may differ from ours."""
     try:
         name = nvml.nvmlSystemGetProcessName(pid)
     except nvml.NVMLError:

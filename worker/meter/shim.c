@@ -1,17 +1,15 @@
-/* Counts, and caps, the memory that torch's CPU allocator holds.
+/* Counts and caps the memory that torch's CPU allocator holds.
  *
- * Preloaded (LD_PRELOAD) into the process that trains. libc10, torch's core library, takes the
- * memory of every CPU tensor with posix_memalign and gives it back with free; both are interposed
- * here. Only calls that come from libc10 itself are counted and capped: oneDNN and OpenMP, which
- * live in other libraries, crash when an allocation of theirs fails.
+ * LD_PRELOAD loads it into the training process. libc10, torch's core library, allocates every CPU
+ * tensor with posix_memalign and releases it with free. This file interposes both. It counts and
+ * caps only calls from libc10 itself, because oneDNN and OpenMP crash when an allocation fails.
  *
- * A request above the cap gets ENOMEM, as from a machine that is full, so torch raises its own
- * "DefaultCPUAllocator: can't allocate memory", and the process goes on.
+ * A request above the cap fails with ENOMEM, as on a machine without free memory. torch then raises
+ * its own "DefaultCPUAllocator: can't allocate memory", and the process continues.
  *
- * How a block of ours is told apart in free(): it is 16 bytes longer than asked for, and its last
- * 16 usable bytes hold its size and a word made of its address, its size and a secret. No table
- * and no lock. The pointer stays a genuine one of malloc's, so that a free that does not come
- * through here only goes uncounted.
+ * free() recognises counted blocks without a table or a lock. Such a block is 16 bytes longer than
+ * requested. Its last 16 usable bytes hold its size and a mark made of its address, its size and a
+ * secret. The pointer is malloc's own, so a free that bypasses this file is only not counted.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

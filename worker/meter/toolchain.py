@@ -1,4 +1,4 @@
-"""What ``torch.compile`` needs beside torch to make code for a GPU. Imports no torch."""
+"""Checks for what ``torch.compile`` needs to make code for a GPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from importlib import metadata, util
 
 OLDEST = (2, 6)
-"""The first torch that says when it compiles anew too often (``fail_on_recompile_limit_hit``)."""
+"""The first torch with ``fail_on_recompile_limit_hit``, which reports too many recompilations."""
 COMPILERS = ("cc", "gcc", "clang")
 
 
 def cannot_compile() -> str | None:
-    """Return why there is no compiling for a GPU here, ``None`` where nothing is missing."""
+    """Return why ``torch.compile`` cannot work for a GPU; ``None`` if nothing is missing."""
     if sys.platform == "win32":
         return "Triton has no release for Windows"
     try:

@@ -1,1 +1,1 @@
-"""Tells running out of memory from every other way to fail."""
+"""Decides whether a failure was caused by a lack of memory."""

@@ -1,17 +1,18 @@
-"""Tells a failure for want of memory from all others. Imports no torch.
+"""Decides whether a failure was caused by a lack of memory. Imports no torch.
 
-Four answers (``Kind``): out of memory, suspect (memory if something corroborates it), poisoned
-(only a fresh process can go on) and anything else. The type of an exception counts before
-structured signals, those before text; the words are in ``oom_table.py``.
+There are four answers (``Kind``). An OOM is certain. A suspect is an OOM if another sign of a
+shortage corroborates it. A poisoned process cannot go on. Everything else is an error. An
+exception's type counts before structured signals, and those before text. ``signatures.py`` has the
+patterns of the text.
 
-Text counts only in an exception whose type an allocator, or a library that passes an allocator's
-words on, really raises: ``RuntimeError``, ``MemoryError``, ``OSError`` and their subclasses, and
-those that quote another process. ``ValueError("CUDA out of memory")`` is the user's own: no
-allocator raises it, and a script that turns an OOM into one chains the OOM by itself. An OOM that
-only ``__context__`` links counts where ``handled.because`` has evidence that it is the reason.
+Text counts only in exceptions of a type that allocators and libraries raise: ``RuntimeError``,
+``MemoryError``, ``OSError``, their subclasses, and types that quote another process. No allocator
+raises ``ValueError("CUDA out of memory")``, so that is the user's own error. A script that turns an
+OOM into such an error chains the OOM to it. An OOM that only ``__context__`` links to the failure
+counts if ``handled.because`` finds evidence that it is the reason.
 
-``MemoryError`` is certain where C code raised it, or without words. With words of its own, raised
-by a ``raise`` statement, it is a suspect: a script's cache may be full where memory is not.
+``MemoryError`` is certain if C code raised it or if it has no message. If a ``raise`` statement
+raised it with a message, it is a suspect: the script may have its own limit.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a failure is, and by what it was told."""
+    """The kind of a failure, and the signature that decided it."""
 
     kind: Kind
     signature: str = ""
-    """What matched, as a report names it; empty when nothing did."""
+    """Name of what matched, for reports; empty if nothing matched."""
     requested: int | None = None
-    """Bytes asked for by the allocation that failed, where the message says so."""
+    """Bytes that the failed allocation requested, if the message states them."""
     message: str = ""
     """First line of what matched."""
 
     @property
     def follows(self) -> bool:
-        """Whether it only says that another rank failed."""
+        """Whether it only reports that another rank failed."""
         return self.signature == FOLLOWERS[0].name
 
     def corroborated(self) -> Diagnosis:
-        """Return it with a suspect taken for an OOM."""
+        """Return this diagnosis, but an OOM if it is a suspect."""
         return replace(self, kind=Kind.OOM) if self.kind is Kind.SUSPECT else self
 
 
@@ -67,7 +68,7 @@ NOTHING = Diagnosis(Kind.NOT_OOM)
 
 _MEMORY_ERROR = "builtins.MemoryError"
 _OOM_TYPES = frozenset({"torch.OutOfMemoryError", "ray.exceptions.OutOfMemoryError"})
-_SPEAKING_TYPES = frozenset(
+_TYPES_WITH_TEXT = frozenset(
     {
         "builtins.RuntimeError",
         "builtins.OSError",
@@ -85,10 +86,10 @@ _SEVERITY = (Kind.POISONED, Kind.OOM, Kind.SUSPECT)
 
 
 def classify(error: BaseException, *, corroborated: bool = False) -> Diagnosis:
-    """Return what ``error`` is, looking through its causes, its context and its group.
+    """Return the diagnosis of ``error``, from its causes, its context and its group.
 
-    ``corroborated`` says that memory did run short (``Meter.short``): a suspect is then an OOM.
-    Poison anywhere in the chain counts most, because it decides whether the process can go on.
+    ``corroborated``: memory did run short (``Meter.short``), so a suspect counts as an OOM. A
+    poisoned exception anywhere in the chain decides, because the process cannot go on.
     """
     if isinstance(error, _OF_THE_USER):
         return NOTHING
@@ -103,13 +104,16 @@ class _Linked:
 
     error: BaseException
     compiling: bool = False
-    """A compiler stands between: trial compilations may run out where the training would not."""
+    """A compiler raised an exception in between.
+
+    A compiler's autotuning may run out of memory although training would not.
+    """
     contexts: tuple[tuple[BaseException, BaseException], ...] = ()
-    """The links between that are no more than a ``__context__``: an error, what it followed."""
+    """The links that are only a ``__context__``: pairs of an error and the one handled then."""
 
 
 def _counted(each: _Linked) -> Diagnosis | None:
-    """Return what an exception of a chain is; ``None`` where the outermost has another reason."""
+    """Return the diagnosis of one exception; ``None`` if it is not why the outermost was raised."""
     found = _classify_one(each.error, each.compiling)
     if found.kind in (Kind.OOM, Kind.SUSPECT):
         return found if all(itertools.starmap(handled.because, each.contexts)) else None
@@ -117,7 +121,7 @@ def _counted(each: _Linked) -> Diagnosis | None:
 
 
 def _chain(error: BaseException) -> Iterator[_Linked]:
-    """Yield ``error`` and what is behind it, outermost first, each once."""
+    """Yield ``error`` and all exceptions chained to it, outermost first, each once."""
     waiting = [_Linked(error)]
     seen: set[int] = set()
     while waiting:
@@ -132,7 +136,7 @@ def _chain(error: BaseException) -> Iterator[_Linked]:
 
 
 def _behind(current: _Linked) -> Iterator[_Linked]:
-    """Yield the exceptions that one names as where it comes from."""
+    """Yield the exceptions that ``current`` links to directly."""
     error = current.error
     group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     for candidate in (error.__cause__, getattr(error, "cause", None), *group):  # Ray has ``cause``
@@ -144,10 +148,10 @@ def _behind(current: _Linked) -> Iterator[_Linked]:
 
 
 def _classify_one(error: BaseException, compiling: bool) -> Diagnosis:
-    """Return what this exception is, whatever is behind it."""
+    """Return the diagnosis of this exception alone, without its chain."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     of_memory = names & {*_OOM_TYPES, _MEMORY_ERROR}
-    if not of_memory and not names & _SPEAKING_TYPES:
+    if not of_memory and not names & _TYPES_WITH_TEXT:
         return NOTHING
     text = handled.formatted(error)
     if _match(TRAPS, text):
@@ -183,7 +187,7 @@ _ORDINARY_LINE = re.compile(rf"(?:^|: )(?:{_ORDINARY}): ")
 
 
 _PREFIX = re.compile(r"^(?:\[\w*\d\]: ?|\(\w+ pid=[^)]*\) )")
-"""What torch or Ray puts before each line of a rank or a task."""
+"""The prefix that torch or Ray puts before each line of a rank or a task."""
 _HEADER = re.compile(r"^(?:\w+ )?Traceback \(most recent call last\):$")
 _FRAME = re.compile(r"^(?:\s|$)")
 _IGNORED = re.compile(r"^Exception ignored\b")
@@ -191,12 +195,12 @@ _CAUSE = "The above exception was the direct cause of the following exception:"
 
 
 def classify_text(text: str) -> Diagnosis:
-    """Return what the last words of a *failed* process say, such as its standard error.
+    """Return the diagnosis of a *failed* process from its last output, such as standard error.
 
-    The last exception that a traceback shows decides, with what it was raised from: what was said
-    before it had been dealt with. An exception that only tells of another rank's end leaves it to
-    the one before. Without a traceback every line counts. Lines that show an exception no allocator
-    raises (``ValueError: ...``) do not count.
+    The last traceback decides, together with the exceptions that it was raised from. The script
+    has handled earlier exceptions. If the last exception only reports another rank's end, the one
+    before it decides. Without a traceback, every line counts. Lines of an exception that no
+    allocator raises (``ValueError: ...``) do not count.
     """
     return _search(text)
 
@@ -206,26 +210,26 @@ def _search(text: str) -> Diagnosis:
     for signature in (*SIGNATURES, *FOLLOWERS):
         for line in lines:
             if signature.pattern.search(line):
-                asked = _requested("\n".join(lines))
-                return Diagnosis(signature.kind, signature.name, asked, line.strip())
+                requested = _requested("\n".join(lines))
+                return Diagnosis(signature.kind, signature.name, requested, line.strip())
     return NOTHING
 
 
 def _deciding(lines: Sequence[str]) -> list[str]:
-    """Return the lines that may say why a process failed."""
-    shown = _exceptions(lines)
-    if not shown:
+    """Return the lines that may state why a process failed."""
+    exceptions = _exceptions(lines)
+    if not exceptions:
         return _informative(lines)
-    first = len(shown) - 1
-    while first > 0 and _follows("\n".join(shown[first])):
+    first = len(exceptions) - 1
+    while first > 0 and _follows("\n".join(exceptions[first])):
         first -= 1
-    while first > 0 and _CAUSE in shown[first - 1]:
+    while first > 0 and _CAUSE in exceptions[first - 1]:
         first -= 1
-    return _informative(itertools.chain.from_iterable(shown[first:]))
+    return _informative(itertools.chain.from_iterable(exceptions[first:]))
 
 
 def _exceptions(lines: Sequence[str]) -> list[list[str]]:
-    """Return the exceptions that tracebacks show, each with the lines up to the next traceback."""
+    """Return the exceptions of all tracebacks, each with the lines up to the next traceback."""
     found: list[list[str]] = []
     frames, before = False, ""
     for line in lines:
@@ -252,7 +256,7 @@ def _match(rows: Iterable[Signature], text: str) -> bool:
 
 
 def _requested(text: str) -> int | None:
-    """Return the bytes the allocator says were asked for; its units are all powers of 1024."""
+    """Return the bytes that the failed allocation requested; units are powers of 1024."""
     match = _NUMBER.search(text)
     if match is None:
         return None
@@ -270,29 +274,32 @@ def _line(text: str) -> str:
 def classify_exit(returncode: int, output: str = "", *, oom_kills: int = 0) -> Diagnosis:
     """Return why a process ended, from what its parent can see.
 
-    ``returncode`` as ``subprocess`` has it (negative for a signal) or as a shell has it (137);
-    ``oom_kills``: by how much ``oom_kills()`` grew while it ran; ``output``: its last lines.
-    Of the signal, the kernel's count and a suspect's words any two make an OOM, one a suspect.
+    ``returncode``: of ``subprocess`` (negative for a signal) or of a shell (137). ``output``: the
+    last lines. ``oom_kills``: by how much ``oom_kills()`` grew while the process ran.
+    The signal, the kernel's count and a suspect's text are three signs: two make an OOM, one makes
+    a suspect.
     """
-    if returncode == 0:  # "DataLoader worker is killed" is harmless noise at the end of a good run
+    if returncode == 0:  # a good run may print "DataLoader worker is killed" at its end
         return NOTHING
-    said = classify_text(output)
+    found = classify_text(output)
     killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    if said.kind is not Kind.NOT_OOM:
-        return said.corroborated() if killed or oom_kills > 0 else said
+    if found.kind is not Kind.NOT_OOM:
+        return found.corroborated() if killed or oom_kills > 0 else found
     if killed and oom_kills > 0:
-        return Diagnosis(Kind.OOM, "killed by the kernel", None, "killed for want of memory")
+        return Diagnosis(
+            Kind.OOM, "killed by the kernel", None, "killed by the kernel for lack of memory"
+        )
     if killed:
         return Diagnosis(Kind.SUSPECT, "signal 9", None, "killed by signal 9 (SIGKILL)")
     if oom_kills > 0:
         return Diagnosis(Kind.SUSPECT, "oom_kill", None, "the kernel killed a process of its group")
-    return said
+    return found
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory in our control group, ever.
+    """Return how many processes of our control group the OOM killer has ended since its creation.
 
-    0 where that cannot be read.
+    0 if the count cannot be read.
     """
     for folder in host.cgroup_folders()[:1]:
         for name in ("memory.events", "memory.oom_control"):
@@ -303,15 +310,15 @@ def oom_kills() -> int:
 
 
 def pressed(emptied: Iterable[bool]) -> bool:
-    """Return whether the allocator emptied its cache in two steps in a row.
+    """Return whether the allocator emptied its cache in two consecutive steps.
 
-    ``emptied``: whether it did, step by step.
+    ``emptied``: whether the allocator emptied its cache in each step.
     """
     return any(one and two for one, two in itertools.pairwise(emptied))
 
 
 def classify_retries(retries: Sequence[int]) -> Diagnosis:
-    """Return a suspect when the allocator emptied its cache in two steps in a row.
+    """Return a suspect if the allocator emptied its cache in two consecutive steps.
 
     ``retries``: ``Meter.retries()`` after each step, oldest first.
     """
@@ -321,15 +328,15 @@ def classify_retries(retries: Sequence[int]) -> Diagnosis:
 
 
 def first_cause(ranks: Iterable[Diagnosis]) -> Diagnosis:
-    """Return what all ranks failed of: ``ranks`` in the order in which they failed.
+    """Return the diagnosis of the rank that failed first; ``ranks`` are in order of failure.
 
-    Those that only noticed another's end (a watchdog's time-out) inherit its class.
+    Ranks that only noticed another's end, such as a watchdog's time-out, are skipped.
     """
     return next((rank for rank in ranks if not rank.follows), NOTHING)
 
 
 def _worst(found: Sequence[Diagnosis]) -> Diagnosis:
-    """Return the first of the gravest kind; what says something before what says nothing."""
+    """Return the first diagnosis of the gravest kind; one with a signature before one without."""
     for kind in _SEVERITY:
         for diagnosis in found:
             if diagnosis.kind is kind:

@@ -1,8 +1,8 @@
-"""Was an error raised because of the one that was being handled? Imports no torch.
+"""Decides whether an error was raised because of the one that was being handled. Imports no torch.
 
-Python sets ``__context__`` of whatever is raised while another error is handled. Two opposite
-cases look alike in it: a wrapper that reports the failure in its own words without ``from``, and a
-bug that has nothing to do with the failure, in code that had already dealt with it.
+Python sets ``__context__`` of every error that is raised while another is handled. Two opposite
+cases look alike. A wrapper may report the failure in its own words without ``from``. Or a bug in
+the handler raises an error that has nothing to do with the failure.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ MISTAKES = (
     SyntaxError,
     TypeError,
 )
-"""What a mistake in the program raises; nobody reports a shortage of memory as one of these."""
+"""Types that a bug in the program raises; nobody reports a lack of memory with them."""
 
 
 def because(error: BaseException, handled: BaseException) -> bool:
     """Return whether ``error``, whose ``__context__`` is ``handled``, was raised because of it.
 
-    Any of these is taken as evidence:
+    Each of these is evidence:
 
-    - ``error`` quotes the message of ``handled`` or carries its traceback, or it ends the program
-      with a code that is not 0;
-    - nobody had handled ``handled``: it was on its way through a ``finally`` or a ``with`` block
-      when the clean-up failed, and would have ended the program otherwise;
-    - a ``raise`` statement in the ``except`` block itself made ``error``, of a type that does not
-      stand for a mistake in the program. An error that an operation made, or a function that the
-      block called (a second attempt, say), tells of that operation or function.
+    - ``error`` quotes the message of ``handled``, carries its traceback, or is a ``SystemExit``
+      with a code other than 0.
+    - No ``except`` block had caught ``handled``. It passed through a ``finally`` or a ``with``
+      block whose clean-up failed.
+    - A ``raise`` statement in the ``except`` block itself made ``error``, and its type is none of
+      ``MISTAKES``. If an operation or a called function raised it, that is its reason instead.
     """
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
-    if (words := _words(handled)) and words in formatted(error):
+    if (message := _message(handled)) and message in formatted(error):
         return True
-    caught, way = handled.__traceback__, [*_entries(error.__traceback__)]
+    caught, entries = handled.__traceback__, [*_entries(error.__traceback__)]
     if caught is None:
         return False
-    if caught in way:
+    if caught in entries:
         return True
-    entry = next((each for each in way if each.tb_frame is caught.tb_frame), None)
-    if entry is None:  # it has not come as far as the block that handles
+    entry = next((each for each in entries if each.tb_frame is caught.tb_frame), None)
+    if entry is None:  # ``error`` has not reached the frame that handles
         return False
     if not _in_except(entry):
         return True
@@ -60,7 +59,10 @@ def because(error: BaseException, handled: BaseException) -> bool:
 
 
 def raised_in_python(error: BaseException) -> bool | None:
-    """Return whether a ``raise`` statement made ``error``, not C code; ``None`` if unknown."""
+    """Return whether a ``raise`` statement raised ``error``, rather than C code.
+
+    ``None`` if unknown.
+    """
     entry = error.__traceback__
     if entry is None:
         return None
@@ -69,11 +71,11 @@ def raised_in_python(error: BaseException) -> bool | None:
 
 
 def formatted(error: BaseException) -> str:
-    """Return ``Type: message`` as Python shows it, also where the user's ``__str__`` fails."""
+    """Return ``Type: message`` as Python prints it, also if the user's ``__str__`` fails."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return formatted(error).partition("\n")[0].partition(": ")[2]
 
 
@@ -84,12 +86,12 @@ def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _raises(entry: TracebackType) -> bool:
-    code = entry.tb_frame.f_code.co_code  # empty for frames that Cython makes up
+    code = entry.tb_frame.f_code.co_code  # empty for frames that Cython makes
     return code[entry.tb_lasti : entry.tb_lasti + 1] == bytes([RAISE])
 
 
 def _in_except(entry: TracebackType) -> bool:
-    """Return whether a line is inside an ``except`` block; assumed where there is no source."""
+    """Return whether a line is inside an ``except`` block; ``True`` if there is no source."""
     frame = entry.tb_frame
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     try:

@@ -1,8 +1,8 @@
-"""The words by which allocators say that memory ran out: data for ``oom.py``. Imports no torch.
+"""Patterns of the messages with which allocators report a lack of memory. Imports no torch.
 
-Collected from the tests and issue threads of PyTorch, NCCL, Triton and of libraries that retry.
+They come from the tests and issue threads of PyTorch, NCCL, Triton and of libraries that retry.
 Every row has a case in ``tests/worker/oom/test_classifier.py``. A pattern is the allocator's own
-phrase, never a word such as "oom" or "memory" that a user's message may hold.
+phrase. A word such as "oom" or "memory" is no pattern, because a user's message may contain it.
 """
 
 from __future__ import annotations
@@ -13,39 +13,37 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a failure is; the values are those of ``records.Raised.kind``."""
+    """Kind of a failure; the values are those of ``Raised.kind``."""
 
     OOM = "oom"
     """Memory ran out: a leaner plan can help."""
     SUSPECT = "suspect"
-    """Often memory, but it needs corroboration."""
+    """Often a lack of memory; another sign has to corroborate it."""
     POISONED = "poisoned"
-    """The device's context is broken: only a fresh process can go on. Not an OOM."""
+    """The device's context is broken, so only a new process can go on. Not an OOM."""
     NOT_OOM = "error"
     """Anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One way in which a failure shows."""
+    """A message by which a kind of failure is recognised."""
 
     kind: Kind
     name: str
-    """How a report names it."""
+    """Name for reports."""
     pattern: re.Pattern[str]
 
     @classmethod
     def of(cls, kind: Kind, name: str, pattern: str) -> Signature:
-        """Return the row with ``pattern`` compiled; dots also stand for line ends."""
+        """Return the row with ``pattern`` compiled; a dot also matches a line end."""
         return cls(kind, name, re.compile(pattern, re.DOTALL))
 
 
 TRAPS = (
-    Signature.of(
-        Kind.NOT_OOM, "a size that cannot be meant", r"Tried to allocate more than 1EB memory"
-    ),
+    Signature.of(Kind.NOT_OOM, "an impossible size", r"Tried to allocate more than 1EB memory"),
 )
-"""Looked at first: they carry an OOM's type or words and are none."""
+"""Checked first: they have an OOM's type or text but are bugs."""
 
 FOLLOWERS = (
     Signature.of(
@@ -59,7 +57,7 @@ FOLLOWERS = (
         r"|connectFullMesh failed|\bDist(?:Backend|Network|Store)Error\b",
     ),
 )
-"""What the ranks say that did not fail first."""
+"""Messages of ranks that fail because another rank has failed."""
 
 _CERTAIN = (
     ("CUDA allocator", r"\bCUDA out of memory"),
@@ -158,4 +156,4 @@ SIGNATURES = tuple(
     )
     for name, pattern in rows
 )
-"""In the order in which a text is compared; the first that matches decides."""
+"""All patterns in the order in which they are tried; the first that matches decides."""

@@ -1,4 +1,4 @@
-"""What the first steps of a launch did, small enough to be kept. Imports no torch."""
+"""Traces of the first steps of a launch, small enough to store. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,42 +7,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """What one optimizer step did, as sketches: see ``worker/harness/measurement/fingerprint.py``.
+    """Sketches of one optimizer step: see ``worker/harness/measurement/fingerprint.py``.
 
-    A sketch is a text, the base64 of ``Trace.buckets`` little-endian float32 sums for each row.
+    A sketch is the base64 text of ``Trace.buckets`` little-endian float32 sums for each row.
     """
 
     losses: tuple[float, ...] = ()
-    """Of each backward pass the script started in the step."""
+    """Loss of each backward pass that the script started in the step."""
     inputs: str = ""
-    """Of the tensors given to the first root, in one row; empty where it was given none."""
+    """Sketch of the tensors given to the first root, in one row; empty if there were none."""
     gradients: str = ""
-    """As the optimizers were given them; empty in a step without any."""
+    """Sketch of the gradients at the optimizer step; empty if there were none."""
     changes: str = ""
-    """Of the parameters, over the step."""
+    """Sketch of the parameters' changes over the step."""
     drew: bool = False
-    """A root drew random numbers."""
+    """Whether a root drew random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The first optimizer steps of a launch, small enough to be kept and compared.
+    """The first optimizer steps of a launch, small enough to store and compare.
 
-    One row a parameter, in the optimizers' order; neighbours share one where there are very many.
+    There is one row for each parameter, in the optimizers' order. If there are very many
+    parameters, neighbours share a row.
     """
 
     names: tuple[str, ...]
-    """Of the rows."""
+    """Names of the rows."""
     sizes: tuple[int, ...]
     """Elements in each row."""
     rounding: tuple[float, ...]
-    """Norm of one rounding error in each element of a row."""
+    """Norm of the rounding errors of each row, with one error in each element."""
     epsilon: float
-    """Relative rounding error of one operation in the forward pass, as the script has it."""
+    """Relative rounding error of one operation in the script's own forward pass."""
     buckets: int
-    """Sums a row."""
+    """Number of sums for each row."""
     start: str
     """Sketch of the first root's parameters before its first call, in one row."""
     steps: tuple[TracedStep, ...]
     sensitivity: float = 0.0
-    """Relative difference that rounding to bf16 once made of the gradients; 0 if not looked at."""
+    """Relative change of the gradients when bf16 rounding is applied once; 0 if not measured."""

@@ -1,7 +1,7 @@
-"""The typed, frozen records that travel from a trial to the store. Imports no torch.
+"""The typed, frozen records of a trial, from the harness to the store. Imports no torch.
 
-One road: the harness sends events over its pipe; the launcher adds what only the parent can see
-and turns them into reports; the controller stores those.
+The harness sends events over its pipe. The launcher turns them into reports and adds what only the
+parent can see. The controller stores the reports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autofit.plan import Plan
 from autofit.worker.records.traces import Trace
 
 HORIZON = 10_000
-"""Optimizer steps over which the time to compile is charged, where nothing else is asked."""
+"""Default number of optimizer steps over which the compile time is spread."""
 
 
 class Verdict(StrEnum):
@@ -24,20 +24,20 @@ class Verdict(StrEnum):
     MEASURED = "measured"
     OUT_OF_MEMORY = "out_of_memory"
     REFUSED = "refused"
-    """A strategy cannot keep its promise here; the reason says why."""
+    """A strategy cannot keep its promise for this script; the reason says why."""
     PLAN_FAILED = "plan_failed"
-    """It breaks under this plan but not under the neutral one."""
+    """The script fails under this plan but not under the neutral one."""
     SCRIPT_FAILED = "script_failed"
-    """It breaks under the neutral plan too: the script's own bug."""
+    """The script fails under the neutral plan too: a bug of the script."""
     TIMED_OUT = "timed_out"
     INTERRUPTED = "interrupted"
     DRIFTED = "drifted"
-    """The training left the reference."""
+    """The training differs from the reference by more than the tolerance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The script to tune, as the user would start it with ``python`` or with a launcher."""
+    """The script to tune, as the user would start it with ``python`` or a launcher."""
 
     target: str
     """The path of the script, or the name of the module."""
@@ -50,7 +50,7 @@ class Script:
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that the launcher would set, sorted; without those that connect ranks."""
     launcher: tuple[str, ...] = ()
-    """The words before it on the launch line, such as ``torchrun``; only for messages."""
+    """The words before the script on the launch line, such as ``torchrun``; only for messages."""
 
     def __str__(self) -> str:
         module = ("-m",) if self.module and not self.launcher else ()
@@ -64,13 +64,13 @@ class Place:
     line: str
     """File, as given to Python, and line number: ``"train.py:41"``."""
     source: str = ""
-    """What is written there."""
+    """The text of the line."""
 
 
 CHECK = "the check"
-"""Phase of autofit's own calls of the model, by which it checks a plan."""
+"""Phase of autofit's own calls of the model, which check a plan."""
 CHECK_STARVED = "the check needs more memory than the budget leaves"
-"""What is said of it."""
+"""Message if memory runs out in that phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,39 +83,42 @@ class OutOfMemory:
     message: str
     """First line of the allocator's own error."""
     requested: int | None = None
-    """Bytes asked for by the allocation that failed, where the error says so."""
+    """Bytes that the failed allocation requested, if the error states them."""
     micro_batch: int | None = None
     place: Place | None = None
-    """The deepest line of the script's own, for an error that ended it."""
+    """The deepest line of the script's own code, for an error that ended the script."""
     held: int | None = None
-    """Bytes that tensors held when it died of that error."""
+    """Bytes that tensors held when that error left the script."""
     started: bool = True
-    """The model had been called; before that, memory runs out over the weights."""
+    """Whether the model had been called. Before that, the weights themselves do not fit."""
     steps: int | None = None
-    """Optimizer steps that its process had taken before, where that is known."""
+    """Optimizer steps that the process had taken before, if known."""
     room: int | None = None
-    """Bytes the process held on the device and those nobody did, then; less than its budget where
-    others had taken the card. ``None`` where nobody knows."""
+    """Bytes that the process held on the device plus free bytes, at that moment.
+
+    Less than the budget if other processes use the card. ``None`` if unknown.
+    """
 
     @property
     def where(self) -> str:
-        """What happened, in words: ``"out of memory in backward"``."""
+        """A phrase for messages: ``"out of memory in backward"``."""
         if self.phase == CHECK:
             return CHECK_STARVED
         place = self.phase if self.phase.startswith("outside") else f"in {self.phase}"
         return f"out of memory {place}"
 
     def of_activations(self, budget: int | None = None) -> bool:
-        """Return whether fewer activations may help a process that may hold ``budget`` bytes.
+        """Return whether fewer activations may help a process with a budget of ``budget`` bytes.
 
-        Not before the model ran, nor in the first step, which makes the optimizer's state (what
-        has grown by a later one may leave room), nor outside where one tensor is too large.
+        They do not help before the model was called. They do not help in the first optimizer step
+        either, because it makes the optimizer's state; they may in a later step. Outside the model
+        they do not help if the requested tensor alone exceeds the budget.
         """
         if self.phase == "optimizer step":
             return self.steps != 0
-        outside = self.phase == "outside the model"
+        not_in_model = self.phase == "outside the model"
         too_large = bool(budget and self.requested and self.requested > budget)
-        return self.started and not (outside and too_large)
+        return self.started and not (not_in_model and too_large)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,25 +130,28 @@ class Measurement:
     effective_batch: int
     """Samples in one optimizer step over all ranks."""
     step_seconds: tuple[float, ...]
-    """Of each measured step; the first step after a change is dropped."""
+    """Seconds of each measured step; the first step after a change of plan is not measured."""
     peak_allocated: int
-    """Bytes held by tensors at the worst moment."""
+    """Most bytes that tensors held."""
     peak_reserved: int
-    """Bytes held by torch's allocator at the worst moment."""
+    """Most bytes that torch's allocator held."""
     peak_device: int
-    """Bytes the process occupied on the device at the worst moment."""
+    """Most bytes that the process occupied on the device."""
     allocation_retries: int = 0
     """Measured steps in which torch's allocator emptied its cache and tried again."""
     allocations_refused: int = 0
-    """Since the plan began, and done without: cuDNN keeps to an algorithm that needs less."""
+    """Failed allocations since the plan began that did not end the step.
+
+    cuDNN, for instance, then uses an algorithm that needs less memory.
+    """
     data_wait: float = 0.0
     """Share of the step spent waiting for data, 0 to 1."""
     losses: tuple[float, ...] = ()
     """Loss of every optimizer step in the window."""
     compile_seconds: float = 0.0
-    """Spent compiling before the window and in it."""
+    """Seconds spent compiling, before the window and in it."""
     rank_peaks: tuple[int, ...] = ()
-    """``peak_device`` of each rank, where there are several: the largest counts."""
+    """``peak_device`` of each rank, with several ranks; ``peak_device`` is the largest."""
 
     @property
     def seconds(self) -> float:
@@ -154,62 +160,68 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Half the range of the step times over their median."""
+        """Half the range of the step times, relative to their median."""
         return (max(self.step_seconds) - min(self.step_seconds)) / 2 / self.seconds
 
     @property
     def strained(self) -> bool:
-        """Whether the plan hardly fits, which may make it slower.
+        """Whether the plan barely fits, which may slow it down.
 
-        The allocator retried in half of the steps, or more; or a library did with less memory.
+        It is so if the allocator retried in at least half of the steps, or an allocation failed
+        without ending the step.
         """
         return self.allocations_refused > 0 or 2 * self.allocation_retries >= len(self.step_seconds)
 
     @property
     def samples_per_second(self) -> float:
-        """Samples trained on in a second, over all ranks."""
+        """Samples trained on per second, over all ranks."""
         return self.effective_batch / self.seconds
 
     def charged(self, horizon: int) -> float:
-        """Return samples per second with the time to compile spread over ``horizon`` steps."""
+        """Return samples per second with the compile time spread over ``horizon`` steps."""
         return self.effective_batch / (self.seconds + self.compile_seconds / horizon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """What became of one plan of a launch."""
+    """Result of one plan of a launch."""
 
     index: int
     """Position of the plan in its launch."""
     plan: Plan
-    """As asked; ``best`` holds the one to keep."""
+    """The plan that was requested; ``best`` holds the one to use."""
     verdict: Verdict
     reason: str = ""
-    """One line for people: why it was refused, what failed, what was asked of the allocator."""
+    """One line for people: why the plan was refused, what failed, or where memory ran out."""
     best: Plan | None = None
-    """The plan with the micro-batch size that won, for a measured trial."""
+    """The plan with its best micro-batch size, for a measured trial."""
     measurements: tuple[Measurement, ...] = ()
-    """Every size that was measured, the winner last."""
+    """One for every size that was measured, the best last."""
     out_of_memory: OutOfMemory | None = None
-    """The shortage met at the smallest size, also in a trial that then found one that fits."""
+    """The shortage at the smallest size that failed, even if another size fitted."""
     blamed: str | None = None
-    """The strategy at fault, where the traceback shows one."""
+    """The strategy at fault, if the traceback shows one."""
     own: bool = False
-    """A line of the script itself raised it, with no strategy's code on the way. Not stored."""
+    """Whether the script's own code raised the error, without a strategy's code in the traceback.
+
+    Not stored.
+    """
     killed: bool = False
-    """Its process was ended by a signal that others send, and memory had not run out. Not stored.
+    """Whether a signal from outside ended its process although memory had not run out. Not stored.
     """
     traceback: str = ""
-    """As Python prints it, our frames left out; for a failed trial."""
+    """Python's traceback without autofit's own frames, for a failed trial."""
     startup_seconds: float = 0.0
-    """From the start of the process to the root's first call."""
+    """Seconds from the start of the process to the root's first call."""
     gradient_difference: float | None = None
-    """Of the model's gradients from the plain model's, relative, as its proof found it; ``None``
-    where nothing in them could differ. Not stored."""
+    """Relative difference of the gradients from the plain model's, as the gradient check found it.
+
+    ``None`` if the plan cannot change the gradients. Not stored.
+    """
 
     @property
     def measurement(self) -> Measurement | None:
-        """The winner's measurement."""
+        """The measurement of the best size."""
         return self.measurements[-1] if self.measurements else None
 
 
@@ -218,23 +230,23 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What is known of the script by now; a later one replaces an earlier one."""
+    """What is known of the script so far; a later event replaces an earlier one."""
 
     facts: Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """Evidence: something was verified of the model that no other process verifies again."""
+    """Evidence of a check, so that no other process has to repeat it."""
 
     key: str
     content: str
-    """JSON; only the harness knows what it says."""
+    """JSON that only the harness reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The script took an optimizer step under a plan that was found to keep its promise."""
+    """The script took an optimizer step under a plan that passed its checks."""
 
     plan: Plan
     sources: tuple[tuple[str, str], ...]
@@ -243,7 +255,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStarted:
-    """The child has turned to the plan at ``index``."""
+    """The child has started the plan at ``index``."""
 
     index: int
     startup_seconds: float = 0.0
@@ -251,7 +263,7 @@ class PlanStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One size of the current plan was measured."""
+    """The child has measured one micro-batch size of the current plan."""
 
     index: int
     measurement: Measurement
@@ -259,7 +271,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """Memory ran out under the current plan; the process goes on if it can."""
+    """Memory ran out under the current plan; the process continues if it can."""
 
     index: int
     out_of_memory: OutOfMemory
@@ -267,7 +279,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What the first steps of the launch did, under the plan at ``index``."""
+    """The trace of the launch's first steps, under the plan at ``index``."""
 
     index: int
     trace: Trace
@@ -275,26 +287,27 @@ class Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEnded:
-    """The child is done with the plan at ``index``."""
+    """The child has finished the plan of ``report``."""
 
     report: TrialReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """The child is done with every plan it was given, and waits for an ``Answer``."""
+    """The child has finished all plans that it was given, and waits for an ``Answer``."""
 
     fresh: bool = False
-    """Those were refused before anything had run under them: the next one comes first."""
+    """Whether all of them were refused before any step ran, so the process is as new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """An exception left the script, or a strategy, and ends the process."""
+    """An exception left the script or a strategy, and ends the process."""
 
     index: int
     kind: str
-    """``"oom"``, ``"suspect"``, ``"poisoned"`` or ``"error"``: the classifier's word."""
+    """A value of the classifier's ``Kind``: ``"oom"``, ``"suspect"``, ``"poisoned"``, ``"error"``.
+    """
     message: str
     traceback: str
     phase: str = "outside the model"
@@ -303,25 +316,25 @@ class Raised:
     own: bool = False
     """As in ``TrialReport``."""
     corroborated: bool = False
-    """An allocation was refused in this step, so that a suspect counts as an OOM."""
+    """Whether an allocation was refused in this step, so that a suspect counts as an OOM."""
     steps: int = 0
     """Optimizer steps taken."""
     place: Place | None = None
-    """The deepest line of the script's own that it came through."""
+    """The deepest line of the script's own code in the traceback."""
     held: int | None = None
     """Bytes that tensors held when it left the script."""
     started: bool = True
-    """The model had been called."""
+    """Whether the model had been called."""
     room: int | None = None
     """As in ``OutOfMemory``, when it left the script."""
     micro_batch: int | None = None
-    """Samples at a time that were being measured."""
+    """The micro-batch size that was being measured."""
     follows: bool = False
-    """It only says that another rank is gone."""
+    """Whether it only reports that another rank has ended."""
 
     @property
     def out_of_memory(self) -> OutOfMemory:
-        """What there is to say of it as a shortage of memory."""
+        """The same failure as a shortage of memory."""
         return OutOfMemory(
             phase=self.phase,
             message=self.message,
@@ -335,78 +348,84 @@ class Raised:
         )
 
     def starved(self, kernel_kills: int = 0) -> bool:
-        """Return whether it is one of memory; a suspect that the kernel killed for is believed."""
+        """Return whether it is an OOM.
+
+        A suspect counts if it is corroborated or the OOM killer ended ``kernel_kills`` processes.
+        """
         certain = self.corroborated or kernel_kills > 0
         return self.kind == "oom" or (self.kind == "suspect" and certain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """A real run goes on under another plan in the same process, from the same step."""
+    """A real run continues under another plan in the same process, from the same step."""
 
     index: int
-    """The plan that it goes on under."""
+    """Position of the new plan."""
     reason: str
-    """Why the one before was given up."""
+    """Why the run left the plan before."""
     blamed: str | None = None
-    """The strategy at fault, where it is known."""
+    """The strategy at fault, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrote:
-    """The script has opened a file for writing; told once."""
+    """The script has opened a file for writing; sent once."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The script came to its own end, or was stopped after the last plan."""
+    """The script has ended, or the harness stopped it after the last plan."""
 
     steps: int
     """Optimizer steps taken."""
     stopped: bool
-    """By us, after the last plan, and not by the script itself."""
+    """Whether the harness stopped it after the last plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreeing:
-    """A rank waits until every rank has said as much; then all hear ``Agreed``."""
+    """A rank waits until every rank has sent this event; then all receive ``Agreed``."""
 
     what: str
-    """Where it stands: ``"an optimizer step"``."""
+    """What the rank is about to do: ``"an optimizer step"``."""
     value: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncontained:
-    """What the script writes to disk is really written: the system allows no overlay."""
+    """The system allows no overlay, so the script's writes to disk are real."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
-    """The allocator emptied its cache in steps on end; the batch is cut smaller before it fails."""
+    """The allocator emptied its cache in consecutive steps; the harness makes the chunks smaller.
+
+    This prevents an OOM that was likely.
+    """
 
     micro_batch: int
-    """Samples at a time from here on."""
+    """The new micro-batch size."""
     retries: int
-    """Of the allocator, since the start."""
+    """Retries of the allocator since the start."""
     steps: int
     """Optimizer steps taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What a real run came to, told at its end."""
+    """Figures of a real run, sent at its end."""
 
     steps: int
     """Optimizer steps taken."""
     peak_allocated: int
-    """Bytes, at the worst moment after the first step, later proofs included."""
+    """Most bytes that tensors held after the first step, later checks included."""
     peak_reserved: int
     peak_device: int
     retries: int
-    """Of the allocator, after the first step and the last with a proof."""
+    """Retries of the allocator, counted after the first step and after the last check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +433,7 @@ class Saved:
     """The script has written a checkpoint."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
 
 
 Event = (
@@ -437,103 +456,108 @@ Event = (
     | Raised
     | Finished
 )
-"""What the child sends."""
+"""Everything that the child sends."""
 
 
 # --- a launch ---------------------------------------------------------------------------------
 
 STEPS = 5
-"""Optimizer steps that a window has as a rule."""
+"""Default number of optimizer steps in a measurement window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """A process to start, or several, and the plans to measure in them, one after another.
+    """Processes to start, and the plans to measure in them, one after another.
 
-    Where it ``converses``, it asks for another plan after the last, until it is told that there is
-    none: start-up is paid once, and each plan is chosen by what those before it have shown.
+    With ``converses``, the launch asks for another plan after the last, until the answer is that
+    there is none. The start-up time is spent once, and each choice uses the results so far.
     """
 
     script: Script
     plans: tuple[Plan, ...]
-    """Each follows the one before it (``Plan.follows``), and so do those it asks for."""
+    """Each follows the one before it (``Plan.follows``); so do the plans of later answers."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     budget: int
-    """Bytes each process may occupy on its device."""
+    """Bytes that each process may occupy on its device."""
     timeout: float
-    """Seconds after which the launch is ended; an answer brings its own."""
+    """Seconds after which the launch is killed; an answer has its own."""
     steps: int = STEPS
-    """Optimizer steps measured at the size that is kept; the first after a change comes on top."""
+    """Optimizer steps measured at the chosen size, without the first step after a change."""
     whole_fits: bool = False
-    """The script as it is is known to fit: one chunk is worth trying first."""
+    """Whether the unchanged script is known to fit, so that one chunk is tried first."""
     environment: tuple[tuple[str, str], ...] = ()
     converses: bool = False
-    """It asks for more plans."""
+    """Whether the launch asks for more plans."""
     waits: bool = False
-    """It asks for its first plan too: ``plans`` says what is fixed in all, and is not measured."""
+    """Whether the launch also asks for its first plan.
+
+    ``plans`` then only holds the levels that all its plans share, and is not measured.
+    """
     ranks: int = 1
-    """Processes it consists of, on one machine: see ``worker/launch/rank_environment.py``."""
+    """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""
     proven: tuple[Proven, ...] = ()
-    """What earlier launches have proven."""
+    """Evidence from earlier launches."""
     peaks: tuple[int, ...] = ()
-    """Of a real run, for each of ``plans``: bytes on the device when it was measured; 0 where it
-    was not. The first is the plan of the run, the others are what it may fall back to."""
+    """For a real run: bytes that each of ``plans`` occupied when measured; 0 if not measured.
+
+    The first plan is the run's, the others are its fallbacks.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a launch that asks for another plan is told."""
+    """The reply to a launch that asks for another plan."""
 
     plan: Plan | None
-    """``None`` when there is none: the launch ends."""
+    """``None`` if there is none; then the launch ends."""
     timeout: float
-    """Seconds from now after which the launch is ended."""
+    """Seconds from now after which the launch is killed."""
     whole_fits: bool = False
-    """The script as it is is known to fit by now."""
+    """Whether the unchanged script is known to fit by now."""
     proven: tuple[Proven, ...] = ()
-    """What all launches have proven by now."""
+    """Evidence from all launches so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """The one thing the launcher says to its child, first, over the control pipe."""
+    """The launcher's first message to its child, over the control pipe."""
 
     request: LaunchRequest
     mode: str = "trial"
     """``"trial"``: measure the plans, report, stop. ``"run"``: train under the first plan."""
     report_saves: bool = False
-    """Say which checkpoints the script writes."""
+    """Whether the child reports the checkpoints that the script writes."""
     scratch: str | None = None
-    """An empty folder for what the script writes to disk; ``None`` to let it write."""
+    """An empty folder that receives the script's writes to disk; ``None`` if they are real."""
     rank: int = 0
-    """Which of the request's ranks it is."""
+    """The child's rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What every rank has said, by rank: the answer to ``Agreeing``."""
+    """The events of all ranks, by rank: the answer to ``Agreeing``."""
 
     said: tuple[Agreeing, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnded:
-    """The last thing said of a launch; a plan without a report before it was not reached."""
+    """The last event of a launch. A plan without a report before it was not started."""
 
     steps: int
-    """Optimizer steps the script took."""
+    """Optimizer steps that the script took."""
     stopped: bool
-    """Ended by us after the last plan (``False``: the script came to its own end, or died)."""
+    """Whether the harness stopped the script after the last plan; else it ended or died."""
     seconds: float
     output: str = ""
-    """The last lines the script wrote to standard output and error."""
+    """The last lines that the script wrote to standard output and error."""
     oom_killed: bool = False
-    """The kernel ended it for want of memory."""
+    """Whether the kernel's OOM killer ended it."""
     taken: str = ""
-    """Who took the device from it; the plan that was running is reported as interrupted."""
+    """Which processes took the device's memory; the running plan is reported as interrupted."""
     lost: str = ""
-    """Why the slot is of no more use: memory that others hold, or that has not come back."""
+    """Why the slot is of no more use: its memory is occupied after the launch."""
 
 
 LaunchEvent = (
@@ -548,4 +572,4 @@ LaunchEvent = (
     | Asking
     | LaunchEnded
 )
-"""What a launch yields to the controller, in order, ``LaunchEnded`` last."""
+"""Everything that a launch yields to the controller, ``LaunchEnded`` last."""

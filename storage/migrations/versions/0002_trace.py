@@ -1,4 +1,4 @@
-"""The trace of the trial that others are compared with."""
+"""Adds the trace of the reference trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What held in functions decorated with ``@autofit.resilient``."""
+"""Adds the settings that fitted in functions with ``@autofit.resilient``."""
 
 from __future__ import annotations
 

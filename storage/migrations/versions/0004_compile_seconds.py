@@ -1,4 +1,4 @@
-"""The seconds spent compiling."""
+"""Adds the compile time of a measurement."""
 
 from __future__ import annotations
 

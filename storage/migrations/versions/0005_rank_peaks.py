@@ -1,4 +1,4 @@
-"""The peak of each rank."""
+"""Adds the peak memory of each rank."""
 
 from __future__ import annotations
 

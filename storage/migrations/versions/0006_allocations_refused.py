@@ -1,4 +1,4 @@
-"""The allocations that were refused and done without."""
+"""Adds the number of failed allocations that did not end the step."""
 
 from __future__ import annotations
 

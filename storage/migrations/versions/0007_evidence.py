@@ -1,4 +1,4 @@
-"""What was verified of a script, under which plan."""
+"""Adds the evidence of checks of a script."""
 
 from __future__ import annotations
 

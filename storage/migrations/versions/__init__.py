@@ -1,1 +1,1 @@
-"""One file for each change of our tables."""
+"""One file for each change of autofit's tables."""

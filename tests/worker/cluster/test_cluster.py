@@ -78,7 +78,7 @@ def test_a_trial_runs_on_one_host() -> None:
     places = choose(cluster, 6, 2)
     assert places.slots == {"a": 1, "b": 1}
     assert places.lines == (
-        "--gpus 6 --gpus-per-trial 2: a trial runs on one host; there is room for 2 side by side",
+        "--gpus 6 --gpus-per-trial 2: a trial runs on one host; the hosts can run 2 at a time",
     )
     with pytest.raises(UsageError, match=r"--gpus-per-trial 4: .* none .* more than 3 GPUs; ask"):
         choose(cluster, None, 4)
@@ -152,7 +152,7 @@ def test_a_script_moves_with_its_folder() -> None:
     assert target("/home/me/sub/train.py") == "/tmp/copy/sub/train.py"
     assert target("package.train", module=True) == "package.train"
     for outside in ("/elsewhere/train.py", "../train.py"):
-        with pytest.raises(UsageError, match="lies outside of the working directory /home/me"):
+        with pytest.raises(UsageError, match="is outside the working directory /home/me"):
             target(outside)
 
 
@@ -294,7 +294,7 @@ def test_what_is_not_ray_is_said_soon() -> None:
     started, threads = time.monotonic(), _threads()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        where = f"Ray at {address} cannot be used: what listens there is no head of Ray"
+        where = f"Ray at {address} cannot be used: the server there is no head of Ray"
         with pytest.raises(WorkerError, match=where), RaySession(address=address):
             pass
     assert time.monotonic() - started < 10

@@ -50,5 +50,5 @@ def test_each_slot_sees_its_own(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_more_than_there_are_is_refused() -> None:
     asked = Pool(slots=2, device="cuda", gpus=2, cards=["0", "1", "2"])
-    with pytest.raises(WorkerError, match="4 GPUs were asked for, 3 are visible"), asked:
+    with pytest.raises(WorkerError, match="4 GPUs are needed, 3 are visible"), asked:
         pass
