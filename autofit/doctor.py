@@ -1,6 +1,7 @@
-"""What this machine offers a search: versions, devices and who holds them, what is missing.
+"""Checks versions, devices and tools of this machine for ``autofit doctor``.
 
-``examine`` computes, ``autofit/cli/doctor.py`` shows. Nothing is changed, and no device is started.
+``examine`` collects the findings, ``autofit/cli/doctor.py`` prints them. The checks change nothing
+and start no device.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ _LINKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     ok: bool
-    """``False`` where something is worse for it; the text says what."""
+    """``False`` if the finding is a disadvantage, which the text describes."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What a machine offers a search."""
+    """Results of all checks of a machine."""
 
     versions: dict[str, str]
     device: str
-    """``"cuda"`` or ``"cpu"``: what a search would use."""
+    """The device that a search would use: ``"cuda"`` or ``"cpu"``."""
     cards: tuple[meter.Card, ...]
     findings: tuple[Finding, ...]
 
 
 def examine() -> Examination:
-    """Look at everything once."""
+    """Run all checks."""
     device = meter.default_device()
     cards = meter.cards()
     return Examination(
@@ -69,7 +70,7 @@ def examine() -> Examination:
 
 
 def as_document(found: Examination) -> dict[str, Any]:
-    """Return an examination for JSON; sizes are bytes."""
+    """Return an examination as plain data for JSON; sizes are bytes."""
     return {
         "versions": found.versions,
         "device": found.device,
@@ -99,14 +100,14 @@ def as_document(found: Examination) -> dict[str, Any]:
 def _torch(device: str) -> Iterator[Finding]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a library of its own does not load
+    except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
         yield Finding(name="torch", ok=False, text=f"cannot be imported: {error}")
         return
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     sees = torch.cuda.device_count() if torch.version.cuda else 0
     text = f"{torch.__version__}, built for {built}, sees {sees} GPUs"
     if device == "cuda" and not sees:
-        text += ": the driver has some; this torch, or its CUDA version, does not go with it"
+        text += ": the driver has some; this torch or its CUDA version does not fit the driver"
     yield Finding(name="torch", ok=device == "cpu" or sees > 0, text=text)
 
 
@@ -123,11 +124,11 @@ def _driver(cards: tuple[meter.Card, ...]) -> Iterator[Finding]:
 
 
 def _card(card: meter.Card) -> Finding:
-    """Describe a card; other people's memory on it leaves less for a search."""
+    """Return the finding on a card; memory of other processes on it is a disadvantage."""
     total = format_size(card.hardware.total_bytes)
     free = f"{format_size(card.free)} of {total} free{who(card)}"
     if not card.measured:
-        free = f"{total}; without NVML nobody says what is free"
+        free = f"{total}; without NVML the free memory is unknown"
     text = f"{card.hardware.name}, {free}{_LINKS[card.hardware.link]}"
     if card.mig:
         text += "; a MIG instance: trials see this instance alone"
@@ -153,7 +154,7 @@ def _tools() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as scratch:
         overlay = [sys.executable, "-c", _OVERLAY, scratch]
         contained = subprocess.run(overlay, capture_output=True, timeout=_SECONDS).returncode == 0
-    written = "what a trial writes to disk goes with it"
+    written = "files that a trial writes are discarded"
     if not contained:
-        written = "not allowed here: what a trial writes to disk is really written"
+        written = "not allowed here: trials really write the script's files"
     yield Finding(name="overlay", ok=contained, text=written)

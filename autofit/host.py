@@ -1,4 +1,4 @@
-"""The memory of this machine, or of the container that bounds it. Imports no torch."""
+"""Reads the memory of this machine, or of its container. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _LIMITS = (
 
 
 def hardware() -> Hardware:
-    """Return the CPU and the memory it may use, in bytes."""
+    """Return the CPU's model and the bytes of memory that this process may use."""
     limits = [limit for limit, _ in _cgroup_limits()]
     return Hardware(device="cpu", name=_name(), total_bytes=min([_meminfo("MemTotal"), *limits]))
 
 
 def free_bytes() -> int:
-    """Return the bytes a new process could take without swapping."""
-    rooms = [max(0, limit - used) for limit, used in _cgroup_limits()]
-    return min([_meminfo("MemAvailable"), *rooms])
+    """Return the bytes that a new process could allocate without swapping."""
+    unused = [max(0, limit - used) for limit, used in _cgroup_limits()]
+    return min([_meminfo("MemAvailable"), *unused])
 
 
 def cgroup_folders() -> list[Path]:
-    """Return the memory control group of this process and those above it, the innermost first.
+    """Return the folders of this process's memory control groups, the innermost first.
 
-    Both layouts: version 2 (one tree for all) and version 1 (a tree for each controller). In a
-    container the innermost visible one may be the tree itself.
+    Supports version 2 (one tree) and version 1 (one tree for each controller). In a container, the
+    innermost visible group may be the root of the tree.
     """
     unified = (_CGROUPS / "cgroup.controllers").exists()
     for line in read(_OWN_CGROUP).splitlines():
@@ -45,7 +45,7 @@ def cgroup_folders() -> list[Path]:
 
 
 def cgroup_number(path: Path, field: str | None = None) -> int | None:
-    """Return the number in a control group's file, or in its line ``field``; ``None`` without."""
+    """Return the number in a control group's file or in its line ``field``; ``None`` if missing."""
     text = read(path)
     if field is not None:
         text = next(
@@ -57,7 +57,7 @@ def cgroup_number(path: Path, field: str | None = None) -> int | None:
 def _cgroup_limits() -> list[tuple[int, int]]:
     """Return ``(limit, used)`` in bytes of every control group that has a limit.
 
-    Cached files that the kernel would drop first do not count as used.
+    Inactive cached files do not count as used, because the kernel drops them first.
     """
     found = []
     for folder in cgroup_folders():
@@ -72,7 +72,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 
 def _meminfo(field: str) -> int:
-    """Return the bytes of one line of ``/proc/meminfo``; 0 where there is no such file."""
+    """Return the bytes of one line of ``/proc/meminfo``; 0 if there is no such line."""
     for line in read(Path("/proc/meminfo")).splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -80,7 +80,7 @@ def _meminfo(field: str) -> int:
 
 
 def _name() -> str:
-    """Return the processor's model; the machine's architecture where the kernel has no name."""
+    """Return the processor's model, or the machine's architecture if the model is unknown."""
     for line in read(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -89,7 +89,7 @@ def _name() -> str:
 
 
 def read(path: Path) -> str:
-    """Return the file's text; empty where it cannot be read."""
+    """Return the file's text; an empty string if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The best plan, taken elsewhere: one file per format, and one line below."""
+"""Exports the best plan: one module for each format, and one line in ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS: Mapping[str, Callable[[Result], str]] = {
     "torchrun": as_torchrun.render,
     "trainer": as_trainer.render,
 }
-"""Each format's name and what writes it: text that ends in a newline."""
+"""The function that writes each format, by name; its text ends in a newline."""
 
 SUFFIXES: Mapping[str, str] = {
     ".env": "env",
@@ -34,6 +34,6 @@ SUFFIXES: Mapping[str, str] = {
     ".sh": "torchrun",
     ".toml": "toml",
 }
-"""The format a file's suffix stands for."""
+"""The format for the suffix of a file's name."""
 
 __all__ = ["FORMATS", "SUFFIXES", "load_plan"]

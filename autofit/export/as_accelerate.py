@@ -1,6 +1,7 @@
-"""A config file for ``accelerate launch --config_file``, written by Accelerate's own class for it.
+"""Writes a config file for ``accelerate launch --config_file`` with Accelerate's own class.
 
-Only scripts that make an ``Accelerator`` read it. What it cannot say is named above it.
+Only scripts that make an ``Accelerator`` read it. Comments at its top name the levels that it
+cannot express.
 """
 
 from __future__ import annotations
@@ -14,43 +15,43 @@ from autofit.export.header import comments, launched_with
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
-NAMED_OTHERWISE = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
-"""Variables whose names differ from their keys'."""
+RENAMED = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
+"""Keys of the config file for variables that have another name, in lower case."""
 
 
 def render(result: Result) -> str:
-    """Return the file, with comments above it; imports Accelerate."""
+    """Return the file's text, with comments at its top; imports Accelerate."""
     import tempfile
 
     from accelerate.commands.config.config_args import ClusterConfig
 
     launched = launched_with(result)
-    settings, said = _settings(result, launched)
+    settings, expressed = _settings(result, launched)
     config = ClusterConfig(**settings)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.yaml")
         config.to_yaml_file(str(file))
         text = file.read_text(encoding="utf-8")
-    notes = [*comments(result, "Accelerate", said), *_notes(result, launched)]
+    notes = [*comments(result, "Accelerate", expressed), *_notes(result, launched)]
     return "\n".join([*notes, text.rstrip("\n")]) + "\n"
 
 
 def _settings(result: Result, launched: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
     """Return the fields, and the strategies whose levels they express."""
-    plan, said = result.plan, {"allocator"}
+    plan, expressed = result.plan, {"allocator"}
     precision = launched.get("ACCELERATE_MIXED_PRECISION", "no")
     if plan["precision"] in ("bf16", "fp16"):
         precision = plan["precision"]
-        said.add("precision")
+        expressed.add("precision")
     dynamo: dict[str, Any] = {}
     if plan["compile"] in ("regional", "full"):
         regional = plan["compile"] == "regional"
         dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}
-        said.add("compile")
+        expressed.add("compile")
     fsdp = _fsdp(launched) if FSDP in launched else None
     if fsdp is not None and plan["checkpointing"] == "all":
         fsdp["fsdp_activation_checkpointing"] = True
-        said.add("checkpointing")
+        expressed.add("checkpointing")
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _kind(result, launched),
@@ -62,7 +63,7 @@ def _settings(result: Result, launched: dict[str, str]) -> tuple[dict[str, Any],
         "fsdp_config": fsdp,
         "deepspeed_config": _deepspeed(launched) if DEEPSPEED in launched else None,
     }
-    return fields, said
+    return fields, expressed
 
 
 def _kind(result: Result, launched: dict[str, str]) -> str:
@@ -77,9 +78,9 @@ def _kind(result: Result, launched: dict[str, str]) -> str:
 
 
 def _fsdp(launched: dict[str, str]) -> dict[str, Any]:
-    """Return the keys for the variables that Accelerate's launcher had set."""
+    """Return the keys and values for the FSDP variables that Accelerate's launcher sets."""
     keys = {n.lower(): value for n, value in launched.items() if n.startswith("FSDP_")}
-    return {NAMED_OTHERWISE.get(key, key): _value(value) for key, value in keys.items()}
+    return {RENAMED.get(key, key): _value(value) for key, value in keys.items()}
 
 
 def _deepspeed(launched: dict[str, str]) -> dict[str, Any]:
@@ -94,14 +95,14 @@ def _deepspeed(launched: dict[str, str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> bool | int | str:
-    """Return a variable's value as YAML has it."""
+    """Return a variable's value with its type in YAML."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     return int(text) if text.isdecimal() else text
 
 
 def _notes(result: Result, launched: dict[str, str]) -> Iterator[str]:
-    """Yield what differs where a level is expressed, but not in the very same way."""
+    """Yield comments on levels that Accelerate implements in another way than autofit."""
     yield "# Only scripts that make an Accelerator read this file: accelerate launch --config_file."
     plan = result.plan
     if FSDP in launched and plan["precision"] == "bf16":
@@ -114,4 +115,4 @@ def _notes(result: Result, launched: dict[str, str]) -> Iterator[str]:
         size, total = result.measurement.micro_batch, result.measurement.effective_batch
         yield f"# By hand: {size} samples a batch and gradients accumulated to {total} a step."
     if result.ranks > 1 and result.hardware.device == "cpu":
-        yield "# On a CPU accelerate launch starts one process, and more under MPI alone."
+        yield "# On a CPU, accelerate launch starts one process; only MPI starts more."

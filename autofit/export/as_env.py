@@ -1,4 +1,4 @@
-"""Environment: the plan in one variable, and what it needs set before the process starts."""
+"""Writes environment variables: the plan, and those that it needs before the process starts."""
 
 from __future__ import annotations
 

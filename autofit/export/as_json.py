@@ -1,4 +1,4 @@
-"""JSON: the whole result, for programs."""
+"""Writes the whole result as JSON, for programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Python: how to do the same by hand in plain PyTorch, as a module to read and to take from.
+"""Writes a Python module that does the same in plain PyTorch, for people to read and copy.
 
-Each strategy says how its level is written (``Strategy.by_hand``); this file only puts the
-pieces into one training step.
+``Strategy.by_hand`` returns the code of each level. This module joins the parts into one training
+step.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleLis
 alone = [each[0] for each in lists if len(each) == 1 and kind(each[0])]  # it may run several times
 blocks = list(blocks_of(model, True)) or list(blocks_of(model, False)) or alone[:1]
 """
-"""What repeats in a model, found as a search finds it, in short."""
+"""Code that finds the repeated blocks of a model, a short version of the search's own."""
 
 
 def render(result: Result) -> str:
-    """Return a module with ``prepare(model)`` and ``train_step(...)``; it needs torch alone."""
+    """Return a module with ``prepare(model)`` and ``train_step(...)`` that only imports torch."""
     hands = [hand for strategy, level in result.plan if (hand := strategy.by_hand(level))]
     scaler = "scaler = torch.amp.GradScaler()" if any(hand.scaled for hand in hands) else ""
     top = "\n\n".join(filter(None, [_head(result), "import torch", scaler]))
@@ -62,7 +62,7 @@ def _head(result: Result) -> str:
         f'"""By hand, in plain PyTorch: {result.plan}.',
         "",
         f"Measured by autofit on {device}: {speed} samples/s, peak {peak}.",
-        "Where the model returns its loss, take that for `loss_of(output, y)`.",
+        "If the model returns its loss, use that in place of `loss_of(output, y)`.",
         *([f"Set before Python starts:{environment}"] if environment else []),
         '"""',
     ]
@@ -84,8 +84,8 @@ def _statements(plan: Plan) -> Iterator[str]:
         yield BLOCKS.strip("\n")
     for (strategy, level), hand in zip(plan, hands, strict=True):
         if hand is None:
-            told = strategy.level(level).summary
-            yield f"# {strategy.describe(level)} ({told}) takes more than a few lines by hand:"
+            summary = strategy.level(level).summary
+            yield f"# {strategy.describe(level)} ({summary}) takes more than a few lines by hand:"
             yield f"# see {strategy.source}"
         elif hand.prepare:
             yield dedent(hand.prepare).strip("\n")

@@ -1,4 +1,4 @@
-"""TOML: the same document as JSON, for people who edit it; what is unknown is left out."""
+"""Writes the same document as TOML, for people who edit it; unknown values are left out."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def _key(key: str) -> str:
 
 
 def _value(value: str | bool | int | float | list[str]) -> str:
-    # JSON writes all of these as TOML does, but for DEL, which TOML wants escaped.
+    # JSON and TOML write these values alike, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

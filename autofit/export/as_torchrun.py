@@ -1,4 +1,4 @@
-"""A shell script that starts the ranks with ``torchrun``, and the plan in each of them."""
+"""Writes a shell script that starts the ranks with ``torchrun`` and applies the plan in each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = "END_OF_PLAN"
 
 
 def render(result: Result) -> str:
-    """Return the script; ``torchrun`` knows no levels, so autofit applies them in each rank."""
+    """Return the script; ``torchrun`` has no setting for a plan, so autofit runs in each rank."""
     return "\n".join(_lines(result)) + "\n"
 
 
@@ -24,7 +24,7 @@ def _lines(result: Result) -> Iterator[str]:
     script = result.script
     yield "#!/bin/sh"
     yield origin(result)
-    yield f"# To be run in the folder it was searched in, {printable(script.cwd)}, or one like it."
+    yield f"# Run it in the folder of the search, {printable(script.cwd)}, or in a copy of it."
     for name, value in launched_with(result).items():
         yield f"export {name}={shlex.quote(value)}"
     start = ["exec", "torchrun", "--standalone", "--nproc-per-node", str(result.ranks)]
@@ -32,7 +32,7 @@ def _lines(result: Result) -> Iterator[str]:
     if result.plan.neutral:
         yield shlex.join([*start, *module, script.target, *script.args])
         return
-    yield "# torchrun itself has no setting for the plan: autofit, to be installed, applies it."
+    yield "# torchrun has no setting for the plan: autofit, which has to be installed, applies it."
     yield f"cat > {FILE} <<'{END}'"
     yield json.dumps({PLAN: dict(result.plan.changes)})
     yield END

@@ -1,6 +1,7 @@
-"""Fields of transformers' ``TrainingArguments`` as YAML: what ``HfArgumentParser`` reads.
+"""Writes fields of transformers' ``TrainingArguments`` as YAML.
 
-``HfArgumentParser(TrainingArguments).parse_yaml_file(...)``, or ``TrainingArguments(**fields)``.
+Read them with ``HfArgumentParser(TrainingArguments).parse_yaml_file(...)``, or pass them as
+``TrainingArguments(**fields)``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ OPTIMIZERS = {
     "fused": "adamw_torch_fused",
     "eight_bit": "adamw_bnb_8bit",
 }
-"""Levels of ``optimizer`` that ``optim`` has a name for, where the script trains with AdamW."""
+"""Values of ``optim`` for levels of ``optimizer``, if the script trains with AdamW."""
 WORKERS = 4
 
 
 def render(result: Result) -> str:
-    """Return ``field: value`` lines, with comments above them."""
-    fields, said = _fields(result)
+    """Return ``field: value`` lines, with comments at the top."""
+    fields, expressed = _fields(result)
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
-    notes = [*comments(result, "Trainer", said), *_notes(fields)]
+    notes = [*comments(result, "Trainer", expressed), *_notes(fields)]
     return "\n".join([*notes, *(lines or ["{}"])]) + "\n"
 
 
@@ -33,11 +34,11 @@ def _fields(result: Result) -> tuple[dict[str, Any], set[str]]:
     """Return the fields, and the strategies whose levels they express."""
     plan, measured = result.plan, result.measurement
     fields: dict[str, Any] = {"use_cpu": True} if result.hardware.device == "cpu" else {}
-    said = {"allocator"}
+    expressed = {"allocator"}
 
     def express(strategy: str, **new: Any) -> None:
         fields.update(new)
-        said.add(strategy)
+        expressed.add(strategy)
 
     parts, rest = divmod(measured.effective_batch, measured.micro_batch * result.ranks)
     if plan["micro_batch"] != AS_IS and not rest:
@@ -58,11 +59,11 @@ def _fields(result: Result) -> tuple[dict[str, Any], set[str]]:
     if plan["data_loading"] != AS_IS:
         pinned = plan["data_loading"] == "pinned"
         express("data_loading", dataloader_num_workers=WORKERS, dataloader_pin_memory=pinned)
-    return fields, said
+    return fields, expressed
 
 
 def _notes(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs where a level is expressed, but not in the very same way."""
+    """Yield comments on levels that Trainer implements in another way than autofit."""
     if "optim" in fields:
         yield "# optim: for a script that trains with AdamW, Trainer's default."
     if "fp16" in fields:

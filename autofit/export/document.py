@@ -1,4 +1,4 @@
-"""A result as plain data: the stable contract of ``autofit best --format json``."""
+"""Converts a result to plain data, the stable format of ``autofit best --format json``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autofit.worker.records.trials import Measurement, Script
 
 
 def document(result: Result) -> dict[str, Any]:
-    """Return ``result`` as nested dictionaries of text and numbers; keys are only ever added.
+    """Return ``result`` as nested dictionaries of text and numbers.
 
-    Bytes and seconds are plain numbers. ``micro_batch`` is the largest chunk in samples;
-    ``baseline`` holds its verdict, and the figures where it was measured.
+    Later versions only add keys. Bytes and seconds are plain numbers. ``micro_batch`` is the
+    largest chunk in samples. ``baseline`` has its verdict, and figures if it was measured.
     """
     return {
         PLAN: result.plan.levels,

@@ -1,4 +1,4 @@
-"""The way back: a plan from an exported file, for ``autofit run --plan FILE``."""
+"""Reads a plan from an exported file, for ``autofit run --plan FILE``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from autofit.exceptions import UsageError
 from autofit.plan import Plan
 
 PLAN = "plan"
-"""The key an exported document keeps its plan under."""
+"""The key of the plan in an exported document."""
 
 
 def load_plan(path: Path) -> Plan:
-    """Return the plan in ``path``, a json or toml export.
+    """Return the plan in ``path``, an export in JSON or TOML.
 
-    Only its ``plan`` is read: strategy to level; what it does not name is as the script has it.
-    Raises ``UsageError`` when the file cannot be read or holds no plan this autofit knows.
+    Only the table ``plan`` is read, which maps strategies to levels. Other strategies stay at the
+    script's own setting. Raises ``UsageError`` if the file cannot be read, or if this version of
+    autofit does not know the plan.
     """
     levels = _parsed(path).get(PLAN)
     if not isinstance(levels, dict) or not all(map(_is_level, levels.values())):

@@ -1,7 +1,7 @@
-"""A launch line, ``torchrun ... train.py ...`` or the like, taken apart and replaced by ours.
+"""Parses launch lines, such as ``torchrun ... train.py ...``, so that autofit can start the ranks.
 
-Each launcher's own parser reads its line, in a process of its own (``reading.py``): it takes an
-import of torch, may look at the devices and ends with it. Imports neither torch nor Accelerate.
+Each launcher's own parser reads its line, in a separate process (``parse.py``), because the parser
+imports torch and may query the devices. This module imports neither torch nor Accelerate.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ MODULES = {
     "accelerate": (ACCELERATE, ("launch",)),
     "accelerate.commands.accelerate_cli": (ACCELERATE, ("launch",)),
 }
-"""Modules that are launchers under ``python -m``: which, and the words that then follow."""
+"""Launchers that run as ``python -m MODULE``, with the words that have to follow."""
 REPLACED = "torch.distributed.launch"
-"""The module that ``torchrun`` has replaced: it tells a script its rank in another way."""
+"""The predecessor of ``torchrun``, which passes the rank as an argument; not supported."""
 COMMANDS = {
     "torchrun": (TORCHRUN, ()),
     "accelerate-launch": (ACCELERATE, ()),
     "accelerate": (ACCELERATE, ("launch",)),
 }
-"""Commands that are launchers, likewise."""
+"""Launchers that are commands, with the words that have to follow."""
 FLAGS = {
     "-u": ("PYTHONUNBUFFERED", "1"),
     "-B": ("PYTHONDONTWRITEBYTECODE", "1"),
     "-O": ("PYTHONOPTIMIZE", "1"),
     "-OO": ("PYTHONOPTIMIZE", "2"),
 }
-"""Options of Python, and the variable that does the same."""
+"""Options of Python, and the variables with the same effect."""
 X = {"dev": "PYTHONDEVMODE", "faulthandler": "PYTHONFAULTHANDLER", "utf8": "PYTHONUTF8"}
-"""Values of its ``-X``, and the variable that does the same where it is 1."""
+"""Values of Python's ``-X``, and the variables that have the same effect if they are 1."""
 WARNINGS = "PYTHONWARNINGS"
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _TAIL = 1
-"""Lines of a launcher's own complaint that are shown."""
+"""Number of lines of a launcher's error that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a command line asks to be started."""
+    """The script and the ranks that a launch line starts."""
 
     script: Script
     ranks: int | None = None
-    """Processes the launch line sets up; ``None`` where it says nothing of them."""
+    """Number of processes that the line starts; ``None`` if it names no launcher."""
     lines: tuple[str, ...] = ()
-    """For people: which of its options are not used, and why."""
+    """Lines for people: which options are not used, and why."""
 
 
 def understand(line: Sequence[str], cwd: str) -> Launch:
-    """Return what ``line`` starts in the folder ``cwd``.
+    """Return the script and ranks that ``line`` starts in the folder ``cwd``.
 
-    Raises ``UsageError`` for a line that is none, or that asks for what is not done here.
+    Raises ``UsageError`` if it is no launch line, or uses an option that autofit does not support.
     """
     first = Path(line[0]).name
     if first in COMMANDS:
@@ -78,11 +78,13 @@ def understand(line: Sequence[str], cwd: str) -> Launch:
         found = _python(line, cwd)
     else:
         raise UsageError(f"{line[0]!r} starts no launch line: {UNDERSTOOD}")
-    return Launch(script=found.script, ranks=found.ranks, lines=(*found.lines, *_elsewhere(line)))
+    return Launch(
+        script=found.script, ranks=found.ranks, lines=(*found.lines, *_other_python(line))
+    )
 
 
 def _python(line: Sequence[str], cwd: str) -> Launch:
-    """Read ``python [OPTIONS] SCRIPT`` or ``-m MODULE``, a launcher's module included."""
+    """Parse ``python [OPTIONS] SCRIPT`` or ``-m MODULE``; the module may be a launcher."""
     environment, at = _options(line)
     module = line[at : at + 1] == ["-m"] or line[at : at + 1] == ("-m",)
     at += module
@@ -91,14 +93,14 @@ def _python(line: Sequence[str], cwd: str) -> Launch:
     target = line[at]
     if target.startswith("-"):
         raise UsageError(
-            f"python {target}: autofit starts Python itself and knows {', '.join(FLAGS)}, -W, -m"
-            f" and -X {'|'.join(X)} alone"
+            f"python {target}: autofit starts Python itself and supports only {', '.join(FLAGS)},"
+            f" -W, -m and -X {'|'.join(X)}"
         )
     if module and target in MODULES:
         launcher, following = MODULES[target]
         return _launched(launcher, line, at + 1, following, cwd, environment)
     if module and target == REPLACED:
-        raise UsageError(f"python -m {REPLACED} is not understood: write torchrun in its place")
+        raise UsageError(f"python -m {REPLACED} is not supported: use torchrun instead")
     script = Script(
         target=target, module=module, args=tuple(line[at + 1 :]), cwd=cwd, environment=environment
     )
@@ -106,7 +108,7 @@ def _python(line: Sequence[str], cwd: str) -> Launch:
 
 
 def _options(line: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], int]:
-    """Return the variables that say what Python's options do, and where these end in ``line``."""
+    """Return the variables for Python's options, and the index in ``line`` where these end."""
     found: dict[str, str] = {}
     at = 1
     while at < len(line):
@@ -132,7 +134,7 @@ def _launched(
     cwd: str,
     environment: tuple[tuple[str, str], ...] = (),
 ) -> Launch:
-    """Read the line of ``launcher``, whose own words begin at ``at``, after those ``following``."""
+    """Parse the line of ``launcher``; its options begin after the words ``following`` at ``at``."""
     if tuple(line[at : at + len(following)]) != following:
         raise UsageError(f"{shlex.join(line)!r} starts no training: {UNDERSTOOD}")
     found = _read(launcher, line[at + len(following) :], cwd)
@@ -149,28 +151,28 @@ def _launched(
 
 
 def _target_at(line: Sequence[str], target: str, args: Sequence[str]) -> int:
-    """Return where in ``line`` the script stands; ``argparse`` may drop ``--`` of its ``args``."""
+    """Return the index of the script in ``line``; ``argparse`` may drop ``--`` from ``args``."""
     words = [word for word in (target, *args) if word != "--"]
     places = (i for i, word in enumerate(line) if word == target)
     return next(i for i in places if [word for word in line[i:] if word != "--"] == words)
 
 
 def _read(launcher: str, words: Sequence[str], cwd: str) -> dict[str, Any]:
-    """Return what ``reading.py`` makes of a launcher's ``words``; raise its ``UsageError``."""
+    """Return the output of ``parse.py`` for a launcher's ``words``; raise its ``UsageError``."""
     command = [sys.executable, "-P", "-m", "autofit.launch_lines.parse", launcher, *words]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         why = " ".join(done.stderr.strip().splitlines()[-_TAIL:]) or f"exit code {done.returncode}"
-        raise UsageError(f"the launch line is not understood: {why}") from None
+        raise UsageError(f"the launch line cannot be parsed: {why}") from None
     if "error" in found:
         raise UsageError(found["error"])
     return found
 
 
-def _elsewhere(line: Sequence[str]) -> tuple[str, ...]:
-    """Say where the line would have used another Python than the one that runs autofit."""
+def _other_python(line: Sequence[str]) -> tuple[str, ...]:
+    """Return a message if the line's command belongs to another Python than autofit's."""
     found = shutil.which(line[0])
     if found is None or os.path.dirname(found) == os.path.dirname(sys.executable):
         return ()

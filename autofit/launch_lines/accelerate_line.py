@@ -1,8 +1,8 @@
-"""The line of ``accelerate launch``, read and turned into variables by Accelerate itself.
+"""Parses the line of ``accelerate launch`` and gets its variables from Accelerate itself.
 
-Its ``launch_command`` picks a launcher by the line, the user's default config file and what the
-machine has; the launchers differ in the variables they set. Those functions are called here; what
-tells ranks of one another and which cards are used is ours to say.
+Accelerate's ``launch_command`` chooses a launcher by the line, the user's default config file and
+the machine. The launchers set different variables. This module calls the same functions. autofit
+itself sets the variables that connect ranks and that choose the cards.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REASONS = {
     "gpu_ids": CARDS,
 }
 PLACES = {"MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"}
-"""Variables that are ours to set."""
+"""Variables that autofit sets itself."""
 
 
 def read(words: list[str]) -> Line:
-    """Return what the line says; raise ``UsageError`` for what is not done here."""
+    """Return the parsed line; raise ``UsageError`` for options that autofit does not support."""
     parser = launch.launch_command_parser()
     said = parser.parse_args(words)
     options = given(parser, said)
@@ -56,8 +56,8 @@ def read(words: list[str]) -> Line:
     lines = unused(options, REASONS)
     if ranks > 1 and _single(said):
         lines += (
-            f"accelerate launch would start one process on this machine; {ranks} ranks are started,"
-            " as the number of processes says",
+            f"accelerate launch would start one process on this machine; autofit starts {ranks}"
+            " ranks, the number of processes given",
         )
     return Line(
         target=said.training_script,
@@ -72,7 +72,7 @@ def read(words: list[str]) -> Line:
 def _check(said: Namespace, defaults: Any) -> None:
     if (said.num_machines or 1) > 1:
         raise UsageError(
-            f"--num-machines {said.num_machines}: all ranks of a training sit on one host here;"
+            f"--num-machines {said.num_machines}: autofit runs all ranks on one host;"
             " use --num-machines 1"
         )
     sagemaker = ComputeEnvironment.AMAZON_SAGEMAKER
@@ -84,14 +84,14 @@ def _check(said: Namespace, defaults: Any) -> None:
 
 
 def _single(said: Namespace) -> bool:
-    """Return whether ``launch_command`` would start one process; its own order of questions."""
+    """Return whether ``launch_command`` would start one process; it checks in the same order."""
     several = said.use_deepspeed or said.use_fsdp or said.use_megatron_lm or said.multi_gpu
     return bool(said.cpu or not several)
 
 
 def _environment(said: Namespace) -> dict[str, str]:
-    """Return what Accelerate's launcher would set."""
-    said.main_process_port = 0  # any free one: nobody will listen there
+    """Return the variables that Accelerate's launcher would set."""
+    said.main_process_port = 0  # any port: no process will listen on it
     said.gpu_ids = "all"
     said.num_machines = said.num_machines or 1
     own = os.environ.get("PYTHONPATH", "")

@@ -1,4 +1,4 @@
-"""What a launcher's line says, and which of its options are not used. Imports no torch."""
+"""A parsed launch line, and messages about its unused options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from autofit.exceptions import UsageError
 
-MEETING = "not used, the ranks meet on this machine, on a port of autofit's choice"
-RESTARTS = "not used, `autofit run` starts again what ran out of memory, and nothing else"
-CARDS = "not used, --gpus says how many cards are used, CUDA_VISIBLE_DEVICES which"
+MEETING = "not used, autofit connects the ranks on this machine and chooses the port"
+RESTARTS = "not used, `autofit run` restarts a script only if memory runs out or its plan fails"
+CARDS = "not used, --gpus sets the number of cards, CUDA_VISIBLE_DEVICES which ones"
 OURS = "not used, autofit starts the ranks itself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What one launch line says."""
+    """A parsed launch line."""
 
     target: str
     module: bool
@@ -28,13 +28,13 @@ class Line:
 
 
 def given(parser: ArgumentParser, said: Namespace) -> set[str]:
-    """Return the names of the options in ``said`` that differ from what ``parser`` has without."""
-    without = vars(parser.parse_args(["script"]))
-    return {name for name, value in vars(said).items() if value != without.get(name)}
+    """Return the names of the options in ``said`` that differ from the defaults of ``parser``."""
+    defaults = vars(parser.parse_args(["script"]))
+    return {name for name, value in vars(said).items() if value != defaults.get(name)}
 
 
 def unused(said: set[str], reasons: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line for each reason why some of the options ``said`` are not used."""
+    """Return a line for each reason, with the given options that are not used for that reason."""
     grouped: dict[str, list[str]] = {}
     for name in sorted(said & set(reasons)):
         grouped.setdefault(reasons[name], []).append(option(name))
@@ -42,11 +42,11 @@ def unused(said: set[str], reasons: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def option(name: str) -> str:
-    """Return how an option with this name is written on a command line."""
+    """Return the option with this name as on a command line: ``--`` and hyphens."""
     return "--" + name.replace("_", "-")
 
 
 def refuse(said: Any, name: str, why: str) -> None:
-    """Raise ``UsageError`` where an option is set that cannot be honoured."""
+    """Raise ``UsageError`` if an option is set that autofit does not support."""
     if said:
         raise UsageError(f"{option(name)}: {why}")

@@ -1,7 +1,7 @@
-"""Reads one launch line with the launcher's own parser, and prints what it says as JSON.
+"""Parses one launch line with the launcher's own parser, and prints the result as JSON.
 
-``python -m autofit.launch_lines.parse torchrun --nproc-per-node 2 train.py``. Runs in a process of
-its own, which imports torch and perhaps looks at the GPUs.
+``python -m autofit.launch_lines.parse torchrun --nproc-per-node 2 train.py``. It runs in a separate
+process, because the parser imports torch and may query the GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autofit.launch_lines.line import Line
 
 
 def main() -> None:
-    """Print the line as the last line of standard output, or the error that people are told."""
+    """Print the parsed line, or the error message, as the last line of standard output."""
     launcher, *words = sys.argv[1:]
     said = io.StringIO()
     try:
@@ -27,7 +27,7 @@ def main() -> None:
     except UsageError as error:
         found = {"error": str(error)}
     except SystemExit:
-        lines = said.getvalue().strip().splitlines() or ["it only shows the launcher's help"]
+        lines = said.getvalue().strip().splitlines() or ["the line only prints the help"]
         found = {"error": f"{launcher}: {lines[-1].partition('error: ')[2] or lines[-1]}"}
     sys.stdout.write(f"{json.dumps(found)}\n")
 

@@ -1,6 +1,6 @@
-"""Over how many GPUs each training spans: what is asked, else what the launch line says, else one.
+"""Decides on how many GPUs each training runs: by the option, by the launch line, or one.
 
-Pure functions: what is asked in, a number and lines for people out.
+These are pure functions of the options and the launch line.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ SEVERAL = re.compile(
     r"\b(init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard"
     r"|init_device_mesh|Accelerator(?=\())\b"
 )
-"""Words of a script that may train on several GPUs at once, where it is launched so."""
+"""Words of scripts that can train on several GPUs, if they are launched that way."""
 
 
-def span(launch: Launch, gpus: int | None, asked: int | None) -> tuple[int | None, tuple[str, ...]]:
-    """Return the ranks of a training (``None``: nothing was said), and lines that say why.
+def span(
+    launch: Launch, gpus: int | None, per_trial: int | None
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the ranks of a training (``None`` if neither gives them), and lines that say why.
 
-    ``gpus``: what may be used; ``asked``: what each training was asked to span. Raises
-    ``UsageError`` where that, or what the launch line sets up, is more than may be used.
+    ``gpus``: value of ``--gpus``; ``per_trial``: value of ``--gpus-per-trial``. Raises
+    ``UsageError`` if ``gpus`` is less than ``per_trial`` or the ranks of the launch line.
     """
-    if asked is not None:
-        if gpus is not None and gpus < asked:
-            raise UsageError(f"--gpus {gpus} --gpus-per-trial {asked}: allow {asked} at least")
-        return asked, differing(launch, asked)
+    if per_trial is not None:
+        if gpus is not None and gpus < per_trial:
+            raise UsageError(
+                f"--gpus {gpus} --gpus-per-trial {per_trial}: allow {per_trial} at least"
+            )
+        return per_trial, differing(launch, per_trial)
     if launch.ranks is not None:
         if gpus is not None and gpus < launch.ranks:
             raise UsageError(
@@ -39,7 +43,7 @@ def span(launch: Launch, gpus: int | None, asked: int | None) -> tuple[int | Non
         return None, ()
     word = _mentioned(launch)
     hint = (
-        f"; {launch.script.target} mentions {word}: if each training is to span them,"
+        f"; {launch.script.target} mentions {word}: to train on all of them at once,"
         f" add --gpus-per-trial {gpus} or give its launch line"
         if word
         else ""
@@ -47,11 +51,11 @@ def span(launch: Launch, gpus: int | None, asked: int | None) -> tuple[int | Non
     return None, (f"1 GPU a training: no launch line says otherwise{hint}",)
 
 
-def differing(launch: Launch, asked: int) -> tuple[str, ...]:
-    """Return the line that says which counts where the option and the launch line differ."""
-    if launch.ranks in (None, asked):
+def differing(launch: Launch, per_trial: int) -> tuple[str, ...]:
+    """Return the line that says which number is used if option and launch line differ."""
+    if launch.ranks in (None, per_trial):
         return ()
-    return (f"--gpus-per-trial {asked} is used; the launch line says {launch.ranks}",)
+    return (f"--gpus-per-trial {per_trial} is used; the launch line says {launch.ranks}",)
 
 
 def _as_the_line_says(ranks: int) -> str:
@@ -59,7 +63,7 @@ def _as_the_line_says(ranks: int) -> str:
 
 
 def _mentioned(launch: Launch) -> str:
-    """Return the word in the script's own file that speaks of several GPUs, if there is one."""
+    """Return the first of ``SEVERAL`` in the script's own file; empty if there is none."""
     file = Path(launch.script.cwd, launch.script.target)
     if launch.script.module or not file.is_file():
         return ""

@@ -1,4 +1,4 @@
-"""The line of ``torchrun``, or ``python -m torch.distributed.run``, read by its own parser."""
+"""Parses the line of ``torchrun``, or ``python -m torch.distributed.run``, with its own parser."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ REASONS = {
 
 
 def read(words: list[str]) -> Line:
-    """Return what the line says; raise ``UsageError`` for what is not done here."""
+    """Return the parsed line; raise ``UsageError`` for options that autofit does not support."""
     parser = get_args_parser()
     said = parser.parse_args(words)
-    refuse(said.no_python, "no_python", "autofit runs Python scripts alone")
+    refuse(said.no_python, "no_python", "autofit runs only Python scripts")
     _one_node(said.nnodes)
     try:
         ranks = int(determine_local_world_size(said.nproc_per_node))
@@ -46,7 +46,7 @@ def read(words: list[str]) -> Line:
         module=bool(said.module),
         args=tuple(said.training_script_args),
         ranks=ranks,
-        # The rest depends on how many are started: worker/launch/environment.py.
+        # worker/launch/environment.py sets the variables that depend on the number of ranks.
         environment={RUN_ID: RUN},
         lines=unused(options, {**dict.fromkeys(options, OURS), **REASONS}),
     )
@@ -60,6 +60,4 @@ def _one_node(nnodes: str) -> None:
     if least != most:
         raise UsageError(f"--nnodes {nnodes}: the number of ranks may not change; use --nnodes 1")
     if most > 1:
-        raise UsageError(
-            f"--nnodes {nnodes}: all ranks of a training sit on one host here; use --nnodes 1"
-        )
+        raise UsageError(f"--nnodes {nnodes}: autofit runs all ranks on one host; use --nnodes 1")

@@ -1,4 +1,4 @@
-"""Says where a run died for want of memory, and what would help: one line for people."""
+"""Messages about a run that ran out of memory: where it did, and what would help."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ BY_HAND = {
     Memory.ACTIVATIONS: "a smaller batch in the script",
     Memory.WORKSPACE: "a smaller batch in the script, or that work inside the model's forward",
 }
-"""What the user can do where no technique is left."""
-TAKEN = {
+"""Advice for the user if no technique is left."""
+IN_USE = {
     Memory.WEIGHTS: ("weights", "a smaller model, or less data on the device"),
     Memory.OPTIMIZER_STATE: ("optimizer", "a smaller model, or an optimizer without state (SGD)"),
 }
-"""The same where the plan has a level of that strategy already."""
+"""The strategy for each kind of memory, and the advice if the plan already uses that strategy."""
 
 PROCESS = "the process"
-"""Phase of a process that was killed, and could not say where it was."""
+"""Phase of a process that was killed before it could report its phase."""
 
 
 def where(found: OutOfMemory, budget: int | None = None) -> str:
-    """Return where memory ran out: line, asked, held. ``budget``: bytes, ``None`` for no limit.
+    """Return where memory ran out: the line, the bytes requested and the bytes held.
 
-    What tensors held is read once the error has left the script, and what they kept in the
-    allocator's cache, in pieces, is not in it. Where the sum is within the budget it would read as
-    if there had been room: the budget alone is named.
+    ``budget``: bytes, ``None`` for no limit. The bytes held are read after the error has left the
+    script, and without the allocator's cache. If they and the request fit into the budget, they
+    would suggest that memory had not run out, so only the budget is named.
     """
     if found.phase == PROCESS:
         return found.message
@@ -55,24 +55,24 @@ def where(found: OutOfMemory, budget: int | None = None) -> str:
 
 
 def advice(found: OutOfMemory, plan: Plan, context: FallbackContext) -> str:
-    """Return what would help: the techniques that are left, else what the user can do by hand."""
+    """Return what would help: the techniques that are left, or what the user can change."""
     short = lacking(found)
-    reach = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
-    left = list(_left(reach, plan, context))
+    lowered = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
+    left = list(_left(lowered, plan, context))
     by_hand = BY_HAND[short]
-    if short in TAKEN and plan[TAKEN[short][0]] != AS_IS:
-        by_hand = TAKEN[short][1]
+    if short in IN_USE and plan[IN_USE[short][0]] != AS_IS:
+        by_hand = IN_USE[short][1]
     if short is Memory.WORKSPACE:
-        leads = "splitting the batch does not reach what is computed outside the model"
-        room = f"; {_either(left)} would leave it more room" if left else ""
-        return f"{leads}{room}; else {by_hand}"
+        reason = "splitting the batch does not lower the memory of computations outside the model"
+        techniques = f"; {_either(left)} would free memory for them" if left else ""
+        return f"{reason}{techniques}; else {by_hand}"
     if left:
-        return f"{_either(left)} would lower its {reach}"
-    return f"no technique lowers its {reach} further; what is left is {by_hand}"
+        return f"{_either(left)} would lower its {lowered}"
+    return f"no technique lowers its {lowered} further; what is left is {by_hand}"
 
 
 def lacking(found: OutOfMemory) -> Memory:
-    """Return the kind of memory that ran out; workspace for what the script computes itself."""
+    """Return the kind of memory that ran out; workspace for computations outside the model."""
     if found.phase == "optimizer step":
         return Memory.OPTIMIZER_STATE
     if found.phase == "outside the model":
@@ -87,9 +87,9 @@ def _phase(found: OutOfMemory) -> str:
 
 
 def _left(kind: Memory, plan: Plan, context: FallbackContext) -> Iterator[str]:
-    """Yield the next level of each strategy that lowers ``kind``, as a plan's line names it.
+    """Yield the next level of each strategy that lowers ``kind``, by its name in messages.
 
-    None that has turned out not to keep its promise here.
+    Levels that were refused for this script are skipped.
     """
     for strategy in strategies.REGISTRY:
         if strategy.name == "micro_batch":

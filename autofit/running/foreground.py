@@ -1,7 +1,7 @@
-"""Starts the script in the foreground, as the user's own command would be: ``autofit run``.
+"""Starts the script of ``autofit run`` in the foreground, as one process or several ranks.
 
-Once, or as several ranks. What one rank's end means to the others is told here and nowhere else:
-they go on while it ended well; once it has failed they are waiting for it, and are ended.
+This module decides what happens when one rank ends. If the rank ended well, the others go on. If it
+failed, the others wait for it forever, so this module ends them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ from autofit.worker.records.trials import (
 )
 
 GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL for ranks whose peer has failed."""
-LEAVE = 30.0
-"""Seconds that a rank of several has from what ends it (an exception of the script's, or a signal
-from outside that has ended another rank) to its end; as ``torchrun`` gives them."""
+"""Seconds between SIGTERM and SIGKILL for ranks after another rank has failed."""
+EXIT_SECONDS = 30.0
+"""Seconds that a rank has to end after its script's exception, or after a signal to all ranks.
+
+``torchrun`` gives a rank as long.
+"""
 
 
-UNHEARD = 5.0
-"""Seconds that a process which ended its reports without a last word has until it counts as alive:
-while it ends, its descriptors may be closed before it is gone."""
+SILENT_SECONDS = 5.0
+"""Seconds after which a process that has closed its pipe without a last event counts as alive.
+
+A process that is ending may close its descriptors before it is gone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Unheard:
-    """A process lives and has closed the pipe through which it reports."""
+class Silent:
+    """A process is alive but has closed the pipe through which it sends events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +60,11 @@ class _Rank:
     process: subprocess.Popen[bytes]
     pidfd: int
     events: Connection | None
-    """``None`` once it is closed at the other end."""
-    unheard: float = inf
-    """When it counts as ``Unheard``, in seconds of the monotonic clock."""
+    """``None`` once the process has closed its end."""
+    silent: float = inf
+    """When it counts as ``Silent``, in seconds of the monotonic clock."""
     done: bool = False
-    """It has said its last word."""
+    """Whether it has sent its last event."""
 
 
 @dataclass(slots=True)
@@ -69,35 +73,35 @@ class Foreground:
 
     _ranks: Sequence[_Rank]
     signals: list[int] = field(default_factory=list)
-    """Signals from outside that were passed on to it."""
+    """Signals that this process received and the script got too."""
     first: int | None = None
     """The rank that failed first; ``None`` while none has."""
     _running: list[_Rank] = field(default_factory=list)
     _deadlines: dict[int, float] = field(default_factory=dict)
-    """When ranks are killed if they are still there, in seconds of the monotonic clock."""
-    _cut: set[int] = field(default_factory=set)
-    """Ranks that were killed so."""
-    _mourning: list[_Rank] = field(default_factory=list)
-    """Ranks that said no more than that another is gone."""
+    """When ranks are killed if they still run, in seconds of the monotonic clock."""
+    _killed: set[int] = field(default_factory=set)
+    """Ranks that were killed at their deadline."""
+    _followers: list[_Rank] = field(default_factory=list)
+    """Ranks that only reported another rank's end."""
     _hearing: float = inf
-    """Until when the true culprit may still speak, by the same clock."""
+    """Until when the rank that failed first may report its error, by the same clock."""
 
     @property
     def code(self) -> int:
-        """Exit code once all have ended: of the rank that failed first, as ``subprocess`` has it.
+        """Exit code of the rank that failed first, as in ``subprocess``; waits for all ranks.
 
-        Zero where none did; one where its last words took too long.
+        0 if no rank failed; 1 if that rank was killed at its deadline.
         """
         codes = [rank.process.wait() for rank in self._ranks]
         if self.first is None:
             return 0
-        return 1 if self.first in self._cut else codes[self.first]
+        return 1 if self.first in self._killed else codes[self.first]
 
-    def events(self) -> Iterator[tuple[int, Event | Unheard]]:
-        """Yield what each rank's harness tells, with its number, until all have ended."""
+    def events(self) -> Iterator[tuple[int, Event | Silent]]:
+        """Yield the events of all ranks, each with the rank, until all have ended."""
         self._running = list(self._ranks)
         while self._running:
-            ready = wait(list(_sources(self._running)), self._patience())
+            ready = wait(list(_sources(self._running)), self._timeout())
             for source in sorted(ready, key=lambda each: isinstance(each, int)):  # ends come last
                 rank = next((r for r in self._running if source in (r.events, r.pidfd)), None)
                 if rank is None:
@@ -109,36 +113,36 @@ class Foreground:
                     yield from self._heard(rank)
                 self._running.remove(rank)
                 self._deadlines.pop(rank.number, None)
-                if rank.process.wait() and rank not in self._mourning:
+                if rank.process.wait() and rank not in self._followers:
                     self._fails(rank)
             for rank in self._running:
-                if rank.unheard <= time.monotonic():
-                    rank.unheard = inf
-                    yield rank.number, Unheard()
-            if self._mourning and not (self._running and time.monotonic() < self._hearing):
-                self._fails(self._mourning[0])  # at its word: nobody has said more
+                if rank.silent <= time.monotonic():
+                    rank.silent = inf
+                    yield rank.number, Silent()
+            if self._followers and not (self._running and time.monotonic() < self._hearing):
+                self._fails(self._followers[0])  # no rank reported an error of its own
             self._kill_late()
 
     def pass_on(self, number: int) -> None:
-        """Send a signal from outside to every rank."""
+        """Send a signal that this process received to every rank."""
         self.signals.append(number)
         for rank in self._ranks:
-            rank.process.send_signal(number)  # nothing where it has ended
+            rank.process.send_signal(number)  # does nothing if the rank has ended
 
     def _heard(self, rank: _Rank) -> Iterator[tuple[int, Event]]:
-        """Yield the next event of ``rank``, and end the others where it is its last word."""
+        """Yield the next event of ``rank``; if it reports a failure, end the other ranks."""
         assert rank.events is not None
         try:
             event: Event = rank.events.recv()
         except (EOFError, ConnectionResetError):
             rank.events = None
-            rank.unheard = inf if rank.done else time.monotonic() + UNHEARD
+            rank.silent = inf if rank.done else time.monotonic() + SILENT_SECONDS
             return
         rank.done |= isinstance(event, Finished | PlanEnded | Raised | Ran)
         yield rank.number, event
         match event:
             case Raised(follows=True) if len(self._ranks) > 1:
-                self._mourning.append(rank)
+                self._followers.append(rank)
                 if self.first is None:
                     self._hearing = min(self._hearing, time.monotonic() + HEARING)
             case Raised():
@@ -147,9 +151,10 @@ class Foreground:
                 self._fails(rank)
 
     def _fails(self, rank: _Rank) -> None:
-        """Take note that ``rank`` fails; where it is the first, the others are ended.
+        """Record that ``rank`` fails; if it is the first, end the others.
 
-        After a signal from outside they have been told to end, and may save what they have.
+        After a signal to all ranks, the others are ending already and may still save a checkpoint.
+        They get no SIGTERM then.
         """
         if self.first is not None:
             return
@@ -158,15 +163,15 @@ class Foreground:
             return
         now = time.monotonic()
         for each in self._running:
-            patient = self.signals or each is rank
-            self._deadlines[each.number] = now + (LEAVE if patient else GRACE)
-            if not patient:
+            ending = self.signals or each is rank
+            self._deadlines[each.number] = now + (EXIT_SECONDS if ending else GRACE)
+            if not ending:
                 each.process.send_signal(signal.SIGTERM)
 
-    def _patience(self) -> float | None:
-        """Return the seconds until the first deadline; ``None`` where there is none."""
-        unheard = (rank.unheard for rank in self._running)
-        soonest = min([self._hearing, *self._deadlines.values(), *unheard])
+    def _timeout(self) -> float | None:
+        """Return the seconds until the first deadline; ``None`` if there is none."""
+        silent = (rank.silent for rank in self._running)
+        soonest = min([self._hearing, *self._deadlines.values(), *silent])
         return None if soonest == inf else max(0.0, soonest - time.monotonic())
 
     def _kill_late(self) -> None:
@@ -174,14 +179,14 @@ class Foreground:
             if self._deadlines.get(rank.number, inf) <= time.monotonic():
                 rank.process.send_signal(signal.SIGKILL)
                 del self._deadlines[rank.number]
-                self._cut.add(rank.number)
+                self._killed.add(rank.number)
 
 
 @contextmanager
 def started(spec: ChildSpec, environments: Sequence[Mapping[str, str]]) -> Iterator[Foreground]:
-    """Start a child for each environment in this process group.
+    """Start a child for each environment; all have ended when the context is left.
 
-    So the terminal's Ctrl-C is its own affair. All have ended when the context is left.
+    The children are in this process group, so the terminal sends Ctrl-C to them directly.
     """
     with ExitStack() as stack:
         ranks: list[_Rank] = []
@@ -190,14 +195,14 @@ def started(spec: ChildSpec, environments: Sequence[Mapping[str, str]]) -> Itera
         try:
             for number, environment in enumerate(environments):
                 ranks.append(_start(number, spec, environment, stack))
-        except OSError:  # the others would wait for it
+        except OSError:  # the ranks that have started would wait for this one
             running.pass_on(signal.SIGKILL)
             raise
         yield running
 
 
 def _start(number: int, spec: ChildSpec, environment: Mapping[str, str], stack: ExitStack) -> _Rank:
-    """Start one rank; ``stack`` closes what belongs to it, once it has ended."""
+    """Start one rank; ``stack`` waits for it and closes its descriptors."""
     events, theirs = Pipe(duplex=False)
     their_control, control = Pipe(duplex=False)
     fds = (theirs.fileno(), their_control.fileno())
@@ -214,13 +219,13 @@ def _start(number: int, spec: ChildSpec, environment: Mapping[str, str], stack: 
     stack.enter_context(control)
     stack.callback(os.close, pidfd)
     stack.callback(process.wait)
-    with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code says more
+    with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code tells more
         control.send(replace(spec, rank=number))
     return _Rank(number, process, pidfd, events)
 
 
 def _sources(ranks: Sequence[_Rank]) -> Iterator[Connection | int]:
-    """Yield what may have news: events before ends."""
+    """Yield all pipes of events, then all process descriptors."""
     for rank in ranks:
         if rank.events is not None:
             yield rank.events
@@ -230,7 +235,7 @@ def _sources(ranks: Sequence[_Rank]) -> Iterator[Connection | int]:
 
 @contextmanager
 def _passing_signals(running: Foreground) -> Iterator[None]:
-    """Wait for the script through Ctrl-C, which it gets itself; pass SIGTERM and SIGHUP on."""
+    """Pass SIGTERM and SIGHUP on to the script; only record Ctrl-C, which the script gets too."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         running.pass_on(number)
@@ -246,7 +251,7 @@ def _passing_signals(running: Foreground) -> Iterator[None]:
     before = {
         number: signal.signal(number, handler)
         for number, handler in handlers.items()
-        if signal.getsignal(number) is not signal.SIG_IGN  # nor does the script get it: under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN  # under nohup, the script ignores it too
     }
     try:
         yield

@@ -1,4 +1,4 @@
-"""``autofit run``: the real training under the best plan, in the foreground, kept alive."""
+"""``autofit run``: the real training under the best plan, in the foreground, with restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autofit.evidence.verify import Checked, verify
 from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
 from autofit.running.advice import PROCESS, where
-from autofit.running.foreground import Foreground, Unheard, started
+from autofit.running.foreground import Foreground, Silent, started
 from autofit.running.supervisor import ATTEMPT, Ended, supervise
 from autofit.storage import EvidenceKey, State, Store, StudyRecord
 from autofit.strategies import Facts, Fidelity
@@ -45,11 +45,11 @@ from autofit.worker.records.trials import (
 )
 
 HELD = "held"
-"""Kind of the event that keeps the plan under which a run came to its end after all."""
+"""Kind of the event that stores the plan under which a run finished."""
 
 FALLBACKS = 8
-"""Plans of the study that a run may fall back to."""
-UNHEARD = (
+"""Largest number of the study's plans that a run may fall back to."""
+SILENT = (
     "the script has closed every file descriptor (os.closerange?), autofit's too: it goes on, but"
     " would not be started again if memory ran out"
 )
@@ -92,7 +92,7 @@ def run(
         script = as_searched(script, study.script)
         say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
         if (held := diary.held(study)) is not None and held != plan:
-            say(f"{held} in its place: it held when the script was last run")
+            say(f"using {held} instead: the last run of the script finished under it")
             plan = held
         context = replace(
             context,
@@ -104,10 +104,10 @@ def run(
         )
     ranks = ranks or 1
     others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
-    _enough(device, ranks)
+    _check_devices(device, ranks)
     context = replace(context, facts=replace(context.facts, world_size=ranks))
-    shown = {} if others else _as_many_cards(device, ranks, say)
-    environment = {**os.environ, **shown, **launched(script, device, ranks)}
+    cards = {} if others else _as_many_cards(device, ranks, say)
+    environment = {**os.environ, **cards, **launched(script, device, ranks)}
     name = context.hardware.name
     key = key_of(script, gpu=name, gpus=ranks, versions=versions())
     evidence = stored(storage, key, script)
@@ -130,9 +130,7 @@ def run(
         return int(bool(checked.refused))
     if others > 0:
         if code := attempts.start(1, plan, ()).code:
-            say(
-                f"one rank beside {others} that another launcher has started: it is not tried again"
-            )
+            say(f"another launcher has started this rank and {others} more: no new attempt is made")
         return code if code >= 0 else 128 - code
     code, last, attempt = supervise(
         attempts.start, plan, context, resume=resume, say=say, budget=memory
@@ -143,9 +141,9 @@ def run(
 
 
 def as_searched(script: Script, searched: Script) -> Script:
-    """Return ``script`` launched as when it was ``searched``, where its line names no launcher.
+    """Return ``script`` with the launcher of the search, unless its own line names a launcher.
 
-    What its line says of Python itself (``python -u``) is added.
+    Variables for options of Python on its line (``python -u``) are added.
     """
     if script.launcher:
         return script
@@ -156,9 +154,9 @@ def as_searched(script: Script, searched: Script) -> Script:
 
 
 def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
-    """Return what shows the script as many cards as the search did: one for each rank.
+    """Return the variable that shows the script as many cards as in the search: one for each rank.
 
-    A script that sees more may use them all, and would be another training than the one searched.
+    A script that sees more cards may use them all, which would be another training.
     """
     cards = meter.cards() if device == "cuda" else ()
     if len(cards) <= ranks:
@@ -169,9 +167,9 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
 
 
 def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
-    """Yield the other plans of the study that were verified, the fastest first, with their peaks.
+    """Yield the study's verified plans with their peaks in bytes, the fastest first.
 
-    The script as it is comes last.
+    The unchanged script comes last, with 0 for an unknown peak.
     """
     for trial in ranked_sound(context.trials, context.budget)[:FALLBACKS]:
         if trial.measurement is not None and evidence.holds(found := best_plan(trial)):
@@ -179,15 +177,15 @@ def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Pl
     yield Plan(), 0
 
 
-def _enough(device: str, ranks: int) -> None:
-    """Raise ``UsageError`` where there are fewer devices than ranks; on the CPU there is room."""
+def _check_devices(device: str, ranks: int) -> None:
+    """Raise ``UsageError`` if there are fewer GPUs than ranks; the CPU runs any number."""
     if device == "cuda" and (found := len(meter.cards())) < ranks:
         raise UsageError(f"{ranks} ranks need as many GPUs, and {found} are visible here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempts:
-    """Runs the script, once an attempt."""
+    """Runs the script once for each attempt."""
 
     script: Script
     device: str
@@ -196,10 +194,10 @@ class _Attempts:
     ranks: int
     resumes: bool
     verifies: bool
-    """Plans without evidence are verified first."""
+    """Whether plans without evidence are verified first."""
     evidence: Evidence
     fallbacks: tuple[tuple[Plan, int], ...]
-    """What the run may go on under in the same process, with the peak of each."""
+    """Plans under which the run may continue in the same process, with the peak of each."""
     diary: _Diary
     say: Say
 
@@ -220,7 +218,7 @@ class _Attempts:
         )
 
     def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
-        """Run it under ``plan`` to its end; implements ``supervisor.Start``."""
+        """Run the script under ``plan`` to its end; implements ``supervisor.Start``."""
         checked = self.check(plan)
         if checked.refused:
             return Ended(code=1, shortage=None, refused=checked.refused, blamed=checked.blamed)
@@ -241,7 +239,7 @@ class _Attempts:
         environment = under(plan, self.environment)
         if self.budget is not None:
             environment |= meter.environment(self.device, self.budget, environment)
-        if attempt > 1:  # at first the script finds what Python alone would show it
+        if attempt > 1:  # the first attempt has the same environment as without autofit
             environment[ATTEMPT] = str(attempt)
         kills = oom_kills()
         with started(spec, self._each(environment)) as running:
@@ -249,9 +247,9 @@ class _Attempts:
             code = running.code
         self.diary.keep_evidence(self.evidence.key, heard.proven)
         plan = heard.plan or plan
-        met = heard.facts is not None and heard.facts.called
-        if not (code or met) and any(strategy.changes_models for strategy, _ in plan):
-            self.say(f"the script called no model with gradients: {plan} was not put on any")
+        called = heard.facts is not None and heard.facts.called
+        if not (code or called) and any(strategy.changes_models for strategy, _ in plan):
+            self.say(f"the script called no model with gradients: {plan} was not applied")
         shortage, raised = None, None
         if code and not running.signals:
             raised = heard.cause(running.first, oom_kills() - kills)
@@ -276,7 +274,7 @@ class _Attempts:
         return [rank.environment(each, self.ranks, port, environment) for each in range(self.ranks)]
 
     def _hear(self, running: Foreground, plans: Sequence[Plan]) -> _Heard:
-        """Tell and keep what happens meanwhile."""
+        """Report and store the events of the run until its end."""
         heard = _Heard()
         for number, event in running.events():
             who, of = (f"rank {number}: ", {"rank": number}) if self.ranks > 1 else ("", {})
@@ -284,8 +282,8 @@ class _Attempts:
                 case Pressed(micro_batch=size):
                     self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
                     self.diary.keep("pressed", asdict(event) | of)
-                case Unheard():
-                    self.say(f"{who}{UNHEARD}")
+                case Silent():
+                    self.say(f"{who}{SILENT}")
                 case Ran():
                     self.diary.keep("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
@@ -330,25 +328,25 @@ class _Attempts:
 
 @dataclass(slots=True)
 class _Heard:
-    """What the processes told."""
+    """The events of all processes of an attempt."""
 
     raised: dict[int, Raised] = field(default_factory=dict)
-    """By rank, in the order in which it was told."""
+    """Errors by rank, in the order of their arrival."""
     refused: str = ""
-    """Why the plan does not hold here."""
+    """Why the plan was refused."""
     blamed: str | None = None
     facts: Facts | None = None
     saved: list[str] = field(default_factory=list)
     wrote: bool = False
-    """The script has opened a file for writing."""
+    """Whether the script has opened a file for writing."""
     proven: list[Proven] = field(default_factory=list)
     plan: Plan | None = None
-    """What it went on under; ``None`` while that is the plan it began with."""
+    """The plan under which the run continued; ``None`` if it did not change."""
 
     def cause(self, first: int | None, kills: int) -> Raised | None:
-        """Return what ended the run: a rank's want of memory, else what ended the ``first``.
+        """Return the error that ended the run: any rank's OOM, else the error of rank ``first``.
 
-        A rank that another one left waiting fails too, and may be heard of before it.
+        Ranks that wait for a failed one fail too, and their errors may arrive earlier.
         """
         starved = (each for each in self.raised.values() if each.starved(kills))
         return next(starved, None if first is None else self.raised.get(first))
@@ -356,37 +354,37 @@ class _Heard:
 
 @dataclass(frozen=True, slots=True)
 class _Diary:
-    """What a run keeps in the store; training matters more than a store that cannot be written."""
+    """Stores the events of a run; errors of the store do not end the training."""
 
     storage: str
     study_id: str | None = None
 
     def study(self) -> tuple[StudyRecord, tuple[Any, ...]]:
-        """Return the study the plan comes from, and its finished trials."""
+        """Return the study of the plan, and its finished trials."""
         assert self.study_id is not None
         with Store(self.storage, create=False) as store:
             study = store.study(self.study_id)
             return study, store.trials(study, state=State.FINISHED)
 
     def held(self, study: StudyRecord) -> Plan | None:
-        """Return the plan that held when the script was run since its last search."""
+        """Return the plan under which the last run since the last search finished, or ``None``."""
         with Store(self.storage, create=False) as store:
             events = store.events(HELD, study=study)
         if not events or events[-1].created < study.opened:
             return None
         try:
             return Plan.of(events[-1].payload["plan"])
-        except (KeyError, UsageError):  # of another version, or edited: the study's best stands
+        except (KeyError, UsageError):  # another version wrote it, or somebody edited it
             return None
 
     def keep_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
-        """Store what the run has verified by itself."""
+        """Store the evidence that the run has found."""
         if found:
             with suppress(StorageError), Store(self.storage, create=False) as store:
                 store.add_evidence(key, found)
 
     def short_of_memory(self, found: OutOfMemory, *, fatal: bool) -> None:
-        """Keep where memory ran out, and whether the process died of it."""
+        """Store where memory ran out, and whether that ended the process."""
         self.keep(
             "out_of_memory",
             {

@@ -1,9 +1,9 @@
-"""Keeps a real run alive: what dies of its plan is started again under another one.
+"""Starts a real run again under another plan if it failed because of its plan.
 
-What died for want of memory gets a leaner plan; what was refused, or broke in a strategy's own
-code, the next verified one, at last none. Nothing else is started again: a bug, Ctrl-C and a signal
-passed on end the run. It goes on from the last checkpoint; it starts over only where the script has
-written no file yet.
+If memory ran out, the run gets a leaner plan. If the plan was refused or a strategy's own code
+failed, the run gets the next verified plan, and at last the unchanged script. After a bug, Ctrl-C
+or another signal, the run ends. A new attempt resumes from the last checkpoint. It starts from the
+beginning only if the script has written no file yet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autofit.strategies import Facts
 from autofit.worker.records.trials import OutOfMemory
 
 ATTEMPT = "AUTOFIT_ATTEMPT"
-"""Tells a script that is started again for which time: 2, 3, ..."""
+"""Environment variable with the number of the attempt, from the second on: 2, 3, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +31,24 @@ class Ended:
     """How one process of a run ended."""
 
     code: int
-    """As ``subprocess`` has it: negative for a signal."""
+    """Exit code as in ``subprocess``: negative for a signal."""
     shortage: OutOfMemory | None
-    """Where it ran out of memory; ``None`` where it died of something else, or lived."""
+    """Where it ran out of memory; ``None`` if it did not end because of that."""
     facts: Facts | None = None
-    """What was learned of the script."""
+    """Facts about the script that the process reported."""
     refused: str = ""
-    """Why its plan does not keep its promise here; empty where it does."""
+    """Why its plan was refused; empty if it was not."""
     blamed: str | None = None
-    """The strategy that does not, where it is known."""
+    """The strategy at fault, if known."""
     checkpoints: tuple[str, ...] = ()
-    """What it saved, absolute paths, the newest last."""
+    """Absolute paths of the checkpoints that it saved, the newest last."""
     wrote: bool = False
-    """It has opened a file for writing: it cannot start over as if nothing had been."""
+    """Whether it has opened a file for writing, so that it must not start from the beginning."""
     plan: Plan | None = None
-    """What it ended under, where it had gone on under another plan by itself."""
+    """The plan at its end, if the process changed its plan itself."""
 
     def like(self, before: Ended) -> bool:
-        """Return whether it died as the one before: same line, as many bytes, no step further."""
+        """Return whether memory ran out as in ``before``: same line, same bytes, no step more."""
         now, then = self.shortage, before.shortage
         if now is None or then is None or now.requested is None or self.checkpoints:
             return False
@@ -60,7 +60,7 @@ class Start(Protocol):
     """Runs the script once, to its end."""
 
     def __call__(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
-        """Run it for the ``attempt``-th time, with some ``more`` arguments."""
+        """Start attempt number ``attempt`` with the additional arguments ``more``."""
 
 
 def supervise(
@@ -72,19 +72,19 @@ def supervise(
     say: Callable[[str], None],
     budget: int | None = None,
 ) -> tuple[int, Plan, int]:
-    """Run until it does not die of memory; return the last exit code, its plan, the attempts.
+    """Run until memory does not run out; return the last exit code, its plan and the attempts.
 
-    ``resume``: arguments that make the script resume, such as ``--resume {checkpoint}``. Where no
-    leaner plan is left it is started again under the same plan as long as each attempt saves a
-    checkpoint to resume from: what leaks gets on that way. ``budget``: bytes it is held to.
-    Rungs are left out when leaner plans change nothing, so that at most three do, and each further
-    one is to free twice as much: what is asked last is the least that is missing.
+    ``resume``: arguments that make the script resume, such as ``--resume {checkpoint}``. If no
+    leaner plan is left, the same plan is used again as long as each attempt saves a checkpoint. A
+    script that leaks memory still finishes that way. ``budget``: bytes that the run may use.
+
+    If leaner plans change nothing, later ones are skipped, so that at most three are in vain. Each
+    further plan has to free twice as much. The last request is the least that is missing.
     """
-    room = context.budget or budget or context.hardware.total_bytes
-    context = replace(context, budget=room)
+    context = replace(context, budget=context.budget or budget or context.hardware.total_bytes)
     tried: list[Plan] = []
     before: Ended | None = None
-    """The last that ran out of memory, under the plan ``starved``."""
+    """The last attempt that ran out of memory, under the plan ``starved``."""
     starved = plan
     alike = deaths = 0
     saved: list[str] = []
@@ -107,7 +107,7 @@ def supervise(
                 context = replace(context, refused=context.refused | {ended.blamed})
             more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
             plan, starved, before = other, other, None
-            attempt += ended.facts is not None  # one that was refused before it began is none
+            attempt += ended.facts is not None  # a refusal before the script ran is no attempt
             continue
         if ended.refused and before is not None and plan != starved:
             say(f"{plan} does not hold here: {ended.refused}")
@@ -121,7 +121,7 @@ def supervise(
             context = replace(context, facts=ended.facts or context.facts)
             alike = alike + 1 if before is not None and ended.like(before) else 0
             starved, before, deaths = plan, ended, deaths + 1
-        assert ended.shortage is not None, "the one before died of it"
+        assert ended.shortage is not None, "``before`` ran out of memory"
         activations = ended.shortage.of_activations(budget)
         missing = (ended.shortage.requested or 0) << (deaths - 1 if activations else 0)
         fallbacks = fallbacks_below(plan, context, tried, activations=activations, missing=missing)
@@ -129,7 +129,7 @@ def supervise(
         lost = where(ended.shortage, budget)
         if fallback is None and not goes_on:
             help_ = advice(ended.shortage, plan, context)
-            say(f"{lost}; no plan that reaches it is leaner than {plan}: {help_}")
+            say(f"{lost}; no plan needs less of that memory than {plan}: {help_}")
             return ended.code, plan, attempt
         if ended.wrote and checkpoint is None:
             say(f"{lost}{_no_start(ended, checkpoint)}; tried: {'; '.join(map(str, tried))}")
@@ -144,9 +144,10 @@ def supervise(
 def _other(
     plan: Plan, blamed: str | None, context: FallbackContext, tried: Sequence[Plan]
 ) -> Plan | None:
-    """Return the fastest measured plan without what is blamed, else none at all; ``None`` if tried.
+    """Return the fastest measured plan without the level at fault, else the unchanged script.
 
-    Where nothing is blamed all that ``plan`` changes is doubted.
+    If ``blamed`` is ``None``, all levels of ``plan`` are avoided. Returns ``None`` if all of these
+    were tried.
     """
     wrong = {blamed: plan[blamed]} if blamed else dict(plan.changes)
     for trial in ranked_sound(context.trials, context.budget):
@@ -163,16 +164,16 @@ def _no_start(ended: Ended, checkpoint: str | None) -> str:
 
 
 def _after(alike: int, fallbacks: Sequence[Plan]) -> Plan | None:
-    """Return where to go when so many rungs have changed nothing: further down, then the last."""
+    """Return the next fallback after ``alike`` plans in vain: a later one, then the last."""
     if not fallbacks:
         return None
     return fallbacks[-1] if alike > 1 else fallbacks[min(alike, len(fallbacks) - 1)]
 
 
 def newest(checkpoints: Sequence[str]) -> str | None:
-    """Return the checkpoint saved last that is still there and not empty."""
-    there = (path for path in reversed(checkpoints) if os.path.isfile(path))
-    return next((path for path in there if os.path.getsize(path)), None)
+    """Return the checkpoint saved last that still exists and is not empty."""
+    existing = (path for path in reversed(checkpoints) if os.path.isfile(path))
+    return next((path for path in existing if os.path.getsize(path)), None)
 
 
 def resume_arguments(template: str, checkpoint: str) -> tuple[str, ...]:

@@ -59,4 +59,4 @@ def test_memory_of_others_and_what_nobody_measures_are_marked() -> None:
         holders=(),
         measured=False,
     )
-    assert "nobody says what is free" in doctor._card(blind).text
+    assert "the free memory is unknown" in doctor._card(blind).text

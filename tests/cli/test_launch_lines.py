@@ -77,12 +77,12 @@ def test_torchrun(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--nnodes 2 train.py", "--nnodes 2: all ranks of a training sit on one host here"),
+        ("--nnodes 2 train.py", "--nnodes 2: autofit runs all ranks on one host"),
         ("--nnodes 1:4 train.py", "--nnodes 1:4: the number of ranks may not change"),
         ("--nnodes many train.py", "--nnodes many: neither a number nor MIN:MAX"),
         ("--nproc-per-node 0 train.py", "--nproc-per-node 0: at least one is needed"),
         ("--nproc-per-node lots train.py", "--nproc-per-node lots: Unsupported"),
-        ("--no-python ./train", "--no-python: autofit runs Python scripts alone"),
+        ("--no-python ./train", "--no-python: autofit runs only Python scripts"),
     ],
 )
 def test_what_torchrun_does_and_autofit_does_not(line: str, said: str) -> None:
@@ -95,8 +95,8 @@ def test_what_torchrun_does_and_autofit_does_not(line: str, said: str) -> None:
 def test_options_of_torchrun_that_are_not_used_are_named() -> None:
     line = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --max-restarts 3 --tee 3 train.py"
     restarts, meeting, rest = torchrun_line.read(line.split()).lines
-    assert restarts.startswith("--max-restarts: not used, `autofit run` starts again")
-    assert meeting.startswith("--rdzv-backend, --rdzv-endpoint: not used, the ranks meet")
+    assert restarts.startswith("--max-restarts: not used, `autofit run` restarts a script only")
+    assert meeting.startswith("--rdzv-backend, --rdzv-endpoint: not used, autofit connects the ranks")
     assert rest == "--tee: not used, autofit starts the ranks itself"
 
 
@@ -143,7 +143,7 @@ def test_accelerate_on_the_cpu_gets_the_ranks_its_line_names() -> None:
     assert (found.ranks, found.environment["ACCELERATE_USE_CPU"]) == (2, "True")
     (line,) = found.lines
     assert "accelerate launch would start one process" in line
-    assert "2 ranks are started" in line
+    assert "autofit starts 2 ranks" in line
 
 
 @pytest.mark.quick
@@ -177,8 +177,8 @@ def test_what_accelerate_does_and_autofit_does_not(line: str, said: str) -> None
 def test_options_of_accelerate_that_are_not_used_are_named() -> None:
     line = "--multi_gpu --num_processes 2 --main_process_port 29501 --gpu_ids 0,1 train.py"
     cards, meeting = accelerate(line).lines
-    assert cards.startswith("--gpu-ids: not used, --gpus says how many")
-    assert meeting.startswith("--main-process-port: not used, the ranks meet")
+    assert cards.startswith("--gpu-ids: not used, --gpus sets the number")
+    assert meeting.startswith("--main-process-port: not used, autofit connects the ranks")
 
 
 # --- whole lines ------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_launch_line_is_read_in_a_process_of_its_own(
     ("line", "said"),
     [
         ("torchrun --bogus 2 train.py", "torchrun: unrecognized arguments: --bogus"),
-        ("torchrun --help", "torchrun: it only shows the launcher's help"),
+        ("torchrun --help", "torchrun: the line only prints the help"),
         ("torchrun", "torchrun: the following arguments are required: training_script"),
         ("accelerate launch", "accelerate launch: the following arguments are required: training"),
         ("torchrun --nproc-per-node 2 none.py", "there is no script 'none.py'"),

@@ -12,7 +12,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.running import foreground
-from autofit.running.foreground import Unheard, started
+from autofit.running.foreground import Silent, started
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import (
     ChildSpec,
@@ -70,12 +70,12 @@ def test_a_trial_is_heard_or_ends_with_the_reason(request_for: Request, closed: 
 def test_a_real_run_goes_on(
     request_for: Request, closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreground, "UNHEARD", 0.2)
+    monkeypatch.setattr(foreground, "SILENT_SECONDS", 0.2)
     spec = ChildSpec(mode="run", request=request_for(closed, seconds=1.0))
     with started(spec, [os.environ]) as running:
         heard = [type(event) for _, event in running.events()]
         assert running.code == 0
-    assert heard == ([Finished] if closed == SOME else [Unheard])
+    assert heard == ([Finished] if closed == SOME else [Silent])
     assert (tmp_path / "notes").read_text() == "x"
 
 

@@ -117,7 +117,7 @@ def test_one_line_says_where(runner: Runner) -> None:
     said = found.said[-1]
     assert f"out of memory in train.py:14 (`{line}`), outside the model, 512.0 MiB asked" in said
     assert "of 24.0 MiB held" in said
-    assert "splitting the batch does not reach what is computed outside the model" in said
+    assert "splitting the batch does not lower the memory of computations outside the model" in said
     rows = sqlite3.connect(runner.store).execute("select payload from event").fetchall()
     assert any(json.loads(row)["line"] == "train.py:14" for (row,) in rows)
 
