@@ -96,7 +96,9 @@ def test_options_of_torchrun_that_are_not_used_are_named() -> None:
     line = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --max-restarts 3 --tee 3 train.py"
     restarts, meeting, rest = torchrun_line.read(line.split()).lines
     assert restarts.startswith("--max-restarts: not used, `autofit run` restarts a script only")
-    assert meeting.startswith("--rdzv-backend, --rdzv-endpoint: not used, autofit connects the ranks")
+    assert meeting.startswith(
+        "--rdzv-backend, --rdzv-endpoint: not used, autofit connects the ranks"
+    )
     assert rest == "--tee: not used, autofit starts the ranks itself"
 
 
