@@ -302,7 +302,7 @@ class _Attempts:
                 case Replaced(index=index, reason=reason):
                     before, heard.plan = heard.plan or plans[0], plans[index]
                     self.say(
-                        f"{before} does not hold here: {reason}; going on under {plans[index]}"
+                        f"{before} cannot be used here: {reason}; continuing under {plans[index]}"
                     )
                     self.diary.keep("replaced", {"plan": before.levels, "reason": reason} | of)
                 case Raised():

@@ -100,9 +100,9 @@ def supervise(
         if ended.refused and (before is None or plan == starved):
             other = _other(plan, ended.blamed, context, tried)
             if other is None or (ended.wrote and checkpoint is None):
-                say(f"{plan} does not hold here: {ended.refused}{_no_start(ended, checkpoint)}")
+                say(f"{plan} cannot be used here: {ended.refused}{_no_start(ended, checkpoint)}")
                 return ended.code, plan, attempt
-            say(f"{plan} does not hold here: {ended.refused}; going on under {other}")
+            say(f"{plan} cannot be used here: {ended.refused}; continuing under {other}")
             if ended.blamed:
                 context = replace(context, refused=context.refused | {ended.blamed})
             more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
@@ -110,7 +110,7 @@ def supervise(
             attempt += ended.facts is not None  # a refusal before the script ran is no attempt
             continue
         if ended.refused and before is not None and plan != starved:
-            say(f"{plan} does not hold here: {ended.refused}")
+            say(f"{plan} cannot be used here: {ended.refused}")
             differ = {name for name, level in plan.levels.items() if starved[name] != level}
             blamed = differ & {ended.blamed or ""} or differ
             context = replace(context, refused=context.refused | blamed)

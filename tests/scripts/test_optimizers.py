@@ -69,5 +69,5 @@ def test_an_optimizer_without_such_kernels_is_refused(runs: Runs, script: str, r
     done = runs.of(Asked(script=script).under(PLAN))
     assert done.code == 0, done.errors  # it goes on as the script has it
     (said,) = done.said
-    assert " does not hold here: " in said
+    assert " cannot be used here: " in said
     assert reason in said

@@ -200,7 +200,7 @@ def test_a_tuned_run_is_the_same_training(runs: Runs, comparison: Comparison) ->
     if (reason := style.refusals.get(comparison.plan)) is not None:
         assert tuned.code == 0, tuned.errors  # it goes on as the script has it
         (said,) = tuned.said
-        assert " does not hold here: " in said
+        assert " cannot be used here: " in said
         assert reason in said
         assert_same_text(tuned.output, plain.output, style.tolerance, style.clock)
         assert_same_state(tuned.state, plain.state, style.tolerance)

@@ -421,7 +421,7 @@ def test_a_store_kept_locked_says_so(path: Path, monkeypatch: pytest.MonkeyPatch
     with Store(str(path)) as store, sqlite3.connect(path, isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
         assert store.events() == ()
-        with pytest.raises(StorageError, match=r"database is locked; another process kept it"):
+        with pytest.raises(StorageError, match=r"database is locked; another process locked it"):
             store.record_event("tick", {})
         other.execute("ROLLBACK")
         store.record_event("tick", {})
@@ -434,7 +434,7 @@ def test_a_writer_waits_for_another_and_says_so_in_the_end(
     with Store(postgresql()) as store, connected(store.url) as other:
         other.execute(text(f"SELECT pg_advisory_xact_lock({engine.WRITING})"))
         assert store.events() == ()
-        with pytest.raises(StorageError, match=r"lock timeout; another process kept it"):
+        with pytest.raises(StorageError, match=r"lock timeout; another process locked it"):
             store.record_event("tick", {})
         other.rollback()
         store.record_event("tick", {})

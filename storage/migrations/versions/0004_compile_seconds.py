@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column: what was measured before was not compiled."""
+    """Add the column; earlier measurements did not compile, so they get 0."""
     column: sa.Column[float] = sa.Column(
         "compile_seconds", sa.Double(), nullable=False, server_default="0"
     )

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column: what was measured before had one rank."""
+    """Add the column; earlier measurements had one rank, so they get an empty list."""
     column: sa.Column[list[int]] = sa.Column(
         "rank_peaks", sa.JSON(), nullable=False, server_default="[]"
     )

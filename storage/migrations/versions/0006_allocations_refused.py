@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column: nobody counted before."""
+    """Add the column; earlier versions did not count them, so old rows get 0."""
     column: sa.Column[int] = sa.Column(
         "allocations_refused", sa.Integer(), nullable=False, server_default="0"
     )

@@ -155,7 +155,7 @@ def test_it_is_given_up_before_anything_has_changed(tmp_path: Path, text: str, r
     found = run(tmp_path, text, {"micro_batch": "2"})
     assert (found.returncode, found.stdout) == (0, expected.stdout)
     assert re.fullmatch(
-        rf"autofit: micro 2 does not hold here: .*{reason}.*; going on under as it is\n",
+        rf"autofit: micro 2 cannot be used here: .*{reason}.*; continuing under as it is\n",
         found.stderr,
     )
 
