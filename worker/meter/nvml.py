@@ -84,8 +84,8 @@ class Shares:
     def managed(self, first: Shares) -> int:
         """Return the bytes of managed memory that were allocated since ``first``.
 
-        NVML attributes them to no process. The same holds for the driver's ``DRIVER_BYTES`` for each
-        process and for a process that is ``STARTING``. A growth of no more than these counts as 0.
+        NVML attributes them to no process. The same holds for ``DRIVER_BYTES`` of each process and
+        for a process that is ``STARTING``. A growth of no more than these counts as 0.
         """
         new = max(0, self.processes - first.processes)
         grown = self.unattributed - first.unattributed
