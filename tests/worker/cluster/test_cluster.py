@@ -282,7 +282,7 @@ def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
     where = "Ray at 127.0.0.1:1 cannot be used: .*Connection refused"
     with pytest.raises(WorkerError, match=where), RaySession(address="127.0.0.1:1"):
         pass
-    outside = "--address ray://head:10001: give auto or host:port, from a machine of the cluster"
+    outside = "--address ray://head:10001: give auto or host:port, on a machine of the cluster"
     with pytest.raises(UsageError, match=outside), RaySession(address="ray://head:10001"):
         pass
     assert time.monotonic() - started < 5
