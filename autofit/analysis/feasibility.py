@@ -48,7 +48,7 @@ class LevelSet:
     """A level for each of ``NAMES``, and whether the batch is split."""
     free_bytes: float
     """Expected bytes left for activations. Zero or less if the set may not fit."""
-    alone: bool = False
+    own_process: bool = False
     """Whether to try the set in a process of its own, with expandable segments if available."""
 
     @classmethod
@@ -72,7 +72,7 @@ class LevelSet:
 
         The smaller expected step time decides between equals.
         """
-        grows = self.alone and EXPANDABLE in space.choices("allocator")
+        grows = self.own_process and EXPANDABLE in space.choices("allocator")
         found = [
             plan
             for plan in self.plans(space)
@@ -124,8 +124,8 @@ def next_level_set(
 
     If a set ran out of memory in a fragmented heap, it is tried again in a process of its own.
     Otherwise the next set must leave clearly more memory free. After ``MAX_SHORT`` sets ran out of
-    memory, the set that leaves the most is tried in a process of its own: first without adapters,
-    then for each level of ``adapters``.
+    memory, the set that leaves the most is tried in a process of its own. This is repeated for each
+    level of ``adapters``, first for ``as_is``.
     """
     ended = _trials_by_set(found, space, finished)
     short = [each for each in ended if ended[each][-1].verdict is Verdict.OUT_OF_MEMORY]
@@ -135,7 +135,7 @@ def next_level_set(
     uncertain = [each for each in short if not _ruled_out(each, space, ended[each])]
     for each in uncertain:
         if fragmentation(ended[each][-1]) >= FRAGMENTED:
-            return replace(each, alone=True)
+            return replace(each, own_process=True)
     extra = MIN_EXTRA * max(trial.budget for trial in finished)
     enough = max(each.free_bytes for each in short) + extra
     larger = [each for each in left if each.free_bytes >= enough]
@@ -145,7 +145,7 @@ def next_level_set(
         same = [each for each in (*short, *left) if ("adapters", level) in each.levels]
         largest = max(same, key=lambda each: each.free_bytes, default=None)
         if largest is not None and (largest in left or largest in uncertain):
-            return replace(largest, alone=True)
+            return replace(largest, own_process=True)
     return None
 
 
@@ -172,7 +172,7 @@ def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord])
     That is so if the set ran out of memory as the first plan of its process, without fragmentation.
     It is also so if the other trial would repeat a plan, because a study tries no plan twice.
     """
-    lean = replace(level_set, alone=True).leanest(space)
+    lean = replace(level_set, own_process=True).leanest(space)
     if any(trial.plan == lean for trial in trials):
         return True
     first = [trial for trial in trials if trial.report is not None and trial.report.index == 0]

@@ -61,7 +61,7 @@ class Priors:
     short_noise: float = 0.09
     """The same for a window of two steps or fewer."""
     strained_noise: float = 1.0
-    """The same for a step time of a plan that hardly fits (``Measurement.strained``)."""
+    """The same for a step time of a plan that barely fits (``Measurement.strained``)."""
 
 
 PRIORS = Priors()

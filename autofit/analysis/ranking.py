@@ -16,9 +16,9 @@ from autofit.worker.records.trials import (
 )
 
 CLEARLY_FASTER = 0.1
-"""By how much another plan was faster than the kept one turned out, for it to be measured again."""
+"""A plan is confirmed late if the search measured it faster than the winner by this share."""
 LEANER = 0.05
-"""What a plan must save in memory to be preferred to one that is as fast."""
+"""Share of the winner's peak that an equally fast plan must save to be preferred."""
 
 
 def best(

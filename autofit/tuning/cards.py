@@ -27,26 +27,26 @@ class Choice:
     """Lines for the user: GPUs left out, and other processes on the chosen GPUs."""
 
 
-def choose(cards: Sequence[Card], asked: int, memory: int | None) -> Choice:
-    """Choose up to ``asked`` of the visible GPUs: of one model, with enough free memory.
+def choose(cards: Sequence[Card], count: int, memory: int | None) -> Choice:
+    """Choose up to ``count`` of the visible GPUs: of one model, with enough free memory.
 
     Fewer are chosen if the others have too little free memory.
 
     Args:
         cards: The visible GPUs.
-        asked: Number of GPUs to use.
+        count: Number of GPUs to use.
         memory: Bytes that each GPU must have free. ``None`` for a share of the largest free memory.
 
     Raises:
-        UsageError: Fewer than ``asked`` GPUs are visible, or none has enough free memory.
+        UsageError: Fewer than ``count`` GPUs are visible, or none has enough free memory.
     """
-    if len(cards) < asked:
-        raise UsageError(f"--gpus {asked}: {len(cards)} are visible here; ask for fewer")
+    if len(cards) < count:
+        raise UsageError(f"--gpus {count}: {len(cards)} are visible here; ask for fewer")
     freest = max(card.free for card in cards)
     chosen: list[Card] = []
     lines: list[str] = []
     for card in cards:
-        if len(chosen) == asked:
+        if len(chosen) == count:
             break
         model = chosen[0].hardware.name if chosen else card.hardware.name
         needed = (

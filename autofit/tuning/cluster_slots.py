@@ -129,11 +129,11 @@ class ClusterSlots(LocalSlots):
             why = f"{arrived.label} is left out: {', '.join(reasons)}"
         else:
             for remark in remarks(arrived.versions, self._own):
-                self._say_once(f"{arrived.host}: {remark}", say)
+                self._say_if_new(f"{arrived.host}: {remark}", say)
             self._known.add(slot)
             return True
         self._give_up(slot, why)
-        self._say_once(why, say)
+        self._say_if_new(why, say)
         return False
 
     def _obstacles(self, found: Found) -> list[str]:
@@ -160,7 +160,7 @@ class ClusterSlots(LocalSlots):
         node = self._cluster_pool.where(slot)
         return node.host if node is not None else "a machine"
 
-    def _say_once(self, line: str, say: Say) -> None:
+    def _say_if_new(self, line: str, say: Say) -> None:
         if line not in self._said:
             self._said.add(line)
             say(line)

@@ -39,7 +39,7 @@ class Confirmation:
             self._measure_again(
                 *history.finalists(history.ranked()[0], min(self._slots, FINALISTS))
             )
-        for plan in history.finalists(self.holding(), FINALISTS)[1:]:
+        for plan in history.finalists(self.fastest_confirmed(), FINALISTS)[1:]:
             if not history.late() and not history.confirmations(plan):
                 self._measure_again(plan)
         for _ in range(FINALISTS):
@@ -51,7 +51,7 @@ class Confirmation:
         for plan in fastest:
             self._tell_replacement(plan)
 
-    def holding(self) -> TrialRecord:
+    def fastest_confirmed(self) -> TrialRecord:
         """Return the fastest trial whose plan also fits in its confirmation run.
 
         If no plan of the search does, this is the confirmation run of a fallback. Raises
@@ -60,15 +60,15 @@ class Confirmation:
         tried, history = 0, self._history
         while tried < FINALISTS:
             left = [t for t in history.ranked_sound() if not history.failed(best_plan(t))]
-            some = any(history.held(best_plan(trial)) for trial in left)
-            if not left or history.held(best_plan(left[0])) or (some and history.late()):
+            any_fitted = any(history.fitted(best_plan(trial)) for trial in left)
+            if not left or history.fitted(best_plan(left[0])) or (any_fitted and history.late()):
                 break
             plan = best_plan(left[0])
             self._measure_again(plan)  # may reorder the ranking, if the plan is slower now
             tried += not history.confirmations(plan, Verdict.DRIFTED)
             self._tell_failure(plan)
-        held = [trial for trial in history.ranked_sound() if history.held(best_plan(trial))]
-        return held[0] if held else self._fallback()
+        fitted = [trial for trial in history.ranked_sound() if history.fitted(best_plan(trial))]
+        return fitted[0] if fitted else self._fallback()
 
     def _fallback(self) -> TrialRecord:
         """Return the confirmation run of the first fallback that fits, of at most ``FINALISTS``."""
@@ -97,5 +97,5 @@ class Confirmation:
 
     def _tell_failure(self, plan: Plan) -> None:
         """Say why a plan failed its confirmation run, if it did."""
-        if not self._history.held(plan):
+        if not self._history.fitted(plan):
             self._history.say(messages.did_not_hold(plan, self._history.confirmations(plan)))

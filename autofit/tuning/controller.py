@@ -125,8 +125,8 @@ class Search:
         self._drive(self._proposer.next)
         history.require_baseline()
         if not history.ranked():
-            asked = self._options.timeout if history.late() else None
-            messages.give_up(history.finished(), history.study.budget, asked)
+            timeout = self._options.timeout if history.late() else None
+            messages.give_up(history.finished(), history.study.budget, timeout)
         self._proposer.tell_limit()
         last = Confirmation(history, self._proposer, self._confirm, self._slots.count)
         last.confirm()
@@ -315,7 +315,7 @@ class Search:
         """Return the seconds that a plan may take; ``--timeout`` does not limit confirmations."""
         if self._options.timeout is None or purpose is Purpose.CONFIRM:
             return PLAN_SECONDS
-        return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._history.lap()))
+        return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._history.elapsed()))
 
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]
@@ -334,7 +334,7 @@ class Search:
             return
         match event:
             case Uncontained():
-                self._history.say_once(UNCONTAINED)
+                self._history.say_if_new(UNCONTAINED)
             case Learned(facts=facts):
                 self._history.learn(facts)
             case Proven() | Verified():
@@ -437,7 +437,7 @@ class Search:
         judged = self._history.reference.compared(report, trace, facts)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
         if judged is None:
-            self._history.alone |= {trial.plan}
+            self._history.first_in_process |= {trial.plan}
             launch.tainted = True
         elif judged.verdict is Verdict.DRIFTED and self._history.reference.trace is not None:
             launch.doubt(Doubt(trial, report, trace, drifted=True))

@@ -101,7 +101,7 @@ class History:
         self.study = study
         self.options = options
         self.tell = listener
-        self.alone: frozenset[Plan] = frozenset()
+        self.first_in_process: frozenset[Plan] = frozenset()
         """Plans whose loss was wrong after other plans; each must be the first of a process."""
         self.reference = Reference(store.reference(study), self.say)
         self.optuna_study = OptunaStudy(store, study, horizon=options.horizon)
@@ -126,7 +126,7 @@ class History:
         """Send a line for the user to the listener."""
         self.tell(Line(text=line))
 
-    def say_once(self, line: str) -> None:
+    def say_if_new(self, line: str) -> None:
         """Send a line for the user, unless it was sent before."""
         if line not in self._said:
             self._said.add(line)
@@ -212,9 +212,9 @@ class History:
 
     def failed(self, plan: Plan) -> bool:
         """Return whether ``plan`` was confirmed at least once and never fitted then."""
-        return bool(self.confirmations(plan)) and not self.held(plan)
+        return bool(self.confirmations(plan)) and not self.fitted(plan)
 
-    def held(self, plan: Plan) -> bool:
+    def fitted(self, plan: Plan) -> bool:
         """Return whether ``plan`` fitted in a confirmation run."""
         return any(fits(each, self.study.budget) for each in self.confirmations(plan))
 
@@ -283,16 +283,16 @@ class History:
 
     # --- time ------------------------------------------------------------------------------
 
-    def lap(self) -> float:
+    def elapsed(self) -> float:
         """Return the seconds since the search began."""
         return time.monotonic() - self._started
 
     def late(self) -> bool:
         """Return whether the search has used up its ``--timeout``."""
-        return self.options.timeout is not None and self.lap() > self.options.timeout
+        return self.options.timeout is not None and self.elapsed() > self.options.timeout
 
     def store_seconds(self) -> None:
         """Add the time since the last call to the study, so that a kill loses little of it."""
-        lap = self.lap()
-        self.store.add_seconds(self.study, lap - self._stored_seconds)
-        self._stored_seconds = lap
+        elapsed = self.elapsed()
+        self.store.add_seconds(self.study, elapsed - self._stored_seconds)
+        self._stored_seconds = elapsed

@@ -143,7 +143,7 @@ def flag_name(name: str) -> str:
 
 
 def default_of(each: Field[Any]) -> Any:
-    """Return the default of a field; ``None`` where it has none."""
+    """Return the default of a field; ``None`` if it has none."""
     if each.default_factory is not MISSING:
         return each.default_factory()
     return None if each.default is MISSING else each.default

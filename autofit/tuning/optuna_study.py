@@ -67,7 +67,7 @@ class OptunaStudy:
         self._store = store
         self._budget = study.budget
         self._horizon = horizon
-        self._request: dict[Plan, optuna.Trial] = {}
+        self._open_trials: dict[Plan, optuna.Trial] = {}
         with warnings.catch_warnings(), store.explained():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._sampler = CostSampler(CHOICES)
@@ -108,26 +108,26 @@ class OptunaStudy:
             return None
         trial = self._study.ask()
         levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
-        self._request[chosen.plan] = trial
-        assert Plan.of(levels) == chosen.plan, "Optuna holds what is measured"
+        self._open_trials[chosen.plan] = trial
+        assert Plan.of(levels) == chosen.plan, "Optuna's trial has the levels of the plan"
         return chosen.plan
 
     @_explained
     def drop(self, plan: Plan) -> None:
         """End the Optuna trial of a plan whose trial ended without a verdict."""
-        if (asked := self._request.pop(plan, None)) is not None:
-            self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
+        if (open_trial := self._open_trials.pop(plan, None)) is not None:
+            self._study.tell(open_trial, state=self._optuna.trial.TrialState.FAIL)
 
     @_explained
     def tell(self, trial: TrialRecord) -> None:
         """Tell Optuna a finished trial, and store the number of the Optuna trial."""
         state, value, constraints = self._outcome(trial)
-        asked = self._request.pop(trial.plan, None)
-        if asked is not None:
-            asked.set_user_attr(OURS, trial.id)
+        open_trial = self._open_trials.pop(trial.plan, None)
+        if open_trial is not None:
+            open_trial.set_user_attr(OURS, trial.id)
             for name, excess in constraints.items():
-                asked.set_constraint(name, excess)
-            number = self._study.tell(asked, value, state).number
+                open_trial.set_constraint(name, excess)
+            number = self._study.tell(open_trial, value, state).number
         else:
             self._study.add_trial(
                 self._optuna.trial.create_trial(

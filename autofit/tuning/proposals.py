@@ -150,7 +150,7 @@ class Proposer:
             here = fixed is None or (fresh and first.follows(fixed))
             return first if here and first not in running else None  # nothing before the reference
         if fixed is not None and not fresh:
-            left = tuple(plan for plan in found.candidates if plan not in history.alone)
+            left = tuple(plan for plan in found.candidates if plan not in history.first_in_process)
             return replace(found, candidates=left)
         return found
 
@@ -249,14 +249,14 @@ class Proposer:
             for plan in level_set.plans(space)
             if plan not in known and not tainted(plan, ended, self._history.finished())
         ]
-        leading = None if level_set.alone else self._leading(others)
+        leading = None if level_set.own_process else self._leading(others)
         plan = leading or level_set.leanest(space)
         if plan is None or plan in running:
             return None
-        first = leading or plan in self._history.alone
+        first = leading or plan in self._history.first_in_process
         if fixed is None:
             return plan
-        here = plan.follows(fixed) and not level_set.alone and (fresh or not first)
+        here = plan.follows(fixed) and not level_set.own_process and (fresh or not first)
         return plan if here else None
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
@@ -309,7 +309,7 @@ class Proposer:
         elif self._limit_reached(len(history.finished())):
             limit = f"--trials {options.trials}"
         if limit:
-            history.say_once(
+            history.say_if_new(
                 f"The search ended by {limit}. Plans that were not tried may be faster."
             )
 

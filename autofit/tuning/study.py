@@ -27,20 +27,20 @@ def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
     )
 
 
-def budget(free: int, hardware: Hardware, asked: int | None, headroom: float) -> int:
+def budget(free: int, hardware: Hardware, memory: int | None, headroom: float) -> int:
     """Return the bytes that a trial may occupy on the device.
 
-    This is ``asked`` if given. Otherwise it is ``free`` minus ``headroom`` per cent of the device's
-    memory. Raises ``UsageError`` if the device has less memory than ``asked``.
+    This is ``memory`` if given. Otherwise it is ``free`` minus ``headroom`` per cent of the
+    device's memory. Raises ``UsageError`` if the device has less than ``memory``.
     """
-    if asked is None:
+    if memory is None:
         return max(0, int(free - hardware.total_bytes * headroom / 100))
-    if asked > hardware.total_bytes:
+    if memory > hardware.total_bytes:
         raise UsageError(
-            f"--memory {format_size(asked)} is more than {hardware.name} has"
+            f"--memory {format_size(memory)} is more than {hardware.name} has"
             f" ({format_size(hardware.total_bytes)}): give less, or leave it out"
         )
-    return asked
+    return memory
 
 
 def open_study(

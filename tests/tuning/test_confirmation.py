@@ -116,7 +116,7 @@ def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
     searched(history, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(history, {PLANS[0]: slow, PLANS[1]: figures[1]})
-    assert search.holding().plan == PLANS[1]
+    assert search.fastest_confirmed().plan == PLANS[1]
     assert search.measured == PLANS[:2]
     result = result_of(history.store, history.study)
     assert result is not None
@@ -129,9 +129,9 @@ def test_it_is_kept_where_nothing_else_fits_again(
     searched(history, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(history, dict.fromkeys(PLANS) | {PLANS[0]: slow})
-    assert search.holding().plan == PLANS[0]
+    assert search.fastest_confirmed().plan == PLANS[0]
     assert search.measured == PLANS[:FINALISTS]
-    assert search.holding().plan == PLANS[0]
+    assert search.fastest_confirmed().plan == PLANS[0]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -146,7 +146,7 @@ def test_plans_are_not_measured_again_without_end(
     searched(history, figures)
     slow = [tight(measurement(32, 4.0 + index, 5 * GIB)) for index in range(len(PLANS))]
     search = Played(history, dict(zip(PLANS, slow, strict=True)))
-    best_plan = search.holding().plan
+    best_plan = search.fastest_confirmed().plan
     assert len(search.measured) == (1 if late else FINALISTS)
     assert best_plan == PLANS[0]
 
@@ -155,7 +155,7 @@ def test_none_is_kept_where_none_fits_again(history: History, figures: list[Meas
     searched(history, figures)
     search = Played(history, {})
     with pytest.raises(NothingFits, match="fitted again"):
-        search.holding()
+        search.fastest_confirmed()
     assert len(search.measured) == len(set(search.measured)) == 2 * FINALISTS, "plans, then rungs"
     result = result_of(history.store, history.study)
     assert result is not None
@@ -170,7 +170,7 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     ends(history, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
     half, one = (plan.replace(micro_batch=size) for size in ("2", "1"))
     search = Played(history, {one: measurement(1, 1.1, 4 * GIB)})
-    assert search.holding().plan == one
+    assert search.fastest_confirmed().plan == one
     assert search.measured == [plan, half, one]
     result = result_of(history.store, history.study)
     assert result is not None
@@ -252,7 +252,7 @@ def test_the_size_below_takes_the_place_of_one_that_does_not_fit_again(
     _, two, four = ramped
     found = measurement(2, 1.2, 2 * GIB)
     search = Played(history, {two: found})
-    assert best_plan(search.holding()) == two
+    assert best_plan(search.fastest_confirmed()) == two
     assert search.measured == [four, two]
     report = history.finished()[0].report
     assert report is not None
@@ -271,7 +271,7 @@ def test_no_size_is_left_where_none_fits_again(
 ) -> None:
     one, two, four = ramped
     search = Played(history, {PLANS[-1]: measurement(32, 1.4, 3 * GIB)})
-    assert search.holding().plan == PLANS[-1]
+    assert search.fastest_confirmed().plan == PLANS[-1]
     assert search.measured == [four, two, PLANS[-1]], "the faster of the two comes first"
     ends(history, one, None, Purpose.CONFIRM)
     assert history.finished()[0].verdict is Verdict.OUT_OF_MEMORY
@@ -287,7 +287,7 @@ def test_a_heap_in_pieces_gets_segments_that_grow(
     message = "1.7 GiB is reserved by PyTorch but unallocated"
     found = {half: measurement(2, 1.1, 4 * GIB)}
     search = Played(history, found, replace(SHORT, phase="the whole step", message=message))
-    assert search.holding().plan == half
+    assert search.fastest_confirmed().plan == half
     assert search.measured == [plan, grows, half]
 
 
