@@ -411,7 +411,7 @@ class TestASearch:
         assert (lean["checkpointing"], lean["micro_batch"]) == ("all", "auto")
         assert lean["precision"] == "as_is"
         assert Verdict.DRIFTED not in {trial.verdict for trial in found}
-        assert f"plans are compared with {lean}" in capsys.readouterr().out
+        assert f"Plans are compared with: {lean}." in capsys.readouterr().out
 
 
 # --- the comparison alone ---------------------------------------------------------------------
