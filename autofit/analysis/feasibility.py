@@ -53,15 +53,15 @@ class LevelSet:
 
     @classmethod
     def of(cls, plan: Plan) -> LevelSet:
-        """Return the level set that a plan contains, with ``free_bytes`` zero for unknown."""
+        """Return the level set that a plan contains. Its ``free_bytes`` is 0, for unknown."""
         split = AS_IS if plan["micro_batch"] == AS_IS else AUTO
         return cls((*((name, plan[name]) for name in NAMES), ("micro_batch", split)), 0.0)
 
     def plans(self, space: Space) -> tuple[Plan, ...]:
         """Return the plans of a search that contain this set.
 
-        Weights in bf16 compute in bf16 with and without autocast. If the set has such weights, only
-        the plans with ``precision`` at ``bf16`` are returned.
+        Every level of ``weights`` enters bf16 autocast itself. If the set has such a level, only
+        the plans with ``precision`` at ``bf16`` are returned, to avoid duplicates.
         """
         levels = dict(self.levels)
         half = levels["weights"] != AS_IS and "bf16" in space.choices("precision")

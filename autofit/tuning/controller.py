@@ -234,6 +234,7 @@ class Search:
                 self._tell(TrialDropped(slot=slot, plan=launch.trials[-1].plan))
 
     def _start_ahead(self, slot: int, launch: RunningLaunch) -> None:
+        """Start a launch that waits for its first plan."""
         self._ahead.add(slot)
         launch.number = self._store.next_launch(self._history.study)
         request = self._request(launch.ahead, Purpose.SEARCH)
@@ -491,7 +492,7 @@ class Search:
     # --- ending ----------------------------------------------------------------------------
 
     def _confirm(self, *plans: Plan) -> None:
-        """Confirm plans in new processes; repeat launches that were lost without their fault."""
+        """Confirm plans in new processes; repeat each launch that was lost for another reason."""
         plans = tuple(plan for plan in plans if not self._history.confirmations(plan))
         for plan in plans:
             self._tell(Remeasuring(plan=plan))

@@ -39,18 +39,22 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
         return f"{plan} trains something else: {last.reason}"
     reason = last.reason if last is not None else "it did not finish"
     if last is not None and (short := last.out_of_memory) is not None:
-        told = short.phase == PHASES[-1]  # no allocation has failed
-        reason = short.message if told else short.where
+        no_failure = short.phase == PHASES[-1]  # the peak exceeded the budget, no allocation failed
+        reason = short.message if no_failure else short.where
     return f"{plan} failed its confirmation run: {reason}"
 
 
 def replaced(
     first: Plan, again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int
 ) -> str:
-    """Say which plan is kept in place of the search's fastest, and why.
+    """Return the line that says which plan replaces the search's fastest, and why.
 
-    ``again``: the trials in which ``first`` was measured again; ``budget``: bytes of a device;
-    ``horizon``: optimizer steps over which the time to compile is charged.
+    Args:
+        first: The fastest plan of the search.
+        again: The confirmation runs of ``first``.
+        winner: The trial whose plan replaces ``first``.
+        budget: Bytes of a device.
+        horizon: Optimizer steps over which the time to compile is charged.
     """
     return f"{best_plan(winner)} replaces {first}, {_why(again, winner, budget, horizon)}"
 
@@ -115,7 +119,7 @@ def of_baseline(
 ) -> None:
     """Raise the error that ends a search if the neutral plan shows that no plan can help.
 
-    ``seen``: it called a module with gradients, or may do so under a plan.
+    ``seen``: whether the script called a module with gradients, or may do so under a plan.
     """
     trial = next((trial for trial in finished if trial.plan.neutral), None)
     if trial is None or trial.report is None:
@@ -151,7 +155,7 @@ def out_of_time(seconds: float) -> str:
 def too_short(script: Script, steps: int, *, seen: bool) -> str:
     """Return the error that a script took too few optimizer steps, or called no model.
 
-    ``seen``: it called a module with gradients.
+    ``seen``: whether the script called a module with gradients.
     """
     if steps == 0:
         return (
