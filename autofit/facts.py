@@ -1,4 +1,4 @@
-"""What is known of the script and of the hardware before a strategy is tried. Imports no torch."""
+"""Facts about the script and the hardware, known before a strategy is tried. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device a trial may occupy."""
+    """One device that a trial may use."""
 
     device: str
     """``"cpu"`` or ``"cuda"``."""
     name: str
-    """The model, as the driver names it: ``"NVIDIA H200"``, ``"CPU"``."""
+    """The device's name from the driver: ``"NVIDIA H200"``, ``"CPU"``."""
     total_bytes: int
-    """Bytes the device has."""
+    """Bytes of its memory."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; ``None`` on the CPU."""
     cannot_compile: str | None = None
-    """Why ``torch.compile`` cannot make code for it here; ``None`` where it can."""
+    """Why ``torch.compile`` cannot compile for it here, or ``None`` if it can."""
     link: str = ""
-    """How it reaches the other GPUs that are visible beside it: ``"nvlink"`` to each of them,
-    ``"pcie"`` to one at least; empty where there is no other, or nobody says."""
+    """Its connection to the other visible GPUs: ``"nvlink"`` to each of them, or ``"pcie"`` to
+    at least one. Empty if there is no other GPU, or if the driver does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,81 +29,83 @@ class RootFacts:
     """One root: the outermost module called with gradients enabled and trainable parameters."""
 
     name: str
-    """Its class, unwrapped (``"GPT"`` for a ``DistributedDataParallel`` around a ``GPT``)."""
+    """Its class name, unwrapped (``"GPT"`` for a ``DistributedDataParallel`` around a ``GPT``)."""
     parameters: int
-    """Elements in all parameters, shared ones once."""
+    """Elements of all parameters. Shared parameters count once."""
     parameter_bytes: int
-    """Bytes in all parameters and buffers, shared ones once; of what is sharded, one rank's."""
+    """Bytes of all parameters and buffers. Shared ones count once. If sharded, one rank's shard."""
     trainable: int
-    """Elements in the parameters that require gradients; of what is sharded, one rank's."""
+    """Elements of the parameters that require gradients. If sharded, one rank's shard."""
     dtype: str
-    """Of the first trainable parameter, ``"float32"``."""
+    """Data type of the first trainable parameter, such as ``"float32"``."""
     called: bool = True
-    """It has been called with gradients; else memory ran out before, and it was looked at alone."""
+    """The script has called it with gradients. If false, memory ran out before the call, and the
+    facts come from the module alone."""
     batch: int | None = None
-    """Samples in its first call with gradients; ``None`` when no tensor argument shows one."""
+    """Samples in its first call with gradients; ``None`` if no tensor argument shows a batch."""
     batch_doubted: bool = False
-    """That is the first dimension of its arguments, and may be time: no split was proven."""
+    """``batch`` is the first dimension of the arguments, which may be time. No split was
+    verified."""
     blocks: int = 0
-    """How many repeated blocks: the longest run of same-class children of a container."""
+    """Number of repeated blocks: the longest run of children of one class in a container."""
     classes: int = 0
-    """Outputs of its head: the widest linear layer outside the blocks; 0 where there is none."""
+    """Outputs of its head, the widest linear layer outside the blocks; 0 without a head."""
     convolutions: int = 0
-    """Convolutions of pictures that it has, in two dimensions or three."""
+    """Number of 2-D and 3-D convolutions."""
     padding: float = 0.0
-    """Share of the first batch's tokens after the last that a sample's mask or labels name."""
+    """Share of the first batch's tokens after the last one that a mask or the labels use."""
     transformers: bool = False
-    """A Hugging Face model that has its own checkpointing switch."""
+    """It is a Hugging Face model with its own checkpointing method."""
     attention: str | None = None
-    """How a Hugging Face model computes its attention (``"eager"``, ``"sdpa"``); else ``None``."""
+    """Attention of a Hugging Face model (``"eager"``, ``"sdpa"``); ``None`` for others."""
     batch_norm: bool = False
-    """Holds a BatchNorm in training mode, whose statistics depend on the batch."""
+    """It has a BatchNorm in training mode, so its statistics depend on the batch."""
     norms_again: bool = False
-    """Some of these are in what runs again under checkpointing."""
+    """Checkpointing would run some of these BatchNorms again."""
     dropout: bool = False
-    """Draws random numbers in training mode (a dropout layer or rate above zero)."""
+    """It draws random numbers in training mode, such as in a dropout layer."""
     checkpointing: bool = False
-    """The script has switched activation checkpointing on by itself."""
+    """The script itself uses activation checkpointing."""
     compiled: bool = False
-    """The script has compiled it by itself."""
+    """The script itself compiles it."""
 
     @property
     def convolves(self) -> bool:
-        """Whether it is a network of convolutions: a transformer has one, to cut its pictures."""
+        """Whether it is a convolutional network. A vision transformer has one convolution only."""
         return self.convolutions > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the first launch learned of the script."""
+    """What the first launch found out about the script."""
 
     roots: tuple[RootFacts, ...] = ()
     optimizers: tuple[str, ...] = ()
-    """Class of each optimizer that took a step, in that order; before the first step, of those
-    that hold parameters of the roots."""
+    """Class of each optimizer that stepped, in that order. Before the first step: of the
+    optimizers with parameters of the roots."""
     stepped: bool = False
-    """A step was taken: what only a whole one shows is known."""
+    """The script has taken a step, so facts that need a whole step are known."""
     framework: str = "torch"
     """``"torch"``, ``"transformers"`` (its Trainer), ``"accelerate"``, ``"lightning"``."""
     calls_per_step: int = 1
-    """Root calls with gradients in one optimizer step: the script's own accumulation."""
+    """Root calls with gradients in one optimizer step, from gradient accumulation."""
     autocast: bool = False
-    """The script enters autocast by itself."""
+    """The script itself uses autocast."""
     scaler: bool = False
-    """The script scales its loss by itself."""
+    """The script itself scales its loss."""
     autograd_grad: bool = False
     """The script calls ``torch.autograd.grad`` on parameters of a root."""
     gradients_read: bool = False
-    """The script reads gradients between a backward pass and its step: it clips or logs them."""
+    """The script reads gradients between backward and step, to clip or log them."""
     gradients_zeroed: bool = False
-    """The script sets gradients to zero in place: ``zero_grad(set_to_none=False)``."""
+    """The script zeroes gradients in place: ``zero_grad(set_to_none=False)``."""
     workers: int | None = None
-    """Worker processes of the loader that gave the first batch; ``None`` where none was seen."""
+    """Workers of the loader that gave the first batch; ``None`` if no loader was seen."""
     world_size: int = 1
 
     @property
     def parameters(self) -> int:
-        """Elements in the parameters of all roots."""
+        """Elements of the parameters of all roots."""
         return sum(root.parameters for root in self.roots)
 
     @property
@@ -119,10 +121,10 @@ class Facts:
 
     @property
     def batch(self) -> int | None:
-        """Samples in one call of the first root; ``None`` while unknown."""
+        """Samples in one call of the first root; ``None`` if unknown."""
         return self.roots[0].batch if self.roots else None
 
     @property
     def effective_batch(self) -> int | None:
-        """Samples in one optimizer step over all ranks; ``None`` while unknown."""
+        """Samples in one optimizer step over all ranks; ``None`` if unknown."""
         return None if self.batch is None else self.batch * self.calls_per_step * self.world_size

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write and read them. Imports no torch."""
+"""Parses and formats sizes and durations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """Return ``size`` bytes in the largest binary unit not below 1 of it: ``24.0 GiB``."""
+    """Return ``size`` bytes in the largest binary unit that gives at least 1: ``24.0 GiB``."""
     power = 0
-    while abs(size) >= 1023.95 and power < len(_PREFIXES):  # 1023.95 would be shown as 1024.0
+    while abs(size) >= 1023.95 and power < len(_PREFIXES):  # 1023.95 would be printed as 1024.0
         size /= 1024
         power += 1
     return f"{size:.1f} {_PREFIXES[power - 1].upper()}iB" if power else f"{size:.0f} B"

@@ -1,4 +1,4 @@
-"""The techniques autofit knows: one file each, and one line below."""
+"""All techniques: one file each, and one line in ``REGISTRY``."""
 
 if __name__ == "strategies":
     raise ModuleNotFoundError("import it as autofit.strategies")
@@ -47,13 +47,13 @@ REGISTRY: tuple[Strategy, ...] = (
     Allocator(),
     DataLoading(),
 )
-"""Every strategy, in the order in which a plan names and applies them."""
+"""All strategies, in the order in which a plan names and applies them."""
 
 NAMES: tuple[str, ...] = tuple(strategy.name for strategy in REGISTRY)
 
 
 def get(name: str) -> Strategy:
-    """Return the strategy called ``name``; raise ``UsageError`` naming those there are."""
+    """Return the strategy called ``name``. Raises ``UsageError``, which lists the known names."""
     for strategy in REGISTRY:
         if strategy.name == name:
             return strategy

@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator that waste less of the device."""
+"""Settings of torch's CUDA allocator that reduce fragmentation."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Allocator(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """There is nothing to write: the environment is all."""
+        """Return a comment only: the setting is an environment variable."""
         return ByHand(prepare="# the allocator is set in the environment")
 
     def environment(self, level: str) -> dict[str, str]:
-        """Ask for expandable segments, by the name that torch reads first from 2.9 on."""
+        """Set expandable segments, by the variable that torch reads first since 2.9."""
         return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

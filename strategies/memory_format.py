@@ -1,4 +1,4 @@
-"""Pictures in memory pixel by pixel, which is how a GPU's convolutions want them."""
+"""Images in channels-last memory format, which a GPU's convolutions need."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class MemoryFormat(Strategy):
         return level.replace("_", " ")
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact in float32; in less, what a sum is rounded to depends on its order."""
+        """Exact in float32. In lower precision the rounding depends on the order of a sum."""
         exact = facts is None or not facts.rounds
         return Fidelity.EXACT if exact else Fidelity.ROUNDING
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It needs convolutions that no compiler lays out."""
+        """The model needs convolutions, and the script must not compile it."""
         if not facts.roots:
             return None
         if any(root.compiled for root in facts.roots):
@@ -56,26 +56,26 @@ class MemoryFormat(Strategy):
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """The compiler lays out what it has in one graph."""
+        """In one graph the compiler chooses the memory format."""
         if levels.get("compile") in WHOLE:
-            return "in one graph the compiler lays the convolutions out, and better"
+            return "in one graph the compiler chooses the memory format, and better"
         return None
 
     def fault(self, error: BaseException) -> str | None:
-        """Tell a ``view`` of a picture, which is another one's when its pixels lie otherwise."""
+        """``view`` fails on an image in another memory format."""
         if isinstance(error, RuntimeError) and OTHERWISE in str(error):
             return "the script takes a view() of a picture that only reshape() can take here"
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Convert the model, as is usual, and what goes into it."""
+        """Convert the model, as is usual, and its inputs."""
         return ByHand(
             prepare="model.to(memory_format=torch.channels_last)\n"
             "# and each batch: pictures = pictures.to(memory_format=torch.channels_last)"
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Convert what goes into a root that convolves, and what comes out of it."""
+        """Convert the inputs of a root with convolutions, and convert its outputs back."""
         from autofit.strategies.inspection.convolutions import around, convolutions
 
         ndims = [ndim for ndim, count in convolutions(root.module).items() if count]

@@ -1,4 +1,4 @@
-"""Fewer samples at a time: the root's call is split, the loop around it stays untouched."""
+"""Runs the model on chunks of the batch. The training loop stays as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autofit.facts import Facts
 from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
 
 AUTO = "auto"
-"""The level a search asks for: the harness finds the size by itself."""
+"""The level of a search: the harness finds the size."""
 
 
 class MicroBatch(Strategy):
@@ -41,7 +41,7 @@ class MicroBatch(Strategy):
             raise UsageError(f"{error} or a number of samples") from None
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact, but for other random draws where the model has dropout and its batch is cut."""
+        """Exact. If the model has dropout and its batch is split, random draws differ."""
         found = self.level(level).fidelity
         if facts is None or not any(root.dropout for root in facts.roots):
             return found
@@ -54,7 +54,7 @@ class MicroBatch(Strategy):
         return f"micro {level}"
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """BatchNorm sees the whole batch or other statistics; a batch of one cannot be split."""
+        """BatchNorm's statistics depend on the batch, and one sample cannot be split."""
         if any(root.batch_norm for root in facts.roots):
             return "BatchNorm in training mode: a split batch has other statistics"
         if facts.autograd_grad:
@@ -66,9 +66,9 @@ class MicroBatch(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Cut the batch in the training step; ``auto`` is not a size yet."""
+        """Split the batch in the training step. ``auto`` has no size yet."""
         return None if level == AUTO else ByHand(samples=int(level))
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Split the root's calls; ``auto`` has been replaced by a number before this runs."""
+        """Split the root's calls. A number has replaced ``auto`` before."""
         return root.split(int(level))

@@ -1,12 +1,11 @@
-"""Runs a command in a machine that seems to have little memory: ``python -m autofit.worker.cap``.
+"""Runs a command with a limit on CPU memory: ``python -m autofit.worker.cap``.
 
 ::
 
     python -m autofit.worker.cap 300MiB -- python train.py --epochs 1
 
-The command runs as it would by itself, but torch's CPU allocator fails, with its own error, where
-its tensors would take more than the size given. This process becomes the command (``exec``): its
-exit code, signals and output are the command's own.
+torch's CPU allocator raises its own error if tensors would need more than the given size. Nothing
+else changes: this process becomes the command (``exec``), with its exit code, signals and output.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ def parse(arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def become(size: int, command: list[str]) -> NoReturn:
-    """Replace this process by ``command`` under a cap of ``size`` bytes.
+    """Replace this process by ``command`` with a cap of ``size`` bytes.
 
-    Raises ``UsageError`` where the cap cannot be had or the command cannot be run.
+    Raises ``UsageError`` if the cap is not available or the command cannot run.
     """
     meter.require_cap("cpu")
     try:
@@ -45,7 +44,7 @@ def become(size: int, command: list[str]) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run the command line; exit code 2 when it makes no sense."""
+    """Run the command line. The exit code is 2 for wrong arguments."""
     try:
         become(*parse(sys.argv[1:]))
     except AutofitError as error:

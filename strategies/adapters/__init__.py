@@ -18,7 +18,7 @@ from autofit.strategies.base import (
 )
 
 RANK = 16
-"""Of the matrices; their product is multiplied by ``ALPHA / RANK``."""
+"""Rank of the adapters' matrices. Their product is multiplied by ``ALPHA / RANK``."""
 ALPHA = 32
 
 
@@ -69,19 +69,19 @@ class Adapters(Strategy):
         return f"{missing} is not installed: pip install {missing}" if missing else None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It needs blocks, and a process that trains alone."""
+        """The model needs repeated blocks, and one process must train it."""
         if not facts.roots:
             return None
         if not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
         if facts.world_size > 1:
-            return "not under several ranks: what reduces gradients is made for the script's own"
+            return "not under several ranks: gradients are reduced for the script's own parameters"
         if any(root.compiled for root in facts.roots):
             return "the script compiles the model, whose layers would be replaced"
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Inject before the optimizer is made; 4 bits take more than lines."""
+        """Insert adapters before the optimizer is created. 4 bits take more than a few lines."""
         if level != "lora":
             return None
         return ByHand(
@@ -96,7 +96,7 @@ class Adapters(Strategy):
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Put adapters into the model, once."""
+        """Insert the adapters, once."""
         from autofit.strategies.adapters import lora
 
         lora.inject(root.module, four_bit=level == "qlora")

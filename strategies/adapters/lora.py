@@ -1,8 +1,9 @@
-"""Puts LoRA into a model in place, and into the optimizer that the script has made.
+"""Inserts LoRA adapters into a model, and into the optimizer that the script has created.
 
-The optimizer's groups keep their settings, and schedules find them as they were: a layer's adapter
-goes where its weight was, whatever is frozen goes, with its state. Weights that are replaced by
-4 bits are emptied at once, because the script's optimizer holds them until its first step.
+The optimizer's groups keep their settings, so schedules still work. Each adapter replaces the
+weight of its layer in the weight's group. Other frozen parameters are removed with their state.
+With 4 bits the float32 weights are emptied at once, because the script's optimizer refers to them
+until its first step.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from autofit.strategies.base import OptimizerHandle
 from autofit.strategies.inspection.blocks import repeated_blocks
 
 CONV1D = "Conv1D"
-"""Hugging Face's name of a linear layer whose weight lies the other way around (GPT-2)."""
+"""Hugging Face's linear layer with a transposed weight (GPT-2)."""
 
 _injected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _homes = WeakTensorKeyDictionary()
-"""Adapter's parameter to a reference to its layer's weight, as the script's optimizer knows it."""
+"""Each adapter parameter to a weak reference to its layer's weight."""
 
 
 def inject(module: nn.Module, *, four_bit: bool) -> None:
-    """Put adapters beside the linear layers of the blocks of ``module``; refuse where none are."""
+    """Insert adapters beside the linear layers of the blocks of ``module``.
+
+    Raises ``Refused`` if the blocks have no linear layers.
+    """
     if module in _injected:
         return
     layers = linear_layers(module, four_bit=four_bit)
@@ -68,7 +72,7 @@ def inject(module: nn.Module, *, four_bit: bool) -> None:
 
 
 def linear_layers(module: nn.Module, *, four_bit: bool) -> dict[str, Any]:
-    """Return the linear layers of the blocks of ``module``, by their names."""
+    """Return the linear layers of the blocks of ``module`` by name."""
     inside = {id(each) for block in repeated_blocks(module) for each in block.modules()}
     return {
         name: each
@@ -79,7 +83,7 @@ def linear_layers(module: nn.Module, *, four_bit: bool) -> dict[str, Any]:
 
 
 def quantised(layer: nn.Linear) -> nn.Module:
-    """Return ``layer`` with its weight in 4 bits; what it held is freed."""
+    """Return ``layer`` with its weight in 4 bits. The memory of the old weight is freed."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     weight = layer.weight
@@ -101,7 +105,7 @@ def quantised(layer: nn.Linear) -> nn.Module:
 
 
 def take_over(handle: OptimizerHandle) -> None:
-    """Replace frozen parameters in an optimizer's groups by the adapters beside them."""
+    """Replace frozen parameters in the optimizer's groups by their adapters."""
     optimizer = handle.optimizer
     models = [module for module in handle.modules() if module in _injected]
     groups = optimizer.param_groups
@@ -128,6 +132,6 @@ def take_over(handle: OptimizerHandle) -> None:
 
 
 def _home(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight beside which an adapter's parameter is, while somebody holds it."""
+    """Return the weight of an adapter's layer, or ``None`` if nothing refers to it any more."""
     reference = _homes.get(parameter)
     return None if reference is None else reference()

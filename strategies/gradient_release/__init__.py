@@ -43,7 +43,7 @@ class GradientRelease(Strategy):
     )
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
-        """Of a batch that is split, gradients wait on the device for the last part."""
+        """If the batch is split, ``released`` keeps gradients on the device to the last chunk."""
         split = levels.get("micro_batch", AS_IS) != AS_IS
         return 1.0 if split and level == "released" else super().keeps(level, kind, levels)
 
@@ -52,13 +52,16 @@ class GradientRelease(Strategy):
         return f"gradients {level}"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """On the CPU gradients are in host memory as it is."""
+        """On the CPU gradients are in host memory already."""
         if level == HOSTED and hardware.device == "cpu":
             return "gradients are in host memory already"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """One backward pass a step, of one model and optimizer, and nobody looks at gradients."""
+        """The script must run one backward pass a step, for one model and one optimizer.
+
+        It must not read or scale the gradients before the step.
+        """
         others = [name for name in facts.optimizers if name not in PER_PARAMETER]
         reasons = {
             "the script accumulates gradients over several calls": facts.calls_per_step > 1,
@@ -74,7 +77,10 @@ class GradientRelease(Strategy):
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Loss scaling looks at all gradients first; a batch in one piece leaves none waiting."""
+        """Loss scaling reads all gradients before a step.
+
+        ``hosted`` has no effect on a batch in one piece.
+        """
         if levels["precision"] == "fp16":
             return "gradient_release: under fp16 a step that overflowed is left out as a whole"
         if level == HOSTED and levels["micro_batch"] == AS_IS:
@@ -82,13 +88,13 @@ class GradientRelease(Strategy):
         return None
 
     def fault(self, error: BaseException) -> str | None:
-        """A weight was updated that backward still needed: it came through there twice."""
+        """Backward needed a weight that had already been updated."""
         if "modified by an inplace operation" in str(error):
             return "a weight is needed in backward after its gradient is complete"
         return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Step in backward; refused where that would not be the script's own training."""
+        """Step inside backward. Raises ``Refused`` if that would change the training."""
         from autofit.strategies.gradient_release.steps import release
 
         return release(handle, hosted=level == HOSTED)

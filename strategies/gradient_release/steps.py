@@ -1,4 +1,4 @@
-"""When an optimizer may step inside backward, and gradients that wait in host memory for it."""
+"""Decides when an optimizer may step inside backward, and stores gradients in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PENDING = 2
 
 
 def release(handle: OptimizerHandle, *, hosted: bool) -> Undo:
-    """Let the parameters of an optimizer step in backward."""
+    """Let the parameters of an optimizer step inside backward."""
     if reason := why_not(handle.optimizer):
         raise Refused(reason)
     if not hosted:
@@ -33,7 +33,7 @@ def release(handle: OptimizerHandle, *, hosted: bool) -> Undo:
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Return why steps of single parameters would not be the step of all, or ``None``."""
+    """Return why steps of single parameters would differ from one step of all, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in CLASSES:
         return f"{name} may update parameters together; torch's {', '.join(PER_PARAMETER)} do not"
@@ -52,24 +52,24 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 class Hosted:
-    """Gradients of parts of a batch, added up in host memory; implements ``Aside``.
+    """Sums of the gradients of several chunks in host memory. Implements ``Aside``.
 
-    On CUDA the copies run on a stream of their own. A gradient is freed once the copy is through:
-    the main stream waits for it a few gradients later, so that freed memory is used in order.
+    On CUDA the copies run on a separate stream. A gradient is freed after its copy. The main stream
+    waits for that copy a few gradients later, so the freed memory is reused in stream order.
     """
 
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
-        """By ``id`` of the parameter, pinned where it lies on a GPU."""
+        """By ``id`` of the parameter. Pinned if the gradient is on a GPU."""
         self._taken: list[int] = []
-        """Of the host's memory."""
+        """Reserved bytes of the host memory."""
         self._full: set[int] = set()
-        """Those that hold something."""
+        """The ids of parameters whose sums hold a gradient."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._leaving: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
     def put(self, parameter: torch.Tensor) -> None:
-        """Take away what ``parameter.grad`` holds, and add it to what was put aside before."""
+        """Clear ``parameter.grad``, and add its value to the sum in host memory."""
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
@@ -80,7 +80,7 @@ class Hosted:
             self._add(id(parameter), gradient)
 
     def bring(self, parameter: torch.Tensor) -> None:
-        """Add what was put aside, if anything was, to ``parameter.grad``."""
+        """Add the sum in host memory to ``parameter.grad``."""
         if id(parameter) not in self._full:
             return
         self._full.discard(id(parameter))
@@ -94,7 +94,7 @@ class Hosted:
             parameter.grad.add_(sums.to(parameter.device, non_blocking=True))
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Release the host memory."""
         for stream in self._streams.values():
             stream.synchronize()
         self._leaving.clear()
@@ -104,7 +104,7 @@ class Hosted:
             HOST_BUDGET.give_back(self._taken.pop())
 
     def _leave(self, key: int, gradient: torch.Tensor) -> None:
-        """Add a gradient on the device, beside what else runs there."""
+        """Add a gradient on the device to its sum, on the separate stream."""
         main = torch.cuda.current_stream(gradient.device)
         stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
         if len(self._leaving) >= MAX_PENDING:

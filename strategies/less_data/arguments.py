@@ -1,4 +1,4 @@
-"""Leaves a part of a call's arguments out, where the model itself makes the loss of the rest."""
+"""Cuts the arguments of a call, for models that compute the loss themselves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 
 Cut = Callable[[list[Any]], list[Any]]
-"""Returns the flattened arguments of a call without what is left out; raises ``Refused``."""
+"""Returns the flattened arguments of a call without the omitted data. Raises ``Refused``."""
 
 
 class Samples(Protocol):
-    """Says how many samples of a batch are left under a level."""
+    """Returns how many samples of a batch remain under a level."""
 
     def samples(self, level: str, batch: int) -> int:
-        """Return the samples that are left of ``batch``."""
+        """Return how many of ``batch`` samples remain."""
 
 
 def trained_on(call: Forward, cut: Cut) -> Forward:
-    """Return ``call`` with its arguments cut, in training."""
+    """Return ``call`` with its arguments cut, for calls with gradients."""
 
     def cut_call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -32,7 +32,7 @@ def trained_on(call: Forward, cut: Cut) -> Forward:
         some, named = tree_unflatten(cut(leaves), spec)
         output = call(*some, **named)
         if not any(_is_loss(leaf) for leaf in tree_leaves(output)):
-            raise Refused("the script computes the loss outside the model, of all that it has")
+            raise Refused("the script computes the loss outside the model, from the whole batch")
         return output
 
     return cut_call
@@ -62,7 +62,10 @@ def tokens(leaves: list[Any]) -> list[Any]:
 
 
 def _shortened(tensor: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Cut every dimension of so many tokens; a first one only if it cannot be the batch."""
+    """Cut each dimension of size ``length``.
+
+    The first dimension is cut only if it cannot be the batch.
+    """
     for dim, size in enumerate(tensor.shape):
         if size == length and (dim > 0 or (tensor.dim() == 1 and batch != length)):
             tensor = tensor.narrow(dim, 0, length // 2)

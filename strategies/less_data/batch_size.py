@@ -1,4 +1,4 @@
-"""A smaller batch: the model sees the first half, or the first quarter, of the samples."""
+"""A smaller batch: the model trains on the first half or quarter of the samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autofit.facts import Facts
 from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
 
 PARTS = {"half": 2, "quarter": 4}
-"""Level to the part of the samples that is left: one in so many."""
+"""Each level's divisor of the number of samples."""
 
 
 class BatchSize(Strategy):
@@ -46,11 +46,11 @@ class BatchSize(Strategy):
         return f"{'half' if level == 'half' else 'a quarter of'} the batch"
 
     def samples(self, level: str, batch: int) -> int:
-        """Return the samples that are left, one at least."""
+        """Return how many samples remain, at least one."""
         return batch if level == AS_IS else -(-batch // PARTS[level])
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """There must be samples to leave out."""
+        """The batch must have enough samples."""
         if not facts.roots:
             return None
         if all((root.batch or 1) < PARTS[level] for root in facts.roots):
@@ -58,11 +58,11 @@ class BatchSize(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Say where: the script's own line, which is not known here."""
+        """Return a comment: the script creates the loader itself."""
         return ByHand(prepare=f"# and make the loader with a batch_size of one {level}")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Leave samples out before anything else is done with a call."""
+        """Cut the arguments before any other level sees the call."""
         from autofit.strategies.less_data import arguments
 
         return root.around_whole(

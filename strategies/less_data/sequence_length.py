@@ -1,4 +1,4 @@
-"""Shorter sequences: the model sees the first half of each sample's tokens."""
+"""Shorter sequences: the model trains on the first half of each sample's tokens."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class SequenceLength(Strategy):
         return "half the tokens"
 
     def share(self, level: str) -> float:
-        """Return the part of each sample that is left."""
+        """Return the share of each sample's tokens that remains."""
         return 1.0 if level == AS_IS else 0.5
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Say where: the script's own lines, which are not known here."""
+        """Return a comment: the script creates the batches itself."""
         return ByHand(prepare="# and cut each sample's tokens, mask and labels to their first half")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Leave tokens out before anything else is done with a call."""
+        """Cut the arguments before any other level sees the call."""
         from autofit.strategies.less_data import arguments
 
         return root.around_whole(lambda call: arguments.trained_on(call, arguments.tokens))

@@ -1,4 +1,4 @@
-"""Weights in bfloat16, with what is missing to float32 beside them, or without it."""
+"""Weights in bfloat16, with or without the low bits of float32 beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autofit.strategies.base import (
 from autofit.strategies.precision import AMPERE
 
 OF_TYPES = ("dtype", "scalar type", "BFloat16")
-"""What torch's errors name where numbers are of another type than an operation wants."""
+"""Words in torch's errors about an operation on tensors of different dtypes."""
 
 
 class Weights(Strategy):
@@ -72,7 +72,7 @@ class Weights(Strategy):
     )
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
-        """What is missing to float32 goes to host memory with the optimizer's state."""
+        """``optimizer_offload`` moves the low bits to host memory with the optimizer state."""
         if level == "bf16_master" and kind is Memory.WEIGHTS:
             return 1.0 if levels.get("optimizer_offload", AS_IS) == AS_IS else 0.5
         return super().keeps(level, kind, levels)
@@ -82,7 +82,7 @@ class Weights(Strategy):
         return "bf16 weights with masters" if level == "bf16_master" else "bf16 weights"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """Bfloat16 needs a GPU from Ampere on, or a CPU."""
+        """On CUDA bfloat16 needs a GPU from Ampere on."""
         if hardware.device != "cuda":
             return None
         if (hardware.capability or (0, 0)) < AMPERE:
@@ -90,36 +90,36 @@ class Weights(Strategy):
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """The weights are float32, one process trains them, and no loss is scaled."""
+        """The weights must be float32, trained by one process without loss scaling."""
         dtypes = {root.dtype for root in facts.roots}
         if dtypes and dtypes != {"float32"}:
             return f"the model's weights are {', '.join(sorted(dtypes))}, not float32"
         if facts.world_size > 1:
-            return "not under several ranks: what reduces gradients is made for the script's own"
+            return "not under several ranks: gradients are reduced for the script's own parameters"
         if facts.scaler:
-            return "the script scales its loss, which bf16 has no need of"
+            return "the script scales its loss, which bf16 does not need"
         if facts.autograd_grad and level == "bf16_master":
-            return "the script differentiates by hand: the weights it makes then would be rounded"
+            return "the script calls torch.autograd.grad: weights that it computes would be rounded"
         if "LBFGS" in facts.optimizers:
             return "LBFGS calls the model within its step"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Beside bf16 autocast, which it enters anyway, no other precision has a meaning."""
+        """The level uses bf16 autocast, so no other precision can be combined with it."""
         precision = levels.get("precision", AS_IS)
         if precision not in (AS_IS, "bf16"):
             return f"the weights are bf16, so {precision} has nothing to do"
         return None
 
     def fault(self, error: BaseException) -> str | None:
-        """Tell an operation that wants all its numbers of one type."""
+        """An operation needs all its tensors to have one dtype."""
         line = (str(error).splitlines() or [""])[0]
         if isinstance(error, RuntimeError) and any(words in line for words in OF_TYPES):
             return f"an operation of the model does not take weights in bf16: {line}"
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Convert the model; masters take more than lines."""
+        """Convert the model. ``bf16_master`` takes more than a few lines."""
         if level == "bf16_master":
             return None
         return ByHand(
@@ -128,7 +128,7 @@ class Weights(Strategy):
         )
 
     def on_process(self, level: str, process: Process) -> Undo | None:
-        """Convert while the model is made, where its weights alone would fill the device."""
+        """Split weights during the model's creation if they would fill the device."""
         from autofit.strategies.weights.while_made import SplitWhileMade
 
         return SplitWhileMade(process).attach()
@@ -143,7 +143,7 @@ class Weights(Strategy):
         return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Let each step see float32."""
+        """Run each step in float32."""
         from autofit.strategies.weights import bf16, split_float32
 
         return split_float32.join(handle) if level == "bf16_master" else bf16.around(handle)

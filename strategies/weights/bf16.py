@@ -1,8 +1,8 @@
-"""Weights and optimizer state in bfloat16 alone, rounded stochastically after each step.
+"""Weights and optimizer state in bfloat16, rounded stochastically after each step.
 
-Rounded to nearest, most updates would be lost: a weight moves by less than half the distance to
-its neighbour. Rounded up or down with the chances that keep the mean, they are not (Zamirai et al.,
-2020). The draws come from a generator of our own: the script's are what they were.
+With rounding to nearest most updates are lost: a step is less than half the distance between two
+bfloat16 numbers. Stochastic rounding keeps the mean (Zamirai et al., 2020). It draws from a
+generator of its own, so the script's random draws stay the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _converted: WeakSet[nn.Module] = WeakSet()
 
 
 def convert(root: Root) -> Undo:
-    """Convert the float32 parameters of ``root``; what they were is lost."""
+    """Convert the float32 parameters of ``root``. This cannot be reverted."""
     module = root.module
-    if module not in _converted:  # it is asked for again with every other plan of its process
+    if module not in _converted:  # every plan of the process converts it again
         refuse(module)
         _converted.add(module)
 
@@ -36,14 +36,14 @@ def convert(root: Root) -> Undo:
         return autocast(forward, torch.bfloat16)
 
     for parameter in module.parameters():
-        forget(parameter)  # of one that was split when it was made
+        forget(parameter)  # if it was split during creation
     for parameter in convertible(module):
         change_type(parameter, parameter.data.to(torch.bfloat16))
     return root.around_forward(wrapper, lasting=True)
 
 
 def around(handle: OptimizerHandle) -> Undo:
-    """Let each step of an optimizer compute in float32, and round what comes of it."""
+    """Compute each step of an optimizer in float32, and round the result."""
     if isinstance(handle.optimizer, LBFGS):
         raise Refused("LBFGS calls the model within its step")
     rounded = Rounded()
@@ -51,7 +51,7 @@ def around(handle: OptimizerHandle) -> Undo:
 
 
 class Rounded:
-    """Opens what is bfloat16 for a step, and rounds it stochastically when it is closed."""
+    """Converts bfloat16 parameters for a step, and rounds them stochastically after it."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -63,7 +63,7 @@ class Rounded:
     def open(
         self, parameters: Sequence[torch.Tensor], states: Sequence[State]
     ) -> Sequence[torch.Tensor]:
-        """Return the values in float32; so is the state of their shape from now on."""
+        """Return the values in float32. Convert the state of the same shape, too."""
         for parameter, state in zip(parameters, states, strict=True):
             for name in _of_its_shape(parameter, state):
                 state[name] = state[name].float()
@@ -76,7 +76,7 @@ class Rounded:
         values: Sequence[torch.Tensor],
         states: Sequence[State],
     ) -> None:
-        """Round the values into ``kept``, and the state."""
+        """Round the values into ``kept``, and round the state."""
         for parameter, held, value, state in zip(parameters, kept, values, states, strict=True):
             held.copy_(self._rounded(value))
             for name in _of_its_shape(parameter, state):
@@ -90,7 +90,7 @@ class Rounded:
 
 
 def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 ``values`` in bfloat16, up or down so that the mean is kept."""
+    """Return ``values`` (float32) rounded stochastically to bfloat16."""
     noise = torch.empty_like(values, dtype=torch.int32)
     noise.random_(0, 1 << 16, generator=generator)
     upper = (noise.add_(values.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -98,7 +98,7 @@ def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def _of_its_shape(parameter: torch.Tensor, state: State) -> list[str]:
-    """Return the names of the state that has a number for each element."""
+    """Return the names of the state tensors that have one number for each element."""
     return [
         name
         for name, value in state.items()

@@ -1,15 +1,14 @@
-"""Float32 weights as two halves of 16 bits: bfloat16 in the parameter, the rest beside it.
+"""Float32 weights as two halves of 16 bits: the parameter holds bfloat16, its rest the low bits.
 
-bfloat16 is the upper half of float32, so that a weight and its rest take the bytes of the weight
-as it was, and joined they are what it was (Kalamkar et al., 2019; to the last bit but for one in
-131072, where a tie is rounded down). The script's parameter objects stay. What it writes into one
-by itself (``p.data.clamp_``, ``load_state_dict``) is the upper half of what training goes on with.
+bfloat16 is the upper half of float32. A weight and its rest take as many bytes as before, and
+joining them restores the float32 value (Kalamkar et al., 2019). One value in 131072 differs in the
+last bit, where a tie is rounded down. The script keeps its parameter objects. A value that it
+writes into a parameter itself (``p.data.clamp_``) replaces the upper half.
 
-A step of the optimizer sees float32: some parameters at a time are joined, with their gradients in
-float32, stepped by whatever steps them, and split again. All that the optimizer keeps is float32,
-as it is plainly.
+An optimizer step uses float32. Some parameters at a time are joined, with gradients in float32,
+then stepped and split again. The optimizer state is float32, as in the script.
 
-The rests lie where the parameters lie, or wherever ``put_rest`` has put them: in host memory, say.
+The rests are on the parameters' device, or where ``put_rest`` has put them, such as host memory.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from autofit.strategies.precision import autocast
 from autofit.strategies.support.in_float32 import State, change_type, cut, in_a_row, step
 
 _RESTS = WeakTensorKeyDictionary()
-"""Parameter to the lower halves of its elements, as int16, in its shape."""
+"""The low halves of each split parameter's elements, as int16 in its shape."""
 
 
 # --- one parameter ----------------------------------------------------------------------------
 
 
 def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 ``values`` rounded to bfloat16, and what is missing, as int16."""
+    """Return float32 ``values`` rounded to bfloat16, and the remaining bits as int16."""
     upper = values.to(torch.bfloat16)
     missing = values.view(torch.int32) - (upper.view(torch.int16).to(torch.int32) << 16)
     return upper, missing.clamp_(-(1 << 15), (1 << 15) - 1).to(torch.int16)
 
 
 def whole(upper: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of two halves, on the device of the rest.
+    """Return the float32 values of two halves, on the device of ``rest``.
 
-    Where the upper half has been set to zero the rest does not count: it would make a NaN of it.
+    If the upper half is zero, the rest is ignored. The script may have set the weight to zero.
     """
     upper = upper.detach().to(rest.device)
     joined = upper.view(torch.int16).to(torch.int32) << 16
@@ -54,36 +53,36 @@ def whole(upper: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 
 def rest_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the lower half of a parameter; ``None`` where it has none."""
+    """Return the low halves of a parameter, or ``None`` if it is not split."""
     rest: torch.Tensor | None = _RESTS.get(parameter)
     return rest if parameter.dtype is torch.bfloat16 else None
 
 
 def some_split() -> bool:
-    """Return whether any parameter of the process has its lower half kept apart."""
+    """Return whether any parameter of the process is split."""
     return len(_RESTS) > 0
 
 
 def type_of(parameter: torch.Tensor) -> torch.dtype:
-    """Return the type that a parameter has for the script."""
+    """Return the dtype that a parameter has for the script."""
     return torch.float32 if rest_of(parameter) is not None else parameter.dtype
 
 
 def put_rest(parameter: torch.Tensor, rest: torch.Tensor) -> None:
-    """Let ``rest``, on whatever device, be the lower half of a parameter."""
+    """Store ``rest``, on any device, as the low halves of a parameter."""
     _RESTS[parameter] = rest
 
 
 def forget(parameter: torch.Tensor) -> None:
-    """Leave a parameter with its upper half alone."""
+    """Drop the low halves of a parameter."""
     if parameter in _RESTS:
         del _RESTS[parameter]
 
 
 def script_values(parameter: torch.Tensor, here: bool = False) -> torch.Tensor | None:
-    """Return a parameter's values in float32, as the script has them; ``None`` if it is plain.
+    """Return a parameter's values in float32, or ``None`` if it is not split.
 
-    Where its rest lies, or ``here``: where it lies itself.
+    The result is on the device of the rest, or with ``here`` on the parameter's device.
     """
     rest = rest_of(parameter)
     if rest is None:
@@ -93,7 +92,7 @@ def script_values(parameter: torch.Tensor, here: bool = False) -> torch.Tensor |
 
 
 def loaded(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Take the values that the script has loaded into a parameter, to the last bit."""
+    """Store values that the script loads into a parameter, without rounding."""
     rest = rest_of(parameter)
     if rest is not None:
         _write(parameter.data, rest, values.detach().to(parameter.device, torch.float32))
@@ -109,7 +108,7 @@ def _write(upper: torch.Tensor, rest: torch.Tensor, values: torch.Tensor) -> Non
 
 
 def split(root: Root) -> None:
-    """Split the trainable parameters of ``root``, those too that are thawed or added later."""
+    """Split the trainable parameters of ``root``, also those that become trainable later."""
     module = root.module
     refuse(module)
     undo_show = root.show_weights(script_values, loaded)
@@ -151,10 +150,10 @@ def split(root: Root) -> None:
 
 
 def convertible(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of float32, but those of BatchNorm, LayerNorm and their like.
+    """Return the float32 parameters, without those of normalization layers.
 
-    Their kernels want them of the type of the statistics (BatchNorm), or of the input, which may be
-    float32 after a buffer was added to it (LayerNorm on the CPU). They are few and small.
+    BatchNorm's kernels need parameters of the statistics' type. LayerNorm's need the type of the
+    input, which may be float32. These parameters are few and small.
     """
     found: dict[int, nn.Parameter] = {}
     for each in module.modules():
@@ -165,7 +164,7 @@ def convertible(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse(module: nn.Module) -> None:
-    """Raise ``Refused`` where another type of the parameters would not be the same model."""
+    """Raise ``Refused`` if the model would not be the same with parameters of another type."""
     places: dict[int, torch.Tensor] = {}
     early = [parameter for parameter in module.parameters() if rest_of(parameter) is not None]
     trainable = [each for each in (*early, *convertible(module)) if each.requires_grad]
@@ -185,7 +184,7 @@ def refuse(module: nn.Module) -> None:
 
 
 def join(handle: OptimizerHandle) -> Undo:
-    """Let each step of an optimizer see its parameters, and their gradients, in float32."""
+    """Run each step of an optimizer with parameters and gradients in float32."""
     if isinstance(handle.optimizer, LBFGS):
         raise Refused("LBFGS calls the model within its step")
     loading = Loading()
@@ -204,7 +203,7 @@ def join(handle: OptimizerHandle) -> Undo:
 
 
 class Halves:
-    """Opens a parameter for a step by joining it, and closes it by splitting it."""
+    """Joins parameters before a step, and splits them after it."""
 
     def opens(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is split."""
@@ -228,7 +227,7 @@ class Halves:
         values: Sequence[torch.Tensor],
         states: Sequence[State],
     ) -> None:
-        """Write ``values`` back, as they are after the step."""
+        """Split ``values``, the result of the step, into the parameters and their rests."""
         rests: list[torch.Tensor] = [_RESTS[parameter] for parameter in parameters]
         if _in_rows(kept, rests) and in_a_row(values):
             new_uppers, new_rests = halves(_row(values))
@@ -240,7 +239,7 @@ class Halves:
 
 
 def _in_rows(uppers: Sequence[torch.Tensor], rests: Sequence[torch.Tensor]) -> bool:
-    """Return whether both halves of several parameters can be treated as one: on one device."""
+    """Return whether both halves of several parameters can be concatenated: on one device."""
     return in_a_row(uppers) and in_a_row(rests) and uppers[0].device == rests[0].device
 
 
@@ -252,17 +251,17 @@ HALVES = Halves()
 
 
 class Loading:
-    """Lets what an optimizer loads stay in float32, where torch gives it the parameter's type."""
+    """Keeps loaded optimizer state in float32. torch would cast it to the parameter's type."""
 
     def __init__(self) -> None:
         self._document: dict[str, Any] | None = None
 
     def begins(self, optimizer: Optimizer, document: dict[str, Any]) -> None:
-        """Note what is loaded."""
+        """Keep a reference to the loaded document."""
         self._document = document
 
     def ends(self, optimizer: Optimizer) -> None:
-        """Put it in its place again as it was saved."""
+        """Store the state in the type in which it was saved."""
         document, self._document = self._document, None
         assert document is not None, "a load begins before it ends"
         order = [index for group in document["param_groups"] for index in group["params"]]

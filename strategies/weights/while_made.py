@@ -1,9 +1,9 @@
-"""Splits weights while a model is made, on a device that has no room for them in float32.
+"""Splits weights while the script creates a model that does not fit on the device in float32.
 
-Else they are split at the model's first call, from what the script has put into them. Where its
-parameters come to fill ``SHARE`` of what the device may hold, that is too late: those there are
-become bfloat16 at once, those that follow as they come, and their other halves go to host memory.
-What is drawn into them after that is drawn in bfloat16.
+Usually the weights are split at the model's first call. That is too late if the parameters fill
+``SHARE`` of the memory before. Then the existing parameters become bfloat16 at once, and later ones
+as they are created. Their low halves are stored in host memory. Initial values that are drawn after
+that are drawn in bfloat16.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from autofit.strategies.weights.split_float32 import (
 )
 
 SHARE = 0.4
-"""Of the device's memory; with as much again for gradients it would be nearly full."""
+"""Share of the device's memory. Gradients of the same size would nearly fill the device."""
 
 
 def device_capacity(device: torch.device) -> int | None:
-    """Return the bytes that this process may hold on a GPU; ``None`` of other devices."""
+    """Return the bytes that this process may use on a GPU, ``None`` for other devices."""
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory
@@ -40,10 +40,10 @@ def device_capacity(device: torch.device) -> int | None:
 
 
 def _cast(forward: Forward) -> Forward:
-    """Run a model whose weights were split as they came under autocast: nothing else can.
+    """Run a model under autocast if its weights were split during creation.
 
-    It is so too where a plan is proven: in float32 there is no room for the model. What is shown
-    then is that all else in the plan changes nothing, beside weights in bf16.
+    Such a model does not run without autocast. The gradient check uses it too, because the model
+    does not fit in float32. So the check compares the rest of the plan, beside bf16 weights.
     """
     half = autocast(forward, torch.bfloat16)
 
@@ -54,17 +54,17 @@ def _cast(forward: Forward) -> Forward:
 
 
 class SplitWhileMade:
-    """Watches parameters come, from ``attach`` until it is taken back."""
+    """Watches the creation of parameters, from ``attach`` to ``detach``."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._come = WeakTensorKeyDictionary()
-        """Parameters of float32 on a GPU."""
+        """Float32 parameters on a GPU."""
         self._short = False
         self._undos: list[Undo] = []
 
     def attach(self) -> Undo:
-        """Watch what is registered with a module, and what a module moves."""
+        """Watch parameters that a module registers or moves."""
         self._undos.append(self._process.show_weights(script_values, loaded))
         self._undos.append(self._process.around_calls(_cast))
         hook = register_module_parameter_registration_hook(self._registered)
@@ -73,7 +73,7 @@ class SplitWhileMade:
         return self.detach
 
     def detach(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""
         while self._undos:
             self._undos.pop()()
         self._come.clear()
@@ -91,7 +91,7 @@ class SplitWhileMade:
                 if not self._is_to_split(tensor, found):
                     return found
                 upper, rest = halves(found.detach())
-                put_rest(tensor, rest.cpu())  # it counts once the parameter holds the upper half
+                put_rest(tensor, rest.cpu())  # in effect once the parameter is bfloat16
                 return upper
 
             return plain(module, converted, *args, **kwargs)
@@ -99,7 +99,10 @@ class SplitWhileMade:
         return apply
 
     def _is_to_split(self, parameter: torch.Tensor, held: torch.Tensor) -> bool:
-        """Take note of a parameter that comes to hold ``held``; say whether there is no room."""
+        """Note that ``parameter`` will hold ``held``. Return whether it must be split.
+
+        When the parameters exceed the limit for the first time, split all earlier ones.
+        """
         if type(parameter) is not nn.Parameter or held.dtype is not torch.float32:
             return False
         if (most := device_capacity(held.device)) is None:

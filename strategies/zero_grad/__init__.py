@@ -1,4 +1,4 @@
-"""Gradients that are dropped between two steps, where a script sets them to zero in place."""
+"""Frees gradients that the script sets to zero in place."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class ZeroGrad(Strategy):
         return "gradients dropped"
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It changes what a script says, where it says so."""
+        """The script must set gradients to zero in place."""
         if facts.gradients_zeroed or not facts.optimizers:
             return None
-        return "the script does not set gradients to zero: they are dropped as it is"
+        return "the script does not set gradients to zero: it frees them already"
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Where gradients are freed in backward none is left, and none is to be given back."""
+        """``gradient_release`` frees the gradients before."""
         if levels.get("gradient_release", AS_IS) != AS_IS:
-            return "gradients that are released in backward are not there to be dropped"
+            return "gradient_release frees the gradients in backward already"
         return None
 
     def by_hand(self, level: str) -> ByHand:
@@ -56,7 +56,7 @@ class ZeroGrad(Strategy):
         return ByHand(prepare="# and call `optimizer.zero_grad()` without `set_to_none=False`")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Change what ``zero_grad`` does, for the whole process."""
+        """Patch ``zero_grad`` for the whole process."""
         from autofit.strategies.zero_grad.gradients import Dropped
 
         return root.outliving(Dropped().attach(root))

@@ -1,4 +1,4 @@
-"""Drops gradients instead of setting them to zero, and gives zeros back where they are missed."""
+"""Frees gradients that the script sets to zero, and restores zeros before a step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OWNERS = (Optimizer, nn.Module)
 
 
 class Dropped:
-    """The parameters whose zeros were dropped and have not been replaced yet."""
+    """Parameters whose zeros were freed and have not been restored."""
 
     def __init__(self) -> None:
         self._parameters = WeakIdKeyDictionary()
 
     def attach(self, root: Root) -> Undo:
-        """Change ``zero_grad``; the undo gives back what is missing."""
+        """Patch ``zero_grad``. The undo restores all missing zeros."""
         undo_step = root.before_step(lambda optimizer: self._give_back(parameters_of(optimizer)))
         undos = [root.patch(owner, "zero_grad", self._zero_grad) for owner in OWNERS]
 
@@ -43,7 +43,7 @@ class Dropped:
         return zero_grad
 
     def _drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop dense gradients; a sparse one holds nothing once it is zero."""
+        """Free dense gradients. A sparse gradient needs no memory when it is zero."""
         for each in parameters:
             if each.grad is not None and each.grad.layout is torch.strided:
                 each.grad = None

@@ -1,8 +1,8 @@
-"""The few places in torch where the harness attaches. Imported once the script has torch.
+"""Patches torch so that a session sees what the script does. Imported after the script's torch.
 
-Four seams, none of which the script can see in its own objects: the call of a module (on the
-class), the start of a backward pass, the optimizer step (torch's own global hooks), the loader's
-``next``. ``Handler`` says what happens there; ``Seams`` attaches and takes away.
+The main patches are on the call of a module (on its class), the start of a backward pass, the
+optimizer step (by torch's global hooks) and the loader's ``next``. No object of the script is
+changed. ``Seams`` applies and removes the patches, and calls ``Handler``.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.patching.weight_views import WeightViews
 
 plain_backward = torch.autograd.backward
-"""The backward pass itself, for work inside a root that the handler must not see again."""
+"""torch's own backward, for work inside a root that the handler must not see."""
 
 
 class Handler(Protocol):
-    """What a session does at the seams."""
+    """What a session does when the script calls a model, runs backward or steps an optimizer."""
 
     def new_root(self, module: nn.Module) -> None:
-        """Meet an outermost module, with trainable parameters, called with gradients enabled."""
+        """Register an outermost module with trainable parameters that is called with gradients."""
 
     def inner_call(self) -> None:
-        """Notice that a submodule of a root is called (while roots are still looked for)."""
+        """Note the call of a submodule of a root, while the session still looks for roots."""
 
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass from ``tensors`` that the script started."""
 
     def grad(self, inputs: Any) -> None:
-        """Notice a ``torch.autograd.grad`` for ``inputs``."""
+        """Note a call of ``torch.autograd.grad`` for ``inputs``."""
 
     def backward_to(self, inputs: Any) -> None:
-        """Notice a backward pass for ``inputs`` alone."""
+        """Note a backward pass for ``inputs`` only."""
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what a function of autograd is to be given for ``args``."""
+        """Return the arguments for a custom autograd function, called with ``args``."""
 
     def module_changes(self) -> None:
-        """Notice that the script is about to set an attribute of a module."""
+        """Note that the script is about to set an attribute of a module."""
 
     def optimizer_made(self) -> None:
-        """Notice that the script makes an optimizer: another model may come with it."""
+        """Note that the script creates an optimizer. It may also have created another model."""
 
     def zeroes(self, owner: nn.Module | Optimizer, *, in_place: bool) -> None:
-        """Notice that ``owner``'s gradients are to be zero, or are dropped if not ``in_place``."""
+        """Note that the gradients of ``owner`` are set to zero, or dropped if not ``in_place``."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Notice that ``optimizer`` is about to step."""
+        """Note that ``optimizer`` is about to step."""
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        """Notice that one parameter of it is about to step by itself, in backward."""
+        """Note that one parameter is about to step by itself inside backward."""
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Notice that ``optimizer`` has stepped; may raise to end the script."""
+        """Note that ``optimizer`` has stepped. May raise to end the script."""
 
 
 class DelayedCall(Protocol):
@@ -84,37 +84,33 @@ class Seams:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.loader = True
-        """The loader's ``next`` is watched too."""
+        """Whether the loader's ``next`` is patched, too."""
         self.inside = 0
-        """Above zero while a root's own forward or backward runs.
-
-        A plain counter and not a thread's: CUDA runs backward in a thread of its own.
-        """
+        """Above zero while a root's own forward or backward runs. It counts for all threads,
+        because CUDA runs backward in a thread of its own."""
         self.watch_inside = True
-        """Calls inside a root are watched too, while roots are looked for.
-
-        Not where a plan compiles: the compiler would see them watched, and soon no longer.
-        """
+        """Calls inside a root are patched while the session looks for roots. False if a plan
+        compiles: the compiler would trace the patched call and compile again later."""
         self.keeps_graph = False
-        """The backward pass that runs leaves its graph for another one, or is one of parts only."""
+        """The present backward pass retains its graph, or serves only some inputs."""
         self.stepping = 0
-        """Optimizers whose parameters step in backward: gradients come on the usual way only."""
+        """Number of optimizers whose parameters step inside backward."""
         self.parts_follow = False
-        """The gradients that come are those of a part of the batch, and not of its last."""
+        """The present gradients belong to a chunk of the batch that is not the last one."""
         self.delayed_calls: weakref.WeakSet[DelayedCall] = weakref.WeakSet()
         """Calls of models that have not run yet."""
         self.data_seconds = 0.0
-        """Spent in the loader's ``next`` since someone set it to zero."""
+        """Seconds spent in the loader's ``next`` since the last reset."""
         self.order: Callable[[Callable[[Any], Any], Any], Any] = lambda plain, iterator: plain(
             iterator
         )
-        """Says which batch of a loader comes next (``lookahead.SameBatches`` in a trial)."""
+        """Selects the next batch of a loader (``same_batches.SameBatches`` in a trial)."""
         self.workers: int | None = None
-        """Of the loader that gave the last batch; ``None`` before one has."""
+        """Workers of the loader that returned the last batch; ``None`` before the first batch."""
         self.compiles_functions = False
-        """The script compiles more than models: a loss, say, which takes plain tensors alone."""
+        """The script also compiles functions, such as a loss, which accept plain tensors only."""
         self.around: list[Wrapper] = []
-        """Put around each call of a model, whatever a plan does."""
+        """Wrappers around each call of a model, under every plan."""
         self._readers: list[Reader] = []
         self.patches = Patches()
         """Everything that the session replaces in torch."""
@@ -165,7 +161,7 @@ class Seams:
         self.watch_inside = wanted
 
     def read_by(self, reader: Reader) -> Undo:
-        """Let ``reader`` give the batches of loaders; the last one does."""
+        """Let ``reader`` return the batches of loaders. The last registered reader does so."""
         self._readers.append(reader)
         if not self.loader:
             self.loader = True
@@ -173,27 +169,27 @@ class Seams:
         return lambda: self._readers.remove(reader)
 
     def detach(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""
         self.stop_looking()
         while self._hooks:
             self._hooks.pop()()
         self.patches.undo()
 
     def look_for_roots(self) -> None:
-        """Watch every module call until ``stop_looking``: about a microsecond each."""
+        """Patch every module call until ``stop_looking``. This costs about 1 us a call."""
         if self._looking:
             return
         self._looking = True
         self._stop_looking = self.patches.wrap(nn.Module, "__call__", self._call)
 
     def stop_looking(self) -> None:
-        """Leave ``nn.Module.__call__`` as it was; the roots are known."""
+        """Restore ``nn.Module.__call__``, because the roots are known."""
         self._looking = False
         self._stop_looking()
         self._stop_looking = lambda: None
 
     def enter(self) -> None:
-        """What is called or differentiated now is a root's own."""
+        """Mark the calls and backward passes that follow as the root's own."""
         if not self.inside and self._looking and not self.watch_inside:
             self._stop_looking()
             self._paused = True
@@ -201,7 +197,7 @@ class Seams:
 
     @contextmanager
     def part_of_backward(self, *, more: bool) -> Iterator[None]:
-        """Run the backward of a part of the batch; ``more``: another part follows it."""
+        """Run the backward of one chunk. With ``more`` another chunk follows."""
         self.parts_follow = more
         try:
             yield
@@ -209,7 +205,7 @@ class Seams:
             self.parts_follow = False
 
     def leave(self) -> None:
-        """Look for roots again, as before."""
+        """End ``enter``, and look for roots again if the session did before."""
         self.inside -= 1
         if self._paused and not self.inside:
             self._paused = False
@@ -232,7 +228,7 @@ class Seams:
         return call
 
     def wrapped(self, forward: Forward) -> Forward:
-        """Return a call of a model inside what is put around each."""
+        """Return ``forward`` inside the wrappers around each call of a model."""
         for wrapper in self.around:
             forward = wrapper(forward)
         return forward
@@ -325,7 +321,7 @@ class Seams:
 
 @contextmanager
 def inside(seams: Seams) -> Iterator[None]:
-    """Count as inside a root: what is called or differentiated now is the root's own."""
+    """Mark calls and backward passes in this context as the root's own."""
     seams.enter()
     try:
         yield
@@ -334,9 +330,9 @@ def inside(seams: Seams) -> Iterator[None]:
 
 
 def _is_partial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a backward pass leaves its graph for another one, or leaves out leaves.
+    """Return whether a backward pass retains its graph, or serves only some inputs.
 
-    ``args``, ``kwargs``: of ``torch.autograd.backward``, after its tensors.
+    ``args``, ``kwargs``: those of ``torch.autograd.backward`` after its tensors.
     """
     retain, create = (*args[1:3], False, False)[:2]
     keeps = retain or create or kwargs.get("retain_graph") or kwargs.get("create_graph")
@@ -344,20 +340,19 @@ def _is_partial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class Calls:
-    """Wrappers around the call of single modules, kept on their class.
+    """Wrappers around the calls of single modules, stored outside the modules.
 
-    Nothing is stored in the module, so copying, pickling and ``state_dict`` carry nothing of ours;
-    a copy is an ordinary module of its class. Wrappers of one module are taken back in the reverse
-    of the order in which they were put there.
+    Only the class is patched, so copies, pickles and ``state_dict`` contain no wrapper. A copy is
+    an ordinary module of its class. Wrappers of one module are removed in reverse order.
     """
 
     def __init__(self) -> None:
         self._forwards: dict[int, Forward] = {}
         self._own: dict[type[nn.Module], Callable[..., Any] | None] = {}
-        """The ``__call__`` of each class we changed; ``None`` where it inherits its own."""
+        """The ``__call__`` of each patched class, or ``None`` if the class inherits it."""
 
     def wrap(self, module: nn.Module, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each call of ``module``, outside those put there before."""
+        """Put ``wrapper`` around each call of ``module``, outside its earlier wrappers."""
         key = id(module)
         before = self._forwards.get(key)
         if type(module) not in self._own:
@@ -375,7 +370,7 @@ class Calls:
         return undo
 
     def plain(self, module: nn.Module) -> Forward:
-        """Return the call of ``module`` as its class has it, without holding the module."""
+        """Return the unpatched call of ``module``, with a weak reference to the module."""
         cls = type(module)
         reference = weakref.ref(module)
 
@@ -385,7 +380,7 @@ class Calls:
         return forward
 
     def clear(self) -> None:
-        """Take every wrapper back and leave the classes as they were."""
+        """Remove every wrapper and restore the classes."""
         self._forwards.clear()
         while self._own:
             cls, own = self._own.popitem()

@@ -1,8 +1,8 @@
-"""The seam at the optimizers: each one steps under the plan of the moment.
+"""Runs each optimizer step under the present plan.
 
-The script keeps its own optimizer object. The way in is the ``step`` of its *class*, replaced as
-the first object of the class is made: inside torch's own step hooks, so that whatever a scheduler,
-a scaler or a framework captures of an optimizer leads here.
+The script keeps its own optimizer object. The ``step`` of its class is replaced when the first
+object of that class is created. The replacement is inside torch's step hooks. So every reference to
+``step`` that a scheduler, a scaler or a framework holds still leads here.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class Optimizers:
 
 
 def _hooked(step: Callable[..., Any]) -> Any:
-    """Return ``step`` inside torch's step hooks, marked as torch marks it."""
+    """Return ``step`` inside torch's step hooks, with torch's mark."""
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return hooked
@@ -386,5 +386,5 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _versions(optimizer: Optimizer) -> int:
-    """Return a number that grows when the parameters change."""
+    """Return a number that increases when a parameter changes."""
     return sum(0 if each.is_inference() else each._version for each in _parameters(optimizer))
