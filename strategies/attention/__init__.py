@@ -1,4 +1,4 @@
-"""Attention in one kernel, in place of a matrix of all pairs of tokens."""
+"""Fused attention kernels, which need no matrix of all pairs of tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root
 from autofit.strategies.precision import AMPERE
 
 EAGER, SDPA = "eager", "sdpa"
-"""What Hugging Face's models call attention written out, and torch's kernels for it."""
+"""Fused attention kernels, which need no matrix of all pairs of tokens."""
 KERNELS = {"flash": "flash", "cudnn": "cuDNN"}
-"""Levels that prefer one of torch's kernels, and how people write its name."""
+"""Levels that prefer one of torch's kernels, and the kernel's usual name."""
 CUDNN_FIRST = ((9, 0), (10, 0))
-"""Compute capabilities on which torch 2.11 and later prefer cuDNN's kernel, with a recent cuDNN."""
-WRITTEN = "this is no Hugging Face model that writes its attention out"
+"""Compute capabilities on which torch 2.11 and later prefer cuDNN's kernel by default."""
+WRITTEN = "no Hugging Face model with eager attention"
 CAPS = ("attn_logit_softcapping",)
-"""Settings of models that torch's kernels would pass over in silence."""
+"""Settings of models that torch's kernels would silently ignore."""
 
 
 class Attention(Strategy):
@@ -67,7 +67,7 @@ class Attention(Strategy):
         return f"{KERNELS.get(level, level)} attention"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """Only CUDA has several kernels, from Ampere on; torch prefers one of them by itself."""
+        """The kernels need CUDA and Ampere. torch already prefers one of them."""
         if level not in KERNELS:
             return None
         if hardware.device != "cuda":
@@ -80,7 +80,7 @@ class Attention(Strategy):
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """A script that chose a library's kernel keeps it; one that has SDPA needs no switch."""
+        """A script that chose a kernel keeps it. ``sdpa`` needs a model with eager attention."""
         if not facts.roots:
             return None
         kinds = {root.attention for root in facts.roots if root.attention is not None}
@@ -89,13 +89,13 @@ class Attention(Strategy):
         if level == "sdpa" and EAGER not in kinds:
             return WRITTEN
         if not kinds:
-            return "no Hugging Face model, of which it is known that it calls torch's kernels"
+            return "no Hugging Face model that is known to call torch's kernels"
         if level in KERNELS and all(root.dtype == "float64" for root in facts.roots):
             return f"{KERNELS[level]} attention is for half precision"
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Ask a Hugging Face model to switch, or torch for the kernel."""
+        """Switch a Hugging Face model, or select torch's kernel."""
         if level == "sdpa":
             return ByHand(prepare='# a Hugging Face model: model.set_attn_implementation("sdpa")')
         kernels = ", ".join(
@@ -105,7 +105,7 @@ class Attention(Strategy):
         return ByHand(around=f"torch.nn.attention.sdpa_kernel([{kernels}], set_priority=True)")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Switch the model that writes its attention out, then prefer the kernel."""
+        """Switch a model with eager attention, then prefer the kernel."""
         with ExitStack() as stack:
             config = getattr(root.module, "config", None)
             if getattr(config, "_attn_implementation", None) == EAGER:
@@ -123,12 +123,14 @@ class Attention(Strategy):
 
 
 def _switch(model: Any) -> Undo:
-    """Let a Hugging Face model use torch's kernels; return how to take that back."""
+    """Let a Hugging Face model use torch's kernels. Return the undo."""
     configs = list(_configs(model).values())
     if name := next((n for n in CAPS for each in configs if getattr(each, n, None)), None):
-        raise Refused(f"torch's kernels know nothing of the model's {name}")
+        raise Refused(f"torch's kernels do not implement the model's {name}")
     if any(getattr(each, "output_attentions", False) for each in configs):
-        raise Refused("the model is to return its attention, which torch's kernels do not hold")
+        raise Refused(
+            "the model returns its attention weights, which torch's kernels do not compute"
+        )
     before = [(each, each._attn_implementation_internal) for each in configs]
 
     def undo() -> None:
@@ -139,7 +141,7 @@ def _switch(model: Any) -> Undo:
         model.set_attn_implementation(SDPA)
     except ValueError as error:
         undo()
-        raise Refused(f"this model has no other attention: {str(error).splitlines()[0]}") from None
+        raise Refused(f"this model has no SDPA attention: {str(error).splitlines()[0]}") from None
     if model.config._attn_implementation != SDPA:
         undo()
         raise Refused("this model's attention cannot be switched")
@@ -147,7 +149,7 @@ def _switch(model: Any) -> Undo:
 
 
 def _configs(model: Any) -> dict[int, Any]:
-    """Return the configurations of a Hugging Face model and its parts, by ``id``."""
+    """Return the configurations of a Hugging Face model and its parts by ``id``."""
     found: dict[int, Any] = {}
     todo = [vars(each).get("config") for each in model.modules()]
     while todo:

@@ -1,4 +1,4 @@
-"""Prefers one of torch's attention kernels, and looks whether a model lets it run."""
+"""Prefers one of torch's attention kernels, and checks whether the model can use it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 
 PREFIX = "_scaled_dot_product_"
-"""Of the operators that the kernels are."""
+"""Prefix of the kernels' operators."""
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Level to torch's name for the kernel."""
+"""Each level's kernel."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
 def preferring(level: str) -> Iterator[None]:
-    """Within it, torch tries the kernel of ``level`` first, then the others that are allowed.
+    """Let torch try the kernel of ``level`` first, then the other allowed kernels.
 
-    For the whole process: what checkpointing recomputes in backward has to choose alike. Raises
-    ``Refused`` where the script has switched it off.
+    This applies to the whole process, because checkpointing recomputes attention in backward.
+    Raises ``Refused`` if the script has disabled the kernel.
     """
     allowed = {
         SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
@@ -44,7 +44,7 @@ def preferring(level: str) -> Iterator[None]:
 
 
 class First:
-    """Looks at the kernels that a root's first forward with gradients runs."""
+    """Observes the kernels in a root's first forward with gradients."""
 
     def __init__(self, level: str, called: str, module: nn.Module) -> None:
         self._level = level
@@ -53,7 +53,7 @@ class First:
         self._looked = False
 
     def around(self, forward: Forward) -> Forward:
-        """Return ``forward``; the first call raises ``Refused`` where the kernel never can run."""
+        """Return ``forward``. Its first call raises ``Refused`` if the kernel cannot run."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             compiled = any(each._compiled_call_impl is not None for each in self._parts)
@@ -73,11 +73,13 @@ class First:
         ran = any(name.startswith(PREFIX + self._level) for name in kernels)
         if not ran and any(dtype in HALVES for dtype in kernels.values()):
             found = ", ".join(name.removeprefix(PREFIX) for name in kernels)
-            raise Refused(f"{self._called} cannot do this model's attention: it runs {found}")
+            raise Refused(
+                f"{self._called} does not support this model's attention: it runs {found}"
+            )
 
 
 class _Seen(TorchDispatchMode):
-    """Notes the attention kernels that run, and in which precision."""
+    """Records the attention kernels that run, with their dtypes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

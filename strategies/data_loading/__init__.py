@@ -45,7 +45,7 @@ class DataLoading(Strategy):
         return "pinned loader workers" if level == "pinned" else "loader workers"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """Processes must fork, to have the data set; only CUDA has use for pinned memory."""
+        """The workers are forked, to share the data set. Only CUDA uses pinned memory."""
         if "fork" not in multiprocessing.get_all_start_methods():
             return "processes cannot be forked on this system"
         if level == "pinned" and hardware.device != "cuda":
@@ -53,18 +53,18 @@ class DataLoading(Strategy):
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """A loader with workers of its own needs none of ours."""
+        """The script's loader must have no workers."""
         if facts.workers:
             return f"the script's loader has {facts.workers} workers already"
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Say how the loader is made."""
+        """Return a comment with the loader's arguments."""
         more = ", pin_memory=True" if level == "pinned" else ""
         return ByHand(prepare=f"# and make the DataLoader with num_workers=4{more}")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Read the loaders ahead from their next batch on."""
+        """Fetch the batches of all loaders in workers from now on."""
         from autofit.strategies.data_loading.workers import Reading
 
         reading = Reading(root, pinned=level == "pinned")

@@ -1,4 +1,4 @@
-"""What a data set draws, holds and keeps: whether another process would read the same from it."""
+"""Inspects a data set: could another process read the same samples from it?"""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch import nn
 CONNECTIONS = ("sqlite3", "socket", "ssl", "h5py", "lmdb", "zipfile", "tarfile")
 """Libraries whose objects must not be used on both sides of a fork."""
 LOOKED_AT = 256
-"""Objects of a data set that are looked at: its attributes, what they hold, and so on."""
+"""Maximum number of inspected objects of a data set: its attributes, their contents, and so on."""
 SCALARS = (bool, int, float, str, type(None))
 SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The global random generators of the host, as a data set may draw from them."""
+    """The states of the host's global random generators, which a data set may use."""
 
     torch: bytes
     python: Any
@@ -34,7 +34,7 @@ class Draws:
 
     @classmethod
     def now(cls) -> Draws:
-        """Return their state."""
+        """Return the present states."""
         numpy = sys.modules.get("numpy")
         state = None
         if numpy is not None:
@@ -43,7 +43,7 @@ class Draws:
         return cls(torch.get_rng_state().numpy().tobytes(), random.getstate(), state)
 
     def restore(self) -> None:
-        """Set them back."""
+        """Restore these states."""
         torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
         random.setstate(self.python)
         if self.numpy is not None:
@@ -70,7 +70,7 @@ def was_read(before: Mapping[int, int], after: Mapping[int, int]) -> bool:
 
 
 def connection(dataset: Any) -> str | None:
-    """Return what a data set holds that two processes must not use, or ``None``."""
+    """Return what a data set holds and workers cannot share, or ``None``."""
     for each in _held(dataset):
         if isinstance(each, torch.Tensor) and each.device.type != "cpu":
             return f"tensors on {each.device.type}"
@@ -81,14 +81,14 @@ def connection(dataset: Any) -> str | None:
 
 
 def marks(dataset: Any) -> list[Any]:
-    """Return what tells, by and large, whether a data set has been changed."""
+    """Return values that change, in most cases, when the script changes a data set."""
     return [
         (id(each), each if isinstance(each, SCALARS) else _size(each)) for each in _held(dataset)
     ]
 
 
 def _held(dataset: Any) -> list[Any]:
-    """Return a data set, what its attributes and items hold, and so on; the first of them."""
+    """Return a data set and the objects that it holds, up to ``LOOKED_AT``."""
     found: list[Any] = []
     seen: set[int] = set()
     queue = deque([dataset])
@@ -116,7 +116,7 @@ def _size(each: Any) -> int:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two batches are equal to the last bit."""
+    """Return whether two batches are bitwise equal."""
     if isinstance(other, torch.Tensor):
         alike = isinstance(one, torch.Tensor) and one.dtype == other.dtype
         return alike and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
@@ -137,14 +137,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in which numbers that are none equal themselves."""
+    """Return the bytes of a tensor, so that NaN equals NaN."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def too_much(batch: Any, batches: int) -> str | None:
-    """Return why so many batches cannot wait in shared memory, or ``None``."""
+    """Return why ``batches`` such batches do not fit in shared memory, or ``None``."""
     tensors = [each for each in _flat(batch) if isinstance(each, torch.Tensor)]
     if any(each.device.type != "cpu" for each in tensors):
         return "the batches are made on a device, which workers cannot use"

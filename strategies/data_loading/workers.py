@@ -1,7 +1,7 @@
-"""Reads a ``DataLoader`` without workers ahead, in forked processes; see ``data_loading``.
+"""Fetches the batches of a ``DataLoader`` ahead of time, in forked workers; see ``data_loading``.
 
-torch's own ``DataLoader`` does the work: a second one, whose samples are the script's batches. It
-hands the script's indices out, in their order, to workers that fetch as the script's iterator does.
+A second ``DataLoader`` does the work. Its samples are the script's batches. It passes the script's
+indices to the workers in their order, and the workers fetch as the script's iterator does.
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ from autofit.strategies.data_loading.data_sets import (
 
 NAME = "data_loading"
 MOST = 4
-"""Worker processes, where there are as many cores."""
+"""Maximum number of workers."""
 AHEAD = 2
-"""Batches that each worker is given ahead; torch's own default."""
+"""Batches that each worker fetches ahead; torch's default."""
 FEWEST = 2
-"""Batches that must have been compared: one alone shows nothing of what comes after it."""
+"""Minimum number of batches to compare. One batch would not show an effect on the next one."""
 RESTARTS = 3
-"""How often the script may change a data set between two of its batches."""
+"""How often the workers restart because the script changed the data set between batches."""
 GLANCE = 1
-"""Seconds between two looks whether the workers are alive."""
+"""Seconds between two checks that the workers are alive."""
 TIMED_OUT = "DataLoader timed out after"
-"""How torch begins to say that no batch has come since."""
+"""The beginning of torch's message when no batch has arrived."""
 PATIENCE = 120.0
-"""Seconds after which a worker's batch is fetched in the script's process."""
+"""Seconds after which the script's process fetches a worker's batch itself."""
 
-DRAWS = "the data set draws random numbers: in workers they would be others"
-SAMPLER = "the sampler draws random numbers as it goes: read ahead they would be others"
+DRAWS = "the data set draws random numbers: workers would draw other ones"
+SAMPLER = "the sampler draws random numbers for each batch: fetched ahead they would differ"
 SHARED = "the data set reads from an open file, whose position workers would share"
-OTHER = "workers give other data: the data set keeps something from one sample to the next"
+OTHER = "workers return other data: the data set keeps state between samples"
 CHANGED = "the script changes the data set between its batches"
-STREAM = "the data set is a stream: workers would divide it otherwise"
-SAVED = "the sampler's state may be saved: read ahead it would be another"
+STREAM = "the data set is a stream: workers would divide it in another way"
+SAVED = "the script may save the sampler's state, which fetching ahead would change"
 
 
 def workers() -> int:
-    """Return how many processes fetch: two at least, so that one meets what another has changed."""
+    """Return the number of workers: at least two, to detect state that they do not share."""
     return max(2, min(MOST, len(os.sched_getaffinity(0))))
 
 
 @dataclass
 class Known:
-    """What is known of a data set."""
+    """What is known about a data set."""
 
     dataset: Any
-    """Kept, so that no other takes its ``id``."""
+    """Held so that its ``id`` is not reused."""
     proven: bool = False
-    """Workers have given what is fetched in the script's process."""
+    """Workers have returned the same batches as the script's process."""
     reason: str | None = None
-    """Why workers are not for it."""
+    """Why workers cannot be used, or ``None``."""
     restarts: int = 0
 
 
 class Reading:
-    """The loaders of a script under the plan of one root."""
+    """Fetches ahead for all loaders of a script, under the plan of one root."""
 
     def __init__(self, root: Root, *, pinned: bool) -> None:
         self._root = root
@@ -89,7 +89,7 @@ class Reading:
         self._reason: str | None = None
 
     def watch(self, forward: Forward) -> Forward:
-        """Refuse, where it is measured, what went on in the script's process."""
+        """Return ``forward``, which raises ``Refused`` in a trial that fell back to one process."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._reason is not None and self._root.strict:
@@ -99,7 +99,7 @@ class Reading:
         return call
 
     def next(self, iterator: Any, plain: Callable[[], Any]) -> Any:
-        """Return the next batch of ``iterator``; ``plain`` fetches it in this process."""
+        """Return the next batch of ``iterator``. ``plain`` fetches it in this process."""
         if type(iterator) is not _SingleProcessDataLoaderIter or os.getpid() != self._process:
             return plain()
         known = self._known.setdefault(id(iterator._dataset), Known(iterator._dataset))
@@ -109,7 +109,7 @@ class Reading:
             if known.reason is not None:
                 return plain()
             ahead = self._ahead[iterator] = Ahead(iterator, self._pinned)
-            weakref.finalize(iterator, ahead.stop)  # the script may break a pass off
+            weakref.finalize(iterator, ahead.stop)  # the script may end a pass early
             if not known.proven:
                 self._root.set_aside()
                 self._note(known, ahead.prove(iterator, plain, known))
@@ -118,13 +118,13 @@ class Reading:
         return batch
 
     def close(self) -> None:
-        """End the workers; the iterators go on in this process."""
+        """Stop the workers. The iterators continue in this process."""
         for iterator, ahead in list(self._ahead.items()):
             ahead.close(iterator)
         self._ahead.clear()
 
     def _note(self, known: Known, reason: str | None) -> None:
-        """Fetch the data in this process from now on, if there is a reason to; say so once."""
+        """Record ``reason``, if any: from now on this process fetches the data. Warn once."""
         if reason is None or reason == known.reason:
             return
         known.reason = self._reason = reason
@@ -134,7 +134,7 @@ class Reading:
 
 
 def _why_not(iterator: Any) -> str | None:
-    """Return why workers are not for what ``iterator`` reads, as far as can be seen."""
+    """Return why workers cannot be used for ``iterator``, as far as its objects show."""
     dataset = iterator._dataset
     streams = isinstance(dataset, (IterDataPipe, MapDataPipe))
     if streams or iterator._dataset_kind != _DatasetKind.Map:
@@ -148,25 +148,25 @@ def _why_not(iterator: Any) -> str | None:
 
 
 class Ahead:
-    """One iterator, read ahead."""
+    """One iterator whose batches are fetched ahead."""
 
     def __init__(self, iterator: Any, pinned: bool) -> None:
         self._fetcher = iterator._dataset_fetcher
         self._source: Iterator[Any] = _watched(iterator._sampler_iter, iterator._num_yielded == 0)
-        """The indices that nobody has yet."""
+        """Indices that nobody has fetched yet."""
         self._ready: deque[tuple[Any, Any]] = deque()
-        """Indices and batches that were fetched in this process to be compared."""
+        """Indices and batches that this process fetched for the comparison."""
         self._given: deque[Any] = deque()
-        """The indices that workers have, in their order."""
+        """Indices that the workers have, in order."""
         self._batches: Any = None
         self._pinned = (pinned or iterator._pin_memory) and torch.cuda.is_available()
         self._marks: list[Any] = []
         self._process = os.getpid()
 
     def prove(self, iterator: Any, plain: Callable[[], Any], known: Known) -> str | None:
-        """Fetch some batches here, then by workers; return why these are not for them.
+        """Fetch some batches here and in workers, and compare them.
 
-        Whatever comes of it, the script is given what was fetched here.
+        Returns why workers cannot be used, or ``None``. The script gets the batches fetched here.
         """
         reason = self._fetch(iterator, plain)
         if reason is not None or len(self._ready) < FEWEST:
@@ -192,7 +192,7 @@ class Ahead:
         return None
 
     def next(self, iterator: Any, plain: Callable[[], Any], known: Known) -> tuple[Any, str | None]:
-        """Return the next batch, and why the following ones are fetched here if they are."""
+        """Return the next batch, and why this process fetches the following ones, or ``None``."""
         if self._ready:
             return self._ready.popleft()[1], None
         reason = known.reason
@@ -222,14 +222,14 @@ class Ahead:
         return batch, reason
 
     def close(self, iterator: Any) -> None:
-        """End the workers, and let ``iterator`` go on where the script is."""
+        """Stop the workers, and let ``iterator`` continue at the script's position."""
         self.stop()
         self._source = chain([index for index, _ in self._ready], self._source)
         self._ready.clear()
         iterator._sampler_iter = self._source
 
     def _fetch(self, iterator: Any, plain: Callable[[], Any]) -> str | None:
-        """Fetch a batch for each worker, and one more; return what speaks against workers."""
+        """Fetch a batch for each worker, and one more. Return why workers cannot be used."""
         for index in islice(self._source, workers() + 1):
             before, places = Draws.now(), positions()
             iterator._sampler_iter = iter((index,))
@@ -237,7 +237,7 @@ class Ahead:
             if before != Draws.now():
                 if not self._ready:
                     self._ready.append((index, batch))
-                else:  # too early: it is fetched again at its time
+                else:  # too early: it is fetched again in its turn
                     before.restore()
                     self._source = chain((index,), self._source)
                 return DRAWS
@@ -252,7 +252,7 @@ class Ahead:
             yield index
 
     def _start(self, indices: Iterable[Any]) -> Any:
-        """Start workers on ``indices``; their iterator gives batches, and whether each drew."""
+        """Start workers on ``indices``. Yield each batch, and whether it drew random numbers."""
         loader: DataLoader[Any] = DataLoader(
             _Batches(self._fetcher),
             batch_size=None,
@@ -268,13 +268,13 @@ class Ahead:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more workers than cores, of threads at a fork
             found: Any = iter(loader)
-        # Where a worker dies torch raises in whatever the script does; ``_next`` sees it as well.
+        # If a worker dies, torch would raise anywhere in the script; ``_next`` notices it, too.
         signal_handling._remove_worker_pids(id(found))  # type: ignore[attr-defined]
         found._worker_pids_set = False
         return found
 
     def stop(self) -> None:
-        """End the workers; what they have and the script has not is to be fetched again."""
+        """Stop the workers. Batches that the script has not received are fetched again."""
         if os.getpid() != self._process:  # a worker's copy of this
             return
         if self._batches is not None:
@@ -285,12 +285,12 @@ class Ahead:
 
 
 def _next(batches: Any) -> tuple[Any, bool]:
-    """Return the next batch that workers have fetched, and whether it drew random numbers."""
+    """Return the next batch from the workers, and whether fetching it drew random numbers."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
             batch, drew = batches._next_data()
-        except RuntimeError as error:  # the same call may be made again
+        except RuntimeError as error:  # the call may be repeated
             if not str(error).startswith(TIMED_OUT) or time.monotonic() > deadline:
                 raise
         else:
@@ -298,7 +298,7 @@ def _next(batches: Any) -> tuple[Any, bool]:
 
 
 def _watched(indices: Iterator[Any], first: bool) -> Iterator[Any]:
-    """Yield a sampler's indices; only the ``first`` of all may draw, when it is asked for."""
+    """Yield a sampler's indices. Only the ``first`` index may draw random numbers."""
     while True:
         before = None if first else Draws.now()
         try:
@@ -312,13 +312,13 @@ def _watched(indices: Iterator[Any], first: bool) -> Iterator[Any]:
 
 
 class _Batches(Dataset[Any]):
-    """The script's batches by their indices, as its own iterator fetches them."""
+    """The script's batches by their indices, fetched as its own iterator does."""
 
     def __init__(self, fetcher: Any) -> None:
         self._fetcher = fetcher
 
     def __getitem__(self, index: Any) -> tuple[Any, bool]:
-        """Return a batch, and whether it drew random numbers."""
+        """Return a batch, and whether fetching it drew random numbers."""
         before = Draws.now()
         batch = self._fetcher.fetch(index)
         return batch, before != Draws.now()
@@ -329,7 +329,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error in a line; torch puts a worker's traceback before what it says."""
+    """Return an error in one line. In a worker's error the traceback comes first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     name = type(error).__name__
     return lines[-1] if lines[-1].startswith(name) else f"{name}: {lines[-1]}".rstrip(": ")

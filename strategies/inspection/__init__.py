@@ -1,1 +1,1 @@
-"""What a model consists of: blocks, heads, token embeddings, convolutions."""
+"""Finds parts of a model: blocks, heads, token embeddings, convolutions."""

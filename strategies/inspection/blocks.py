@@ -1,4 +1,4 @@
-"""Finds a model's repeated blocks: where checkpointing and regional compilation attach."""
+"""Finds a model's repeated blocks, for checkpointing and regional compilation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 NEARLY_ALL = 0.9
-"""Share of a child's parameter tensors from which the blocks inside it stand for it."""
+"""If inner blocks hold this share of a child's parameters, they replace the child."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of ``model`` in the order of their registration.
 
-    Those of its lists; where no list has any, the children of one class that a module holds one by
-    one, as a U-Net does its stages: then a ``Sequential`` is of the class of those with the same
-    parts, and a child that is nearly all such blocks gives these. Blocks inside a block are not
-    looked for. Where nothing is repeated, the only block of a list may run several times: ALBERT's
-    layers share their parameters.
+    These are the blocks in its lists. If there are none, they are repeated children of one class,
+    as in a U-Net. There two ``Sequential`` modules with equal parts count as one class. If a child
+    consists nearly only of such blocks, these are returned and not the child. Blocks inside a block
+    are ignored. If nothing is repeated, the result is the only block of a list, which may run
+    several times: ALBERT's layers share their parameters.
     """
     found = listed_blocks(model) or list(dict.fromkeys(_one_by_one(model)))
     return found or list(dict.fromkeys(_alone(model)))
@@ -30,10 +30,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def listed_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that ``model`` has in lists.
 
-    They are two or more children of one class in a ``ModuleList`` or ``Sequential``, which may be
-    the model itself, each with submodules of its own (a list of bare linear layers has nothing
-    inside to recompute). Where no list has blocks alone, they are what most members of one are:
-    those between the stem and the head of a model in one ``Sequential``.
+    They are two or more children of one class in a ``ModuleList`` or ``Sequential``. The list may
+    be the model itself. Each block needs submodules: a bare linear layer has nothing to recompute.
+    If no list consists of blocks only, the blocks are the most frequent class in a list, between
+    stem and head.
     """
     found = list(_in_lists(model, _all_alike)) or list(_in_lists(model, _most_alike))
     return list(dict.fromkeys(found))
@@ -65,13 +65,13 @@ def _one_by_one(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _all_alike(members: list[nn.Module]) -> list[nn.Module]:
-    """Return the members of a list of blocks; none where it is not one."""
+    """Return the members of a list of blocks; none if it contains anything else."""
     blocks = _most_alike(members)
     return blocks if len(blocks) == len(members) else []
 
 
 def _most_alike(members: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks among the members of a list, where most are of one class."""
+    """Return the blocks in a list if most members have their class."""
     if len(members) < 2:
         return []
     kind, count = Counter(type(member) for member in members).most_common(1)[0]
@@ -81,7 +81,7 @@ def _most_alike(members: list[nn.Module]) -> list[nn.Module]:
 
 
 def _alone(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks that are the only member of a list."""
+    """Yield blocks that are the only member of a list."""
     from torch import nn
 
     members = list(module.children())
@@ -100,9 +100,10 @@ def _composite(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return what modules alike have in common; nothing for what runs no others, or has no weights.
+    """Return a key that is equal for modules of one kind.
 
-    A ``Sequential`` of one is as good as that one.
+    The key is empty for modules without submodules or weights. A ``Sequential`` of one module is
+    not a block of its own.
     """
     from torch import nn
 

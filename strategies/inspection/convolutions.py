@@ -1,4 +1,4 @@
-"""Lays pictures out in memory with the channels of a pixel side by side."""
+"""Converts images to the channels-last memory format."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
     5: (nn.Conv3d, nn.ConvTranspose3d),
 }
-"""Dimensions of what they take, of a batch."""
+"""Number of dimensions of a batch to its convolution classes."""
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Dimensions to the layout."""
+"""Number of dimensions to the memory format."""
 
 
 def convolutions(model: nn.Module) -> dict[int, int]:
-    """Return how many convolutions of pictures ``model`` has, by the dimensions of a batch."""
+    """Return the number of convolutions in ``model`` by the dimensions of a batch."""
     modules = list(model.modules())
     return {
         ndim: sum(isinstance(each, kinds) for each in modules)
@@ -30,11 +30,11 @@ def convolutions(model: nn.Module) -> dict[int, int]:
 
 
 def around(forward: Forward, ndims: Collection[int], training: Callable[[], bool]) -> Forward:
-    """Return ``forward`` with pictures of ``ndims`` dimensions laid out so, while it trains.
+    """Return ``forward`` with images of ``ndims`` dimensions in channels-last format.
 
-    Of its arguments those that are pictures themselves: a list that it is given stays the script's.
-    Pictures that come out are laid out as they are where nobody has asked for anything.
-    ``training``: whether the model is in training mode; parts of a split batch run without a graph.
+    Only direct arguments are converted; a list that the script passes stays as it is. Output images
+    are converted back to the default format. ``training``: whether the model is in training mode.
+    Chunks of a split batch may run without a graph.
     """
 
     def picture(leaf: Any) -> bool:
@@ -46,7 +46,9 @@ def around(forward: Forward, ndims: Collection[int], training: Callable[[], bool
             return leaf
         form = LAST[leaf.ndim]
         if leaf.is_contiguous() and leaf.is_contiguous(memory_format=form):
-            return leaf.clone(memory_format=form)  # one channel or one pixel: only strides tell
+            return leaf.clone(
+                memory_format=form
+            )  # one channel or one pixel: only the strides differ
         return leaf.contiguous(memory_format=form)
 
     def turned(leaf: Any) -> bool:

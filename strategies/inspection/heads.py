@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from autofit.facts import Facts
 
 WIDE = 4096
-"""Outputs from which logits weigh more than what they are computed of."""
+"""Outputs from which the logits need more memory than their inputs."""
 LOGIT = 16
-"""Bytes of a step that a logit makes: itself in half precision and in float32, its logarithm of a
-probability, its gradient in both."""
+"""Bytes of a step for each logit: the logit in half precision and float32, its log-probability,
+and its gradient in both."""
 HIDDEN = 34
-"""Bytes that a block keeps of a token's hidden number in half precision (Korthikanti et al., 2022,
-section 4.1), attention's weights aside."""
+"""Bytes that a block saves for each hidden value of a token in half precision, without attention
+weights (Korthikanti et al., 2022, section 4.1)."""
 
 
 def find_head(model: nn.Module) -> Any:
-    """Return the head of ``model``: what Hugging Face's models name as theirs, in others the one
-    linear layer outside lists of blocks that is the widest, and wider than its input; or ``None``.
+    """Return the head of ``model``, or ``None``.
+
+    A Hugging Face model names its head. In other models it is the widest linear layer outside lists
+    of blocks, if there is only one and it is wider than its input.
     """
     from torch import nn
 
@@ -41,15 +43,15 @@ def find_head(model: nn.Module) -> Any:
 
 
 def classes(model: nn.Module) -> int:
-    """Return how many outputs the head of ``model`` has; 0 where it has none."""
+    """Return the number of outputs of the head of ``model``; 0 without a head."""
     return int(getattr(find_head(model), "out_features", 0))
 
 
 def share_of_logits(facts: Facts) -> float | None:
-    """Return about which part of the activations are a language model's logits, 0 to 1.
+    """Return the approximate share of a language model's logits in its activations, 0 to 1.
 
-    The width of its blocks follows from its parameters: 12 times its square in each, and once for
-    every class (Kaplan et al., 2020). ``None`` where it has no blocks.
+    The width of its blocks is estimated from the number of parameters: 12 times the squared width
+    for each block, and the width for each class (Kaplan et al., 2020). ``None`` without blocks.
     """
     root = next((root for root in facts.roots if root.classes >= WIDE), None)
     if root is None:

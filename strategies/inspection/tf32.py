@@ -1,7 +1,7 @@
-"""TF32 for the products and convolutions of float32, whichever of torch's settings a script uses.
+"""TF32 for float32 matrix products and convolutions, under torch's old and new settings.
 
-Torch has an older pair of settings and newer ones by backend and operation. The older cannot be
-read once a script has set the newer; the newer always can
+torch has an old pair of settings, and new settings for each backend and operation. The old ones
+cannot be read after a script has set the new ones. The new ones can always be read
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
 """
 
@@ -16,21 +16,21 @@ import torch
 from autofit.strategies.base import Undo
 
 FULL = ("none", "ieee")
-"""Of the newer settings, those under which float32 is computed in full."""
+"""Values of the new settings that compute float32 in full precision."""
 
 
 def products() -> bool:
-    """Return whether matrix products of float32 may be computed in less, on a GPU or a CPU."""
+    """Return whether float32 matrix products may use a lower precision on a GPU or CPU."""
     return any(each.fp32_precision not in FULL for each in _products())
 
 
 def convolutions() -> bool:
-    """Return whether cuDNN may use TF32, in convolutions or recurrent nets; it may by default."""
+    """Return whether cuDNN may use TF32. By default it may."""
     return any(each.fp32_precision not in FULL for each in _cudnn())
 
 
 def switch(on: bool) -> Undo:
-    """Let products and convolutions be computed in TF32, or in full; returns how to undo that."""
+    """Enable or disable TF32 in products and convolutions. Return the undo."""
     try:
         matmul = torch.get_float32_matmul_precision()
         cudnn = torch.backends.cudnn.allow_tf32
@@ -48,7 +48,7 @@ def switch(on: bool) -> Undo:
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Let them be computed in TF32, or in full, within."""
+    """Enable or disable TF32 within the context."""
     undo = switch(on)
     try:
         yield

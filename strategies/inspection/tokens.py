@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch count: those that a mask or a label names, and all before them."""
+"""Finds the tokens of a padded batch that matter: those up to the last unmasked or labelled one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 MASKS = ("attention_mask", "decoder_attention_mask")
-"""Arguments that are zero where a sample is padded, by Hugging Face's names."""
+"""Arguments of Hugging Face models that are zero for padding."""
 LABELS = "labels"
 IGNORED = -100
-"""The label that no loss counts, there and in PyTorch."""
+"""The label that losses ignore, in Hugging Face's models and PyTorch."""
 
 
 def mask_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the mask of a call, samples by tokens; ``None`` without one of whole numbers."""
+    """Return the mask, ``(samples, tokens)``, or ``None`` without an integer or bool mask."""
     mask = kwargs.get(MASKS[0])
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.is_floating_point():
         return None
@@ -25,7 +25,7 @@ def mask_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def counted(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return which tokens of each sample count, samples by tokens; ``None`` without a mask."""
+    """Return which tokens a mask or label uses, ``(samples, tokens)``; ``None`` without a mask."""
     mask = mask_of(kwargs)
     if mask is None:
         return None
@@ -38,7 +38,7 @@ def counted(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def lengths(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return for each sample the tokens up to the last that counts; ``None`` without a mask."""
+    """Return the position after each sample's last used token; ``None`` without a mask."""
     found = counted(kwargs)
     if found is None:
         return None
@@ -47,7 +47,7 @@ def lengths(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def padded(kwargs: Mapping[str, Any]) -> float:
-    """Return the share of tokens that come after the last that counts, of all samples."""
+    """Return the share of tokens after each sample's last used token."""
     found = lengths(kwargs)
     mask = mask_of(kwargs)
     if found is None or mask is None:
@@ -56,7 +56,7 @@ def padded(kwargs: Mapping[str, Any]) -> float:
 
 
 def longest(kwargs: Mapping[str, Any]) -> float:
-    """Return the share of tokens up to the last that counts in any sample; 1 without a mask."""
+    """Return the share of tokens up to the last used one of any sample; 1 without a mask."""
     found = lengths(kwargs)
     mask = mask_of(kwargs)
     if found is None or mask is None:

@@ -1,4 +1,4 @@
-"""Tokens at the end of a batch that every sample masks are not computed."""
+"""Does not compute padding at the end of a batch that all samples share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autofit.facts import Facts
 from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
 
 WORTH = 0.05
-"""Share of padding in the first batch from which it is worth a try."""
+"""Minimum share of padding in the first batch."""
 
 
 class Padding(Strategy):
@@ -41,13 +41,13 @@ class Padding(Strategy):
         return f"{level} padding"
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact, but for other random draws where the model has dropout: it drops fewer values."""
+        """Exact. With dropout the random draws differ, because fewer values are dropped."""
         if facts is None or not any(root.dropout for root in facts.roots):
             return Fidelity.EXACT
         return Fidelity.REDRAW
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It needs a mask with zeros at the end, and a model that may be called once more."""
+        """The batch needs a mask with zeros at the end. The model may be called once more."""
         if not facts.roots:
             return None
         if any(root.compiled for root in facts.roots):
@@ -59,13 +59,13 @@ class Padding(Strategy):
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Every length would be another graph."""
+        """Each length would need its own compiled graph."""
         if levels.get("compile", AS_IS) != AS_IS:
             return "batches of many lengths: each would be compiled anew"
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Say where it is done by hand: in the collator."""
+        """Return a comment: the collator pads."""
         return ByHand(
             prepare="# and pad each batch to its longest sample, not to a fixed length:\n"
             "# transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)"
@@ -78,7 +78,7 @@ class Padding(Strategy):
         return args, masked(kwargs)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Cut each forward in training short; calls in evaluation stay as they are."""
+        """Trim each forward in training. Evaluation is not changed."""
         from autofit.strategies.padding.trim import Trimming
 
         return root.around_forward(Trimming(root).wrap)

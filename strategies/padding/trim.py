@@ -1,9 +1,9 @@
-"""Cuts the common padding off the arguments of a forward; outputs of each token wait for their use.
+"""Trims the common padding from the arguments of a forward. Outputs for each token are lazy.
 
-A language model returns its logits beside its loss, and scripts seldom look at them. To widen them
-to the length of the batch would take as much memory as they do, so that is left until something
-uses them: then the forward runs again on the whole batch, and what it says of the tokens that were
-left out comes after what is there, with its graph. So any use of any output is right.
+A language model returns its logits beside its loss, but few scripts use them. Padding the logits to
+the full length would take the memory that trimming saves. So they are padded only if the script
+uses them. Then the forward runs again on the whole batch, and its values for the trimmed tokens are
+appended, with their graph. So every use of an output is correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autofit.strategies.inspection.tokens import IGNORED, LABELS, MASKS, lengths
 
 NAME = "padding"
 MULTIPLE = 8
-"""Tokens to which a length is rounded up, as tensor cores like it."""
+"""Lengths are rounded up to a multiple of this, for tensor cores."""
 BY_TOKEN = {
     "input_ids",
     "inputs_embeds",
@@ -32,9 +32,11 @@ BY_TOKEN = {
     LABELS,
     *MASKS,
 }
-"""Arguments of samples by tokens, by Hugging Face's names."""
-LATE = "the script asks for what the model said of padding after the weights have changed"
-DIFFERENTIATED = "the script differentiates outputs of tokens, of which a split keeps no graph"
+"""Hugging Face's arguments of shape ``(samples, tokens, ...)``."""
+LATE = "the script uses outputs for padding after the weights have changed"
+DIFFERENTIATED = (
+    "the script differentiates outputs of tokens, but a split batch keeps no graph of them"
+)
 RANKS = "the script uses outputs of tokens under DistributedDataParallel"
 
 
@@ -53,15 +55,15 @@ def masked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Trimming:
-    """The trimmed forwards of one root."""
+    """Trims the forwards of one root."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
         self._by_token: dict[TreeSpec, tuple[int, ...]] = {}
-        """Which of the outputs have a place for each token, by what the root returns."""
+        """Indices of outputs with a dimension for tokens, by the structure of the outputs."""
 
     def wrap(self, forward: Forward) -> Forward:
-        """Return ``forward`` on the tokens that count."""
+        """Return ``forward`` on the trimmed arguments."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._root.module.training:
@@ -82,7 +84,7 @@ class Trimming:
 
 
 def _length(args: Any, kwargs: dict[str, Any]) -> int | None:
-    """Return how many tokens a call needs; ``None`` where it needs all. Waits for the device."""
+    """Return how many tokens a call needs, or ``None`` for all. Synchronizes with the device."""
     mask = mask_of(kwargs)
     found = lengths(kwargs)
     if mask is None or found is None:
@@ -109,7 +111,7 @@ def _cut(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 class Whole:
-    """A forward on all tokens, which runs when an output of it is needed."""
+    """A forward on all tokens, which runs when one of its outputs is needed."""
 
     def __init__(self, root: Root, forward: Callable[[], Any]) -> None:
         self._root = root
@@ -119,7 +121,7 @@ class Whole:
         """Its flattened outputs, with and without their graph."""
 
     def compare(self, leaves: Sequence[Any], spec: TreeSpec, length: int) -> tuple[int, ...]:
-        """Return which outputs of a trimmed forward are shorter than those of the whole."""
+        """Return the indices of outputs that are shorter after trimming."""
         with self._root.inside(), torch.no_grad():
             whole, other = tree_flatten(self._forward())
         if other != spec:
@@ -137,7 +139,7 @@ class Whole:
         return tuple(found)
 
     def output(self, index: int, *, graph: bool) -> Any:
-        """Return one of its outputs; raise ``Refused`` where it would be another one by now."""
+        """Return one of its outputs. Raises ``Refused`` if the weights have changed."""
         if self._now() != self._version:
             raise Refused(LATE, NAME)
         if graph and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -152,17 +154,17 @@ class Whole:
 
 
 class Trimmed(Deferred):
-    """An output with a place for each token; those left out are computed when it is used.
+    """A lazy output for each token. It computes the trimmed tokens when it is used.
 
-    No tensor: ``isinstance`` says so. Where torch's functions meet it they find the tensor.
+    It is no instance of ``torch.Tensor``. torch's functions convert it to a tensor.
     """
 
     def __init__(
         self, part: Any, index: int, whole: Whole, tokens: int, *, graph: bool = True
     ) -> None:
-        """``part``: of the tokens that were computed, a tensor or deferred itself.
+        """``part``: the output for the computed tokens, a tensor or a lazy output.
 
-        ``tokens``: in the whole.
+        ``tokens``: the number of tokens in the whole batch.
         """
         self._part = part
         self._index = index
@@ -173,18 +175,18 @@ class Trimmed(Deferred):
 
     @property
     def shape(self) -> torch.Size:
-        """As of the whole."""
+        """The shape of the whole output."""
         short = _shape(self._part)
         return torch.Size((short[0], self._tokens, *short[2:]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of the whole."""
+        """The dtype of the whole output."""
         dtype: torch.dtype = self._part.dtype
         return dtype
 
     def value(self) -> Any:
-        """Return the whole output; its graph is that of the script's use of it."""
+        """Return the whole output, with a graph if gradients are enabled now."""
         if self._found is None:
             wanted = torch.is_grad_enabled()
             part = _value(self._part)
@@ -199,23 +201,23 @@ class Trimmed(Deferred):
         return self._found
 
     def detached(self) -> Deferred:
-        """Return the same without a graph."""
+        """Return the same output without a graph."""
         deferred = isinstance(self._part, Deferred)
         part = self._part.detached() if deferred else self._part.detach()
         return Trimmed(part, self._index, self._whole, self._tokens, graph=False)
 
     def joined(self, others: Sequence[Any], dim: int) -> Deferred | None:
-        """Return the outputs of several parts of a batch as one."""
+        """Return the outputs of several chunks as one."""
         return Joined((self, *others), dim)
 
     def __getattr__(self, name: str) -> Any:
-        """Compute the output for whatever is asked of it."""
+        """Compute the output for any other attribute."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.value(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return some of the output."""
+        """Return a part of the output."""
         return self.value()[index]
 
     def __len__(self) -> int:
@@ -232,7 +234,7 @@ class Trimmed(Deferred):
 
 
 class Joined(Trimmed):
-    """The outputs of several parts of a batch."""
+    """The outputs of several chunks of a batch."""
 
     def __init__(self, parts: Sequence[Any], dim: int) -> None:
         self._parts = parts
@@ -240,28 +242,28 @@ class Joined(Trimmed):
 
     @property
     def shape(self) -> torch.Size:
-        """As of all of them together."""
+        """The shape of the concatenated outputs."""
         sizes = list(_shape(self._parts[0]))
         sizes[self._dim] = sum(_shape(part)[self._dim] for part in self._parts)
         return torch.Size(sizes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of each of them."""
+        """The dtype of the outputs."""
         dtype: torch.dtype = self._parts[0].dtype
         return dtype
 
     def value(self) -> Any:
-        """Return them as one."""
+        """Return the concatenated outputs."""
         return torch.cat([_value(part) for part in self._parts], dim=self._dim)
 
     def detached(self) -> Deferred:
-        """Return the same without a graph."""
+        """Return the same outputs without a graph."""
         return Joined([part.detached() for part in self._parts], self._dim)
 
 
 class _Barrier(torch.autograd.Function):
-    """An output whose graph is gone: to differentiate it is refused, not wrong."""
+    """An output whose graph is lost. Differentiating it raises ``Refused``."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -283,7 +285,7 @@ def _shape(leaf: Any) -> Sequence[int]:
 
 @cache
 def _operators() -> dict[str, Callable[..., Any]]:
-    """Return what Python's operators do, by the names under which it looks for them."""
+    """Return the methods of Python's operators by name."""
     plain = ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "eq", "ne", "lt", "le")
     names = {name: getattr(operator, name) for name in (*plain, "gt", "ge")}
     made = {f"__{name}__": _operator(function) for name, function in names.items()}

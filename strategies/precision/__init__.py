@@ -1,4 +1,4 @@
-"""Lower precision in the matrix products: TF32, bf16 or fp16 autocast around the root."""
+"""Lower precision in matrix products: TF32, or bf16 and fp16 autocast around the root."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Precision(Strategy):
     summary = "matrix products in lower precision; weights and optimizer stay in fp32"
     source = "https://arxiv.org/abs/1710.03740"
     lowers = frozenset({Memory.ACTIVATIONS})
-    redraws = True  # attention that drops runs other kernels in half precision
+    redraws = True  # attention with dropout uses other kernels in half precision
     levels = (
         Level(name=AS_IS, summary="the script's own precision"),
         Level(
@@ -61,11 +61,11 @@ class Precision(Strategy):
     )
 
     def describe(self, level: str) -> str:
-        """Return the level's own name: it says enough."""
+        """Return the level's name."""
         return level
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """TF32 and fp16 want a GPU; TF32 and bf16 one from Ampere on, fp16 an older one."""
+        """TF32 and fp16 need a GPU. TF32 and bf16 need Ampere; fp16 is for older GPUs."""
         if hardware.device != "cuda":
             return None if level == "bf16" else f"{level} needs a CUDA device"
         if level != "fp16" and (hardware.capability or (0, 0)) < AMPERE:
@@ -86,7 +86,7 @@ class Precision(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Autocast around the forward; TF32 is a switch of the process."""
+        """Use autocast around the forward, or set TF32 for the process."""
         if level == "tf32":
             return ByHand(
                 prepare='torch.set_float32_matmul_precision("high")\n'
@@ -97,7 +97,7 @@ class Precision(Strategy):
         return ByHand(around=around, scaled=level == "fp16")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Enter autocast around each forward; under fp16 scale the gradients inside the root."""
+        """Use autocast around each forward. Under fp16 also scale gradients inside the root."""
         if level == "tf32":
             from autofit.strategies.inspection import tf32
 

@@ -1,11 +1,11 @@
-"""Loss scaling that never leaves the root, for float16 autocast.
+"""Loss scaling inside the root, for float16 autocast.
 
-The script's own loss, clipping and ``.grad`` stay unscaled, so its loop needs no ``GradScaler``:
-the gradient that enters the root is multiplied by the scale, and what leaves it, towards the
-parameters and the arguments, is divided by it (a power of two: exact). While the root's forward
-runs, its parameters are replaced by views that do the division: what reaches a weight on another
-way, a penalty of the script's loop, say, was never scaled. A step whose gradients overflowed is
-left out and the scale halved, as ``torch.amp.GradScaler`` does.
+The script's loss, clipping and ``.grad`` are unscaled, so its loop needs no ``GradScaler``. The
+gradient that enters the root is multiplied by the scale. Gradients of parameters and arguments are
+divided by it, exactly, because the scale is a power of two. For this the root's forward uses views
+of its parameters that divide. A gradient that reaches a weight outside the root, such as one of a
+penalty, is not scaled. If gradients overflow, the step is skipped and the scale is halved, as in
+``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autofit.strategies.base import Forward, Root, Undo
 
 START = 2.0**16
 GROW_AFTER = 2000
-"""Steps without an overflow after which the scale doubles; ``GradScaler``'s default."""
+"""Steps without overflow before the scale doubles; ``GradScaler``'s default."""
 
 
 class _Scale(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _Unscale(torch.autograd.Function):
 
 
 class Scaler:
-    """The scale of one root, and the steps since it last changed."""
+    """The scale of one root, and the number of steps since it changed."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.scale = START
@@ -61,7 +61,7 @@ class Scaler:
         self._good_steps = 0
 
     def wrap(self, forward: Forward, module: nn.Module) -> Forward:
-        """Scale what flows back into ``module`` through its outputs, until it leaves it again."""
+        """Scale the gradients inside ``module``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -75,7 +75,7 @@ class Scaler:
 
     @contextmanager
     def _parameters_replaced(self, module: nn.Module) -> Iterator[None]:
-        """Within it, the module computes with views of its parameters."""
+        """Return a context in which the module computes with views of its parameters."""
         views: dict[int, torch.Tensor] = {}
         before = []
         for each in module.modules():
@@ -94,7 +94,7 @@ class Scaler:
             _flatten(module)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Leave the step out if a gradient overflowed; adapt the scale."""
+        """Skip the step if a gradient overflowed, and adapt the scale."""
         ours = {id(parameter) for parameter in self._parameters}
         gradients = [
             parameter.grad
@@ -111,7 +111,7 @@ class Scaler:
             return
         self.scale, self._good_steps = self.scale / 2, 0
         for parameter in self._parameters:
-            parameter.grad = None  # an optimizer passes over parameters without a gradient
+            parameter.grad = None  # optimizers skip parameters without a gradient
 
     def _scaled(self, leaf: Any) -> Any:
         return _Scale.apply(leaf, self) if _flows(leaf) else leaf  # type: ignore[no-untyped-call]
@@ -125,14 +125,14 @@ def _flows(leaf: Any) -> bool:
 
 
 def _flatten(module: nn.Module) -> None:
-    """Let recurrent layers, which keep a second list of their weights, look them up again."""
+    """Let recurrent layers update their second list of weights."""
     for each in module.modules():
         if isinstance(each, nn.RNNBase):
             each._flat_weights = [getattr(each, name) for name in each._flat_weights_names]
 
 
 def scale_inside(root: Root) -> Undo:
-    """Scale the gradients inside ``root``, from now until taken back."""
+    """Scale the gradients inside ``root`` until the undo."""
     parameters = [p for p in root.module.parameters() if p.requires_grad]
     scaler = Scaler(parameters)
     undo_wrap = root.around_forward(lambda forward: scaler.wrap(forward, root.module))

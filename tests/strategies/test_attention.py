@@ -127,7 +127,7 @@ def test_the_kernel_is_preferred_and_looked_for(rooted: Rooted) -> None:
     with pytest.raises(Refused, match="none of torch's attention kernels"):
         rooted(nn.Linear(2, 2), attention="flash").call((torch.ones(1, 2),), {})
     half = rooted(module, attention="cudnn", precision="bf16")
-    with pytest.raises(Refused, match="cuDNN cannot do this model's attention"):
+    with pytest.raises(Refused, match="cuDNN does not support this model's attention"):
         half.call((), kwargs)
 
 
