@@ -1,4 +1,4 @@
-"""torch.compile: the repeated blocks, or the whole root, as fused kernels."""
+"""torch.compile for the repeated blocks or the whole root."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import WIDE
 
 SETTINGS: dict[str, Any] = {"options": {"fallback_random": True}}
-"""For ``torch.compile``. With its own random numbers Inductor would draw other masks than PyTorch:
-dropout could be compared with nothing, and a chunk could not be run again as it was."""
+"""Options of ``torch.compile``. Inductor's own random numbers would give other dropout masks
+than PyTorch's. Then gradients could not be compared, and a chunk could not be recomputed."""
 
 WHOLE = ("full", "budget")
 """Levels that compile the root itself."""
 
 BUDGET = 0.5
-"""Share of the activations, between the graph's inputs and what runs fastest, that is kept."""
+"""Share of the activations to keep: 0 is the graph's inputs only, 1 is the fastest choice."""
 
 GRAPHS_A_BLOCK = 4
-"""Blocks of one class share their code's limit of graphs, and each may need its own: with and
-without gradients, in training and in evaluation."""
+"""Graphs for each block: with and without gradients, in training and evaluation. Blocks of one
+class share torch's limit."""
 
 TRITON = (7, 0)
-"""The first CUDA compute capability that Triton makes code for."""
+"""The first CUDA compute capability that Triton supports."""
 
 COMPILERS = ("torch._dynamo.exc", "torch._inductor.exc", "torch._functorch")
-"""Where the errors of the compiler's own come from."""
+"""Modules of the compiler's own exceptions."""
 UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
-"""In plain RuntimeErrors: the script asks for what compiled code cannot do."""
+"""Texts of RuntimeErrors for operations that compiled code does not support."""
 
 
 class Compile(Strategy):
@@ -90,7 +90,7 @@ class Compile(Strategy):
     )
 
     def expected_slowdown(self, level: str, facts: Facts) -> float:
-        """The whole model has more to fuse than its blocks: the layout of pictures, wide logits."""
+        """The whole model gains more than its blocks with convolutions or wide logits."""
         if level == "full":
             if any(root.convolves for root in facts.roots):
                 return 0.55
@@ -103,48 +103,48 @@ class Compile(Strategy):
         return f"{level} compile"
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact in float32; rounding where the script itself computes in less."""
+        """Exact in float32. ``rounding`` if the script computes in lower precision."""
         if facts is None:
             return self.level(level).fidelity
         return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """It needs a GPU that Triton knows, and a compiler beside it."""
+        """It needs a GPU that Triton supports, and a compiler."""
         if hardware.device != "cuda":
-            return "a search compiles for GPUs only: a CPU stands in for one here"
+            return "a search compiles for GPUs only"
         if (hardware.capability or (0, 0)) < TRITON:
             return f"Triton needs compute capability 7.0, {hardware.name} has less"
         return hardware.cannot_compile
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """A script that compiles keeps what it compiles; regional needs blocks."""
+        """The script must not compile. ``regional`` needs repeated blocks."""
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model already"
         if level == "regional" and facts.roots and not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
         if level == "budget" and any(root.dropout for root in facts.roots):
-            return "what is made again would drop other values than forward did"
+            return "dropout would draw other values when backward recomputes it"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """In one graph no block is called by itself, so none can be checkpointed."""
+        """One graph has no calls of single blocks, which checkpointing needs."""
         if level in WHOLE and levels.get("checkpointing", AS_IS) != AS_IS:
-            return "checkpointing needs the calls of the blocks, which one graph does not have"
+            return "checkpointing needs the calls of single blocks, which one graph does not have"
         return None
 
     def fault(self, error: BaseException) -> str | None:
-        """Tell the compiler's own errors, and what it does not support, from the script's."""
+        """Recognise the compiler's own errors, and operations that it does not support."""
         own = type(error).__module__.startswith(COMPILERS)
         if not own and not any(words in str(error) for words in UNSUPPORTED):
             return None
         if "FailOnRecompileLimitHit" in type(error).__name__:
-            return "it compiled anew again and again, up to torch's limit: the shapes keep changing"
+            return "torch recompiled up to its limit, because shapes keep changing"
         cause = getattr(error, "inner_exception", None) or error
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         return f"torch.compile: {type(cause).__name__}: {lines[0] if lines else ''}"
 
     def by_hand(self, level: str) -> ByHand:
-        """Compile the model, or its blocks, in place."""
+        """Compile the model or its blocks in place."""
         if level == "full":
             return ByHand(prepare="model.compile()")
         if level == "budget":
@@ -167,7 +167,7 @@ class Compile(Strategy):
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Compile the root, or each block of it; the code is made in the calls that follow."""
+        """Compile the root or each of its blocks. The compiler runs in the calls that follow."""
         modules = [root.module] if level in WHOLE else repeated_blocks(root.module)
         if not modules:
             return None  # another root of this script has the blocks
@@ -193,7 +193,7 @@ class Compile(Strategy):
 
 
 def _mostly_alike(modules: Sequence[Any]) -> bool:
-    """Return whether half of the modules, or more, have parameters of the same shapes."""
+    """Return whether at least half of the modules have parameters of the same shapes."""
     from torch.nn.parameter import is_lazy
 
     shapes = [[None if is_lazy(p) else p.shape for p in each.parameters()] for each in modules]
@@ -201,12 +201,10 @@ def _mostly_alike(modules: Sequence[Any]) -> bool:
 
 
 def _compile(module: Any, *, dynamic: bool | None) -> None:
-    """Compile a module in place, also one of torch's own, such as ``Sequential``.
+    """Compile a module in place. ``dynamic`` is the argument of ``torch.compile``.
 
-    ``dynamic``: as ``torch.compile`` takes it; None: for any size once a second one has come.
-
-    Of these ``Module.compile`` makes nothing: Dynamo looks at no frame of torch itself. With a
-    frame around the call it has one to begin with.
+    Dynamo skips frames of torch itself, so it would compile nothing of a module such as
+    ``Sequential``. For these ``wrap_top_frame`` adds a frame around the call.
     """
     from torch._dynamo import config
 
@@ -216,10 +214,10 @@ def _compile(module: Any, *, dynamic: bool | None) -> None:
 
 
 def _limits(modules: int, strict: bool) -> Undo:
-    """Let each of ``modules`` have its graphs; ``strict``: fail at the limit.
+    """Raise torch's limit of graphs for ``modules``. With ``strict`` reaching it is an error.
 
-    Otherwise torch goes on without compiling, and says so: right for a real run, which is not to
-    end for it, but a trial would measure something else.
+    Otherwise torch warns and continues without compiling. That is right for a real run, but a trial
+    would measure something else.
     """
     from torch._dynamo import config
 
@@ -238,7 +236,7 @@ def _limits(modules: int, strict: bool) -> Undo:
 
 
 def _within_budget(forward: Forward) -> Forward:
-    """Compile what is compiled in a call within the budget; nothing else in the process is."""
+    """Return ``forward`` with the activation memory budget for code compiled in it."""
     from torch._functorch import config
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +247,7 @@ def _within_budget(forward: Forward) -> Forward:
 
 
 def _forget() -> None:
-    """Free the compiled code: what another plan compiles next would share its limit and shapes."""
+    """Free the compiled code, because other plans would share its limit and shapes."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep the inputs of a block, recompute the rest in backward."""
+"""Activation checkpointing: stores the input of a block and recomputes the rest in backward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import share_of_logits
 
 EVERY = {"third": 3, "half": 2, "all": 1}
-"""Level to stride: which blocks are checkpointed."""
+"""Each level's stride over the blocks."""
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
-"""Where a Hugging Face model keeps the handles of hooks on its embeddings."""
+"""Attributes of a Hugging Face model with the handles of its embedding hooks."""
 LAYER = "GradientCheckpointingLayer"
-"""What transformers calls a block that its switch is for."""
+"""transformers' class for a block that its checkpointing method supports."""
 PLAIN = """
 from functools import partial
 
@@ -52,7 +52,7 @@ class Checkpointing(Strategy):
     )
 
     def expected_share(self, level: str, facts: Facts) -> float:
-        """The logits stay, whatever the blocks keep."""
+        """The logits remain, whichever blocks are recomputed."""
         logits = share_of_logits(facts) or 0.0
         return logits + (1.0 - logits) * self.level(level).keeps
 
@@ -61,7 +61,7 @@ class Checkpointing(Strategy):
         return self.name if level == "all" else f"{self.name} {level}"
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It needs blocks, whose calls it sees, in a script that does not checkpoint by itself."""
+        """The model needs repeated blocks, and the script must not checkpoint."""
         if not facts.roots:
             return None
         if any(root.checkpointing for root in facts.roots):
@@ -75,12 +75,12 @@ class Checkpointing(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Checkpoint the blocks; a Hugging Face model has its own switch."""
+        """Checkpoint the blocks. A Hugging Face model has its own method."""
         stride = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
         return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride), blocks=True)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Checkpoint every block, or some of them."""
+        """Checkpoint all blocks, or some of them."""
         module = root.module
         if has_own_switch(module):
             return _switch_on(module, level)
@@ -88,7 +88,7 @@ class Checkpointing(Strategy):
         if not blocks:
             return None  # another root of this script has the blocks
         if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
-            raise Refused("SyncBatchNorm would wait for the other ranks once more in backward")
+            raise Refused("SyncBatchNorm would communicate with the other ranks again in backward")
         if root.hides(blocks):
             return _in_graph(blocks)
         from autofit.strategies.checkpointing.recompute import wrapper
@@ -103,7 +103,7 @@ class Checkpointing(Strategy):
 
 
 def _in_graph(blocks: Sequence[Any]) -> Undo:
-    """Let blocks checkpoint themselves: what the script has compiled shows their ``forward``."""
+    """Checkpoint by the blocks' ``forward``, which code compiled by the script calls."""
     from torch.utils.checkpoint import checkpoint
 
     before = [(block, vars(block).get("forward")) for block in blocks]
@@ -120,14 +120,14 @@ def _in_graph(blocks: Sequence[Any]) -> Undo:
 
 
 def has_own_switch(module: Any) -> bool:
-    """Return whether ``module`` is a Hugging Face model that checkpoints by its own method."""
+    """Return whether ``module`` is a Hugging Face model with its own checkpointing method."""
     return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
         module, "gradient_checkpointing_enable"
     )
 
 
 def run_again(module: Any, blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return which of a model's modules run again in backward, all of it where that is not told."""
+    """Return the modules that run again in backward; the whole model if that is unknown."""
     if not has_own_switch(module):
         return blocks
     layers = [m for m in module.modules() if any(c.__name__ == LAYER for c in type(m).__mro__)]
@@ -135,7 +135,7 @@ def run_again(module: Any, blocks: Sequence[Any]) -> Sequence[Any]:
 
 
 def _switch_on(module: Any, level: str) -> Undo:
-    """Use the model's own switch, then switch it off again in the blocks that are left out."""
+    """Call the model's own method, then disable checkpointing in the other blocks."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     flags = [vars(each).get("gradient_checkpointing") for each in module.modules()]
@@ -171,7 +171,7 @@ def _switch_on(module: Any, level: str) -> Undo:
 
 
 def _replace_calls(module: Any) -> None:
-    """Have the model's layers call our way to checkpoint in the place of torch's."""
+    """Let the model's layers call ``recompute.Switched`` in place of torch's function."""
     from autofit.strategies.checkpointing.recompute import Switched
 
     for each in module.modules():
@@ -180,10 +180,10 @@ def _replace_calls(module: Any) -> None:
 
 
 def _drop_input_hooks(module: Any, before: dict[str, Any]) -> None:
-    """Take the model's new hooks off its embeddings: a local function that cannot be pickled.
+    """Remove the model's new hooks on its embeddings, which cannot be pickled.
 
-    They make the inputs of the first block require gradients, which only reentrant checkpointing
-    needs. ``before``: the handles that the script had there, if any.
+    They make the first block's inputs require gradients, which only reentrant checkpointing needs.
+    ``before``: the handles that the script had set, if any.
     """
     if any(vars(module).get(name) is not handle for name, handle in before.items()):
         module.disable_input_require_grads()

@@ -1,4 +1,4 @@
-"""How a block is run that runs again in backward: in a model's own checkpointing, or around it."""
+"""Runs a block that backward recomputes, in a model's own checkpointing or around the block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 
-STATISTICS_CHANGED = "a block ran in evaluation, and other batches were counted before its backward"
+STATISTICS_CHANGED = (
+    "a block ran in evaluation, and its batch statistics changed before its backward"
+)
 
 
 @contextlib.contextmanager
 def casts_anew() -> Iterator[None]:
-    """Let autocast keep no casts.
+    """Disable autocast's cache of casts in the context.
 
-    Backward makes the casts of a block again. A cache would hold two bytes for each parameter while
-    forward runs.
+    Backward repeats the casts of a block. The cache would hold two bytes for each parameter during
+    forward.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -36,15 +38,15 @@ def casts_anew() -> Iterator[None]:
 
 
 def plainly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run ``forward``; all of it runs again in backward."""
-    if torch.compiler.is_compiling():  # whose casts are the compiler's
+    """Run ``forward`` under checkpointing: backward runs all of it again."""
+    if torch.compiler.is_compiling():  # the compiler manages the casts
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     with casts_anew():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 Modes = list[tuple[nn.Module, bool]]
-"""Modules, and whether they are in training."""
+"""Modules, and whether they are in training mode."""
 
 
 def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
@@ -52,7 +54,7 @@ def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
     reference = weakref.ref(block)
 
     def wrapped(forward: Forward) -> Forward:
-        batches = 0  # that norms have counted
+        batches = 0  # counted by the norms
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal batches
@@ -73,11 +75,12 @@ def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
 def _as_at_first(
     forward: Forward, block: nn.Module, modes: Modes, batches: Callable[[], int]
 ) -> Forward:
-    """Return ``forward``, which runs again as it ran: in its ``modes``, on lists as they were.
+    """Return ``forward``, whose second run repeats the first one.
 
-    Statistics of batches are moved on by the first run alone; what a norm returns in training does
-    not depend on them. ``batches``: that norms have counted by now. Where there have been more
-    meanwhile, what a norm returned in evaluation is lost: ``Refused``.
+    The second run uses the same ``modes`` and the same contents of lists. Only the first run
+    updates batch statistics; outputs of norms in training do not depend on them. ``batches``
+    returns how many batches the norms have counted. If a norm ran in evaluation and its statistics
+    have changed since, the second run raises ``Refused``.
     """
     lists: dict[int | str, Any] = {}
     evaluates = any(isinstance(each, _NormBase) and not mode for each, mode in modes)
@@ -92,7 +95,7 @@ def _as_at_first(
             return forward(*args, **kwargs)
         if evaluates and batches() > counted:
             raise Refused(STATISTICS_CHANGED, "checkpointing")
-        # Tensors are those that come now: they may have been elsewhere meanwhile.
+        # Use the tensors of this call: they may have been offloaded and restored.
         again = [copy(lists[at]) if at in lists else each for at, each in enumerate(args)]
         named = {at: copy(lists[at]) if at in lists else each for at, each in kwargs.items()}
         with _in_modes(modes), _statistics_on_copies(block):
@@ -103,7 +106,7 @@ def _as_at_first(
 
 @contextlib.contextmanager
 def _in_modes(modes: Modes) -> Iterator[None]:
-    """Have modules in training or evaluation as given, whatever the script has set since."""
+    """Return a context with the modules in the given modes."""
     others = [(vars(each), mode) for each, mode in modes if each.training is not mode]
     for held, mode in others:
         held["training"] = mode
@@ -130,15 +133,15 @@ def _statistics_on_copies(block: nn.Module) -> Iterator[None]:
 
 
 class Switched:
-    """The same as what a Hugging Face model keeps for its checkpointing.
+    """The checkpointing function of a Hugging Face model.
 
-    In a pickle or a copy it is what the model itself would keep: plain checkpointing.
+    Pickles and copies contain torch's own function.
     """
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; it runs again in backward."""
+        """Run a layer under checkpointing."""
         return plainly(forward, *args, **kwargs)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Reduce to plain checkpointing."""
+        """Return torch's own function."""
         return partial(checkpoint, use_reentrant=False).__reduce__()

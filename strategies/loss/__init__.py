@@ -1,4 +1,4 @@
-"""The loss of a language model in chunks of tokens, so that its logits never exist as a whole."""
+"""Computes the loss of a language model in chunks of tokens, without storing all logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Loss(Strategy):
     )
 
     def expected_share(self, level: str, facts: Facts) -> float:
-        """Chunks of logits are a tenth of them or less."""
+        """Chunks of logits take a tenth of their memory or less."""
         logits = share_of_logits(facts)
         if logits is None:
             return super().expected_share(level, facts)
@@ -50,41 +50,41 @@ class Loss(Strategy):
         return f"{level} loss"
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact in float32; in less, gradients of chunks are added up in more."""
+        """Exact in float32. In lower precision the gradients of chunks are summed in float32."""
         if facts is None:
             return self.level(level).fidelity
         return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """It needs a wide head that is called by itself, and a loss that is not scaled."""
+        """The model needs a wide head that is called by itself, and an unscaled loss."""
         if facts.scaler or any(root.dtype == "float16" for root in facts.roots):
-            return "in float16 gradients would vanish before the loss is scaled"
+            return "in float16 gradients would underflow before the loss is scaled"
         if any(root.compiled for root in facts.roots):
-            return "the script compiles its model: in one graph the head is not called by itself"
+            return "the script compiles its model: one graph has no call of the head"
         if facts.roots and all(root.classes < WIDE for root in facts.roots):
             widest = max(root.classes for root in facts.roots)
             if not widest:
-                return "the model has no linear layer at its end that its loss could be joined with"
+                return "the model has no linear layer at its end to compute together with the loss"
             return f"the model's head has {widest} outputs: too few to be large"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """It needs the head's own call, and gradients that do not vanish unscaled."""
+        """It needs calls of the head, and gradients that do not underflow without loss scaling."""
         if levels.get("compile") in ("full", "budget"):
             return "a chunked loss needs the call of the head, which one graph does not have"
         if levels.get("precision") == "fp16":
-            return "in fp16 gradients would vanish before the loss is scaled"
+            return "in fp16 gradients would underflow before the loss is scaled"
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Name a library's kernel that does the same."""
+        """Return a comment with a library's kernel that does the same."""
         return ByHand(
             prepare="# and compute the loss by LigerFusedLinearCrossEntropyLoss of liger-kernel,\n"
             "# of the hidden states and the head's weight"
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Let the head's call wait for what its output is used for."""
+        """Make the head's output lazy."""
         from autofit.strategies.loss.lazy_logits import Watch
 
         module = root.module
@@ -100,13 +100,13 @@ class Loss(Strategy):
 
 
 def _plain(head: Any) -> Any:
-    """Return ``head`` where calling it is nothing but a product with its own weight."""
+    """Return ``head`` if it is a plain linear layer. Raises ``Refused`` otherwise."""
     from torch import nn
 
     if head is None:
         raise Refused("the model has no linear layer at its end that is wider than its input")
-    listened = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
-    if type(head) is not nn.Linear or "forward" in vars(head) or any(listened):
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
+    if type(head) is not nn.Linear or "forward" in vars(head) or any(hooks):
         raise Refused("the model's head does more than a linear layer")
     if type(head.weight) is not nn.Parameter:
         raise Refused("the weight of the model's head is not a plain one")

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer in chunks of tokens: the logits of all never exist at once."""
+"""Cross-entropy after a linear layer, in chunks of tokens, without storing all logits."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torch.nn.functional import linear
 from autofit.exceptions import Refused
 
 ELEMENTS = 1 << 27
-"""Logits in a chunk, at most: a gibibyte of them, with what is computed of them."""
+"""Maximum number of logits in a chunk: about 1 GiB, with the tensors computed from them."""
 CHUNKS = 8
-"""At least so many, as long as they are worth a kernel."""
+"""Minimum number of chunks, if they have enough tokens."""
 TOKENS = 256
-"""In a chunk, at least."""
+"""Minimum number of tokens in a chunk."""
 
 TWICE = "the script runs backward twice through the loss, whose gradients are computed once"
 CREATED = "the script differentiates gradients (create_graph) through the loss"
-HALF = "in float16 gradients would vanish: they are computed before the loss is scaled"
+HALF = "in float16 gradients would underflow: they are computed before the loss is scaled"
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A linear layer, and what a model does to each of its outputs."""
+    """A linear layer, and the elementwise functions that the model applies to its outputs."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     dtype: torch.dtype
-    """Of the matrix products: autocast's, or the layer's own."""
+    """Data type of the matrix products: autocast's, or the layer's own."""
     maps: tuple[Map, ...] = ()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, as the model would have computed them."""
+        """Return the logits as the model would compute them."""
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(self.dtype)
             logits = linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
             return self.mapped(logits)
 
     def mapped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the model's maps."""
+        """Return the logits after the model's elementwise functions."""
         for each in self.maps:
             logits = each(logits)
         return logits
@@ -52,10 +52,11 @@ class Head:
 def chunked_cross_entropy(
     hidden: torch.Tensor, head: Head, labels: torch.Tensor, *, ignore_index: int, mean: bool
 ) -> torch.Tensor:
-    """Return the cross-entropy of ``head(hidden)``, ``(tokens, width)``, with ``labels``.
+    """Return the cross-entropy of ``head(hidden)`` with ``labels``.
 
-    In float32 at least; ``mean``: over the labels other than ``ignore_index``, else their sum.
-    Raises ``Refused`` in float16.
+    ``hidden`` has the shape ``(tokens, width)``. The result is in float32 or more: the mean over
+    labels other than ``ignore_index``, or without ``mean`` their sum. Raises ``Refused`` in
+    float16.
     """
     if head.dtype == torch.float16:
         raise Refused(HALF, "loss")
@@ -68,10 +69,10 @@ def chunked_cross_entropy(
 
 
 class _Loss(torch.autograd.Function):
-    """The sum over all tokens, divided by ``count``; its gradients are computed in forward.
+    """The sum over all tokens, divided by ``count``. Forward also computes the gradients.
 
-    They exist in place of the logits: that of ``hidden`` and that of the weight, which the plain
-    backward makes first as well. So no matrix product is done twice.
+    It stores the gradients of ``hidden`` and the weight, and no logits. So no matrix product runs
+    twice.
     """
 
     @staticmethod
@@ -85,7 +86,7 @@ class _Loss(torch.autograd.Function):
         known: torch.Tensor,
         count: torch.Tensor,
     ) -> torch.Tensor:
-        """Go through the chunks."""
+        """Compute the chunks one by one."""
         ctx.count = count
         with torch.autocast(hidden.device.type, enabled=False):
             total, ctx.gradients = _through(head, hidden, labels, known, ctx.needs_input_grad[:3])
@@ -93,25 +94,25 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Scale the gradients by what comes in."""
+        """Scale the gradients by the incoming one."""
         if torch.is_grad_enabled():
             raise Refused(CREATED, "loss")
         if ctx.gradients is None:
             raise Refused(TWICE, "loss")
         gradients, ctx.gradients = ctx.gradients, None
-        factor = cotangent / ctx.count.clamp(min=1)  # where no label counts the gradients are zero
+        factor = cotangent / ctx.count.clamp(min=1)  # without a label the gradients are zero
         return *(each.finish(factor) for each in gradients), None, None, None, None
 
 
 class _Gradient:
-    """The gradient of one tensor, added up in float32 at least; nothing where none is wanted."""
+    """The gradient of one tensor, summed in float32 or more, or nothing if none is needed."""
 
     def __init__(self, of: torch.Tensor | None, wanted: bool, dtype: torch.dtype) -> None:
         self._dtype = dtype if of is None else of.dtype
         self.sum = torch.zeros_like(of, dtype=dtype) if wanted and of is not None else None
 
     def finish(self, factor: torch.Tensor) -> torch.Tensor | None:
-        """Return it scaled, in the precision of the tensor."""
+        """Return the scaled gradient in the dtype of the tensor."""
         return None if self.sum is None else self.sum.mul_(factor).to(self._dtype)
 
 
@@ -157,7 +158,7 @@ def _of_logits(
     exact: torch.dtype,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the sum of a chunk's losses and its gradient to the logits, if that is wanted."""
+    """Return the sum of a chunk's losses, and their gradient to the logits if ``wanted``."""
     curved = wanted and bool(head.maps)
     if curved:
         logits.requires_grad_()
@@ -188,6 +189,6 @@ def _add_product(total: torch.Tensor, slope: torch.Tensor, some: torch.Tensor) -
 
 
 def _tokens(tokens: int, classes: int) -> int:
-    """Return how many tokens a chunk has: all alike but the last."""
+    """Return the tokens of a chunk. All chunks but the last have this size."""
     most = max(1, min(ELEMENTS // classes, max(TOKENS, -(-tokens // CHUNKS))))
     return -(-tokens // -(-tokens // most))

@@ -1,4 +1,4 @@
-"""Logits that are computed when they are used: what a model's head returns under ``loss``."""
+"""Lazy logits: the output of a model's head under ``loss``, computed when something uses it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autofit.strategies.base import Deferred, Forward
 from autofit.strategies.loss.cross_entropy import Head, chunked_cross_entropy
 
 NAME = "loss"
-LATE = "the script asks for the logits after the weights have changed"
-DIFFERENTIATED = "the script differentiates the logits, of which a split batch keeps no graph"
+LATE = "the script uses the logits after the weights have changed"
+DIFFERENTIATED = "the script differentiates the logits, but a split batch keeps no graph of them"
 IN_PLACE = "the model changes its logits in place"
 
 MAPS = {torch.tanh, torch.mul, torch.div, torch.true_divide, torch.multiply, torch.divide}
-"""What a model may do to single logits with a number: scaling, a soft cap."""
+"""Elementwise functions with a number that a model may apply to logits, such as a soft cap."""
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Record:
     """One forward of the root."""
 
     heads: int = 0
-    """Calls of the head."""
+    """Number of calls of the head."""
     losses: int = 0
-    """Computed in chunks."""
+    """Number of losses computed in chunks."""
 
 
 class LazyLogits(Deferred):
@@ -231,7 +231,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Return ``cross_entropy``'s answer, computed in chunks; ``None`` where it cannot be."""
+    """Return ``cross_entropy`` computed in chunks, or ``None`` if that is impossible."""
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     if not (plain and reduction in ("mean", "sum") and isinstance(input, LazyLogits)):
         return None
@@ -249,7 +249,7 @@ def _computed(value: Any) -> Any:
 
 
 def _rows(index: Any, ndim: int) -> Any:
-    """Return ``index`` without its part along the classes; ``None`` where it chooses classes."""
+    """Return ``index`` without its class dimension, or ``None`` if it selects classes."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(isinstance(each, (int, slice)) or each is ... for each in parts):
         return None
@@ -292,7 +292,7 @@ LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class _Barrier(torch.autograd.Function):
-    """Logits whose graph is gone: to differentiate them is refused, not wrong."""
+    """Logits whose graph is lost. Differentiating them raises ``Refused``."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -304,7 +304,7 @@ class _Barrier(torch.autograd.Function):
 
 
 class Watch:
-    """What one root's forwards do with what its head would have computed."""
+    """Observes how the forwards of one root use the output of its head."""
 
     def __init__(self, head: nn.Linear, training: Callable[[], bool]) -> None:
         self.layer = head
@@ -314,7 +314,7 @@ class Watch:
         """A loss has been computed in chunks."""
 
     def head(self, forward: Forward) -> Forward:
-        """Return the head's call: what it would compute, inside a forward that is watched."""
+        """Return the head's call, with lazy logits inside an observed forward."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if len(args) == 1 and not kwargs else None
@@ -325,7 +325,7 @@ class Watch:
         return call
 
     def root(self, forward: Forward) -> Forward:
-        """Return the root's call. Without gradients, outside training, it is the plain one."""
+        """Return the root's call. Without gradients outside training it is the plain one."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not (torch.is_grad_enabled() or self._training()):
@@ -348,4 +348,4 @@ class Watch:
 def _why(record: Record) -> str:
     if not record.heads:
         return "the model does not call its head by itself"
-    return "the model computes no cross-entropy of its head's output by itself"
+    return "the model itself computes no cross-entropy of its head's output"
