@@ -45,19 +45,19 @@ class ActivationOffload(Strategy):
         return "activation offload" if level == "all" else f"activation offload {level}"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """On a CPU there is nowhere to move them to."""
+        """A CPU computes in host memory."""
         if hardware.device != "cuda":
-            return "the host's memory is what a CPU computes in"
+            return "a CPU computes in host memory already"
         return None
 
     def fault(self, error: BaseException) -> str | None:
-        """Tell where torch allows no hooks on what autograd saves."""
+        """torch does not allow saved-tensor hooks everywhere."""
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             return "the model is differentiated where torch allows no hooks on saved tensors"
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Use torch's own context, which waits for each copy and moves the weights as well."""
+        """Use torch's own context. It waits for each copy, and copies weights, too."""
         if level != "all":
             return None
         return ByHand(around="torch.autograd.graph.save_on_cpu(pin_memory=True)")

@@ -11,7 +11,7 @@ from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root
 from autofit.strategies.precision import AMPERE
 
 EAGER, SDPA = "eager", "sdpa"
-"""Fused attention kernels, which need no matrix of all pairs of tokens."""
+"""Hugging Face's names for unfused attention, and for torch's kernels."""
 KERNELS = {"flash": "flash", "cudnn": "cuDNN"}
 """Levels that prefer one of torch's kernels, and the kernel's usual name."""
 CUDNN_FIRST = ((9, 0), (10, 0))

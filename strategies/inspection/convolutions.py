@@ -46,9 +46,7 @@ def around(forward: Forward, ndims: Collection[int], training: Callable[[], bool
             return leaf
         form = LAST[leaf.ndim]
         if leaf.is_contiguous() and leaf.is_contiguous(memory_format=form):
-            return leaf.clone(
-                memory_format=form
-            )  # one channel or one pixel: only the strides differ
+            return leaf.clone(memory_format=form)  # one channel or pixel: only strides differ
         return leaf.contiguous(memory_format=form)
 
     def turned(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The script's own optimizer, computed otherwise, or with its state elsewhere; or another one."""
+"""Other implementations of the script's optimizer, or another algorithm in its place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HAVE = {
     "eight_bit": ("8-bit implementation", EIGHT_BIT),
     **dict.fromkeys(OTHERS, ("rates that are known to suit another algorithm", ADAM)),
 }
-"""What a level takes of an optimizer's class, and the classes that have it."""
+"""What each level needs of an optimizer's class, and the classes that have it."""
 
 
 class Optimizer(Strategy):
@@ -100,7 +100,7 @@ class Optimizer(Strategy):
     )
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
-        """State in 8 bits is no smaller beside weights that halve it otherwise."""
+        """8-bit state is no smaller if ``weights`` already halves the state."""
         halved = kind is Memory.OPTIMIZER_STATE and levels.get("weights", AS_IS) == "bf16"
         share = super().keeps(level, kind, levels)
         return 2 * share if halved and level == "eight_bit" else share
@@ -113,7 +113,7 @@ class Optimizer(Strategy):
         return said.get(level, other)
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Fused kernels keep more bits than the plain ones where weights are in half precision."""
+        """Fused kernels round less often if the weights are in half precision."""
         fused = level == "fused" and facts is not None and _half(facts)
         return Fidelity.ROUNDING if fused else self.level(level).fidelity
 
@@ -124,7 +124,7 @@ class Optimizer(Strategy):
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """Only optimizers that have such an implementation; the rest is seen in the process."""
+        """The optimizer's class must have such an implementation. The process checks the rest."""
         what, known = HAVE[level]
         others = [name for name in facts.optimizers if name not in known]
         if others:
@@ -133,11 +133,11 @@ class Optimizer(Strategy):
             return "the model's weights are float64"
         fusable = facts.optimizers and all(name in FUSED for name in facts.optimizers)
         if level == "single" and fusable and not _half(facts):
-            return "its fused kernels need as little, and are faster"
+            return "its fused kernels need as little memory and are faster"
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Say how the optimizer is made: the script's own line, which is not known here."""
+        """Return a comment: the script creates the optimizer."""
         if level in OTHERS:
             return None
         if level == "fused":
@@ -150,7 +150,7 @@ class Optimizer(Strategy):
         )
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Step another way; refused where that would not be what the level says."""
+        """Replace the step. Raises ``Refused`` if the optimizer does not support the level."""
         if level == "fused":
             from autofit.strategies.optimizer.fused import fuse
 
@@ -169,5 +169,5 @@ class Optimizer(Strategy):
 
 
 def _half(facts: Facts) -> bool:
-    """Whether a root's weights are in half precision."""
+    """Return whether a root's weights are in half precision."""
     return any("16" in root.dtype for root in facts.roots)

@@ -1,4 +1,4 @@
-"""The kernels of bitsandbytes: blockwise codes of 8 bits, and steps that are taken on them.
+"""The kernels of bitsandbytes: blockwise 8-bit codes, and steps on them.
 
 Importing bitsandbytes initialises CUDA, so it is imported when the first optimizer is changed.
 """
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 BLOCK = 256
-"""Elements that share a scale; the kernels' own."""
+"""Elements that share a scale, fixed by the kernels."""
 SMALL = 4096
-"""Elements below which a parameter keeps 32 bits; bitsandbytes' own."""
+"""Parameters with fewer elements keep 32 bits; bitsandbytes' own default."""
 LARGEST = 2**31 - 1
-"""The kernels count elements in 32 bits."""
+"""Largest number of elements: the kernels count in 32 bits."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the weights that the kernels step."""
+"""Data types of weights that the kernels support."""
 
 Codes = tuple[torch.Tensor, torch.Tensor]
-"""The 8-bit codes of a row of numbers, and its scales."""
+"""The 8-bit codes of a vector, and its scales."""
 
 
 @cache
 def bitsandbytes() -> Any:
-    """Return ``bitsandbytes.functional``; it says on import what else one might install."""
+    """Return ``bitsandbytes.functional``, without the log messages of its import."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -41,20 +41,20 @@ def bitsandbytes() -> Any:
 
 @cache
 def maps(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of the 256 codes: of the first moment, signed, and of the second."""
+    """Return the values of the 256 codes for the first moment (signed) and the second."""
     functional = bitsandbytes()
     signed, unsigned = (functional.create_dynamic_map(signed=each) for each in (True, False))
     return signed.to(device), unsigned.to(device)
 
 
 def quantise(row: torch.Tensor, values: torch.Tensor) -> Codes:
-    """Return the codes and the scales of a row of float32."""
+    """Return the codes and scales of a float32 vector."""
     codes, state = bitsandbytes().quantize_blockwise(row, code=values, blocksize=BLOCK)
     return codes, state.absmax
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the row of float32 that codes and scales stand for."""
+    """Return the float32 vector of codes and scales."""
     row: torch.Tensor = bitsandbytes().dequantize_blockwise(
         codes, absmax=scales, code=values, blocksize=BLOCK
     )
@@ -69,7 +69,7 @@ def update(
     moments: list[Codes],
     step: int,
 ) -> None:
-    """Take one step of ``"adam"`` (two moments) or ``"lion"`` (one), decay on the weights."""
+    """Run a step of ``"adam"`` (two moments) or ``"lion"`` (one) with decoupled weight decay."""
     values = maps(weights.device)
     (first, scale), (second, other) = (*moments, (None, None))[:2]
     beta1, beta2 = group["betas"]
@@ -95,7 +95,7 @@ def update(
 
 
 class on_default_stream:
-    """Orders the kernels, which run on CUDA's default stream, with torch's present stream."""
+    """Orders the kernels on CUDA's default stream with torch's current stream."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         devices = {p.device for p in params if p.is_cuda}
@@ -114,7 +114,10 @@ class on_default_stream:
 
 @cache
 def broken(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a kernel does not work here, or ``None``: one step from zeros is known."""
+    """Return why a kernel does not work here, or ``None``.
+
+    The result of one step from zeros is known, and is compared.
+    """
     try:
         generator = torch.Generator().manual_seed(0)
         gradient = torch.randn(SMALL, generator=generator).to(device, dtype)

@@ -1,8 +1,8 @@
-"""torch's other implementations behind an optimizer: fused kernels, or one tensor at a time.
+"""torch's other implementations of an optimizer: fused kernels, or one parameter at a time.
 
-The flags are set for the time of a step only: ``param_groups``, what is saved and what a
-``GradScaler`` asks for are the script's own in between. On CUDA the fused kernels want each
-parameter's ``step`` counter on the device; whatever leaves the optimizer shows it on the CPU.
+The flags are set during a step only, so ``param_groups``, checkpoints and ``GradScaler`` see the
+script's own. On CUDA the fused kernels need each parameter's ``step`` counter on the device. In
+checkpoints, pickles and copies it is on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADAGRAD_ON_CUDA = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def fuse(handle: OptimizerHandle) -> Undo | None:
-    """Take each step with the fused kernels; ``None`` where the script does so itself."""
+    """Run each step with the fused kernels. Return ``None`` if the script does so already."""
     optimizer = handle.optimizer
     if reason := why_not(optimizer):
         raise Refused(reason)
@@ -39,13 +39,13 @@ def fuse(handle: OptimizerHandle) -> Undo | None:
         undo_show()
         undo_step()
         place_steps(handle.optimizer, on_device=False)
-        vars(handle.optimizer).pop("_need_device_dtype_check_for_fused", None)  # torch's own note
+        vars(handle.optimizer).pop("_need_device_dtype_check_for_fused", None)  # set by torch
 
     return undo
 
 
 def one_at_a_time(handle: OptimizerHandle) -> Undo:
-    """Take each step one parameter after the other, where torch takes all at once."""
+    """Step one parameter after the other, if torch would step all at once."""
     optimizer = handle.optimizer
     name = type(optimizer).__name__
     if type(optimizer) not in FOREACH_CLASSES:
@@ -66,7 +66,7 @@ def _uses_foreach(group: dict[str, Any]) -> bool:
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Return why the fused kernels would not do what ``optimizer`` does, or ``None``."""
+    """Return why the fused kernels would differ from ``optimizer``, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in CLASSES:
         return f"{name} has no fused implementation; torch's own {', '.join(FUSED)} have"
@@ -92,7 +92,7 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def without(optimizer: Any, left_out: Set[int]) -> Iterator[None]:
-    """Let a step see no parameter of these identities."""
+    """Return a context in which the optimizer does not hold the parameters with these ids."""
     if not left_out:
         yield
         return
@@ -108,11 +108,11 @@ def without(optimizer: Any, left_out: Set[int]) -> Iterator[None]:
 
 
 def fused_step(optimizer: Any, step: Callable[[], None]) -> None:
-    """Take one step with the fused kernels; plainly of parameters that they do not take.
+    """Step with the fused kernels; parameters that they do not support step plainly.
 
-    Those come in mid-run: a gradient that is sparse, a group that is added. Parameters that have
-    their first gradient later than others step by themselves: the kernel of SGD wants the momentum
-    of all parameters, or of none.
+    Such parameters may appear in mid-run, with a sparse gradient or a new group. Parameters with
+    their first gradient step separately, because SGD's kernel needs the momentum of all parameters
+    or of none.
     """
     place_steps(optimizer, on_device=True)
     plain, new, rest = _three_ways(optimizer)
@@ -148,14 +148,14 @@ def _three_ways(optimizer: Optimizer) -> tuple[set[int], set[int], set[int]]:
 
 
 def single_step(optimizer: Any, step: Callable[[], None]) -> None:
-    """Take one step, one parameter after the other."""
+    """Step one parameter after the other."""
     with _flags(optimizer, fused=False, foreach=False):
         step()
 
 
 @contextmanager
 def _flags(optimizer: Any, **flags: bool) -> Iterator[None]:
-    """Set the flags of all groups, as far as the class knows them, and give them back."""
+    """Set flags of all groups in the context, if their class has them."""
     groups = optimizer.param_groups
     said = [{name: group[name] for name in flags if name in group} for group in groups]
     for group, known in zip(groups, said, strict=True):
@@ -168,9 +168,9 @@ def _flags(optimizer: Any, **flags: bool) -> Iterator[None]:
 
 
 def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
-    """Put each ``step`` counter where the kernels want it.
+    """Move each ``step`` counter to the device that the kernels need.
 
-    Each by itself: where parameters step in backward, some have been there alone.
+    Each counter is checked: under ``gradient_release`` some parameters have stepped alone.
     """
     for group in optimizer.param_groups:
         there = on_device or group["fused"] or group.get("capturable", False)
@@ -185,7 +185,7 @@ def place_steps(optimizer: Optimizer, *, on_device: bool) -> None:
 
 
 def show(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state as the plain implementation would have it."""
+    """Return the state as the plain implementation stores it."""
     step = state.get("step")
     return {**state, "step": _on_host(step)} if isinstance(step, torch.Tensor) else state
 

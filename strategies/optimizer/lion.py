@@ -1,10 +1,10 @@
-"""Recognises Lion (Chen et al., 2023), which torch does not have, by what its step computes.
+"""Recognises Lion (Chen et al., 2023), which torch does not have, by its step.
 
     weights <- weights * (1 - rate * decay) - rate * sign(beta1 * moment + (1 - beta1) * gradient)
     moment  <- beta2 * moment + (1 - beta2) * gradient
 
-The class of ``lion_pytorch``, that of bitsandbytes and others are told from one another by nothing
-else: two steps of a stand-in of the script's own object are compared with these lines.
+Several libraries have such a class, among them ``lion_pytorch`` and bitsandbytes. Two steps of a
+copy of the script's optimizer are compared with these formulas.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
 from autofit.strategies.optimizer.state_format import Algorithm
 
 SETTINGS = ("lr", "betas", "weight_decay")
-"""What a group says of it."""
+"""Settings that each group must have."""
 RATE, DECAY = 0.25, 0.1
-"""Of the two steps: what the script has may be zero while it warms up."""
+"""Settings of the two steps. The script's own may be zero during warm-up."""
 CLOSE = 0.04
-"""Mean difference allowed, in steps' lengths: a half-precision sum may turn a sign near zero."""
+"""Allowed mean difference relative to a step. In half precision a sign near zero may flip."""
 
 
 def recognised(optimizer: Optimizer) -> Algorithm:
-    """Return Lion as ``optimizer`` has it; raise ``Refused`` where it is something else."""
+    """Return the form of Lion in ``optimizer``. Raises ``Refused`` for another algorithm."""
     name = type(optimizer).__name__
     overrides = getattr(optimizer, "mng", None)  # of bitsandbytes, for single parameters
     if overrides is not None and (overrides.module_weight_config_triple or overrides.pid2config):
-        raise Refused("bitsandbytes' overrides for single parameters are not followed")
+        raise Refused("bitsandbytes' overrides for single parameters are not supported")
     found = set()
     for group in optimizer.param_groups:
         if missing := [each for each in SETTINGS if each not in group]:
@@ -48,12 +48,12 @@ def recognised(optimizer: Optimizer) -> Algorithm:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Algorithm:
-    """Take two steps of a stand-in with one group's settings, and look at what it computes."""
+    """Run two steps of a copy with one group's settings, and compare the result."""
     name = type(optimizer).__name__
     like = group["params"][0]
     generator = torch.Generator().manual_seed(0)
     weights, *gradients = torch.randn(3, SMALL, generator=generator, dtype=torch.float64)
-    gradients[1] *= 0.05  # small beside the moment: both count
+    gradients[1] *= 0.05  # small, so that moment and gradient both matter
     parameter = nn.Parameter(weights.to(like.device, like.dtype))
     state = _stepped(optimizer, group, parameter, gradients)
     kept = [key for key, value in state.items() if _in_shape(value, parameter)]
@@ -85,7 +85,7 @@ def _stepped(
     parameter: nn.Parameter,
     gradients: list[torch.Tensor],
 ) -> dict[str, Any]:
-    """Return the state of ``parameter`` after steps of an object like ``optimizer``."""
+    """Return the state of ``parameter`` after steps of a copy of ``optimizer``."""
     stand_in: Any = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
     stand_in.state = defaultdict(dict)
@@ -103,7 +103,7 @@ def _stepped(
 def _lion(
     weights: torch.Tensor, gradients: list[torch.Tensor], betas: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights and the moment after these gradients."""
+    """Return the weights and the moment after Lion's steps with these gradients."""
     moment = torch.zeros_like(weights)
     for gradient in gradients:
         direction = torch.sign(betas[0] * moment + (1 - betas[0]) * gradient)
@@ -117,5 +117,5 @@ def _in_shape(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def _plain(optimizer: Any, step: Callable[[], None]) -> None:
-    """Let the script's own implementation step."""
+    """Run the script's own implementation."""
     step()

@@ -1,4 +1,4 @@
-"""What is known of the script's optimizer: what it keeps for a parameter, and in which form."""
+"""The form of the state that the script's optimizer keeps for a parameter."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from autofit.strategies.weights.split_float32 import type_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An optimizer's algorithm, and how it writes the state of a parameter."""
+    """An optimizer's algorithm, and the form of a parameter's state."""
 
     kernel: str
-    """What bitsandbytes calls it."""
+    """Name of bitsandbytes' kernel."""
     moments: tuple[str, ...]
-    """Names of what it keeps, in the parameter's shape; the first has a sign, the second none."""
+    """Names of the moments in the parameter's shape. The first is signed, the second is not."""
     dtype: torch.dtype | None = None
-    """Of the moments; ``None`` where it is the parameter's."""
+    """Data type of the moments; ``None`` for the parameter's."""
     counter: type | None = None
-    """Of the number of steps taken: a tensor or an ``int``, or ``None`` where it keeps none."""
+    """Type of the step counter: a tensor or an ``int``; ``None`` without one."""
     rest: Stepper
-    """Takes the step of the parameters that keep the plain state."""
+    """Steps the parameters that keep the plain state."""
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -36,11 +36,11 @@ class Algorithm:
         return tuple(f"{name}_scales" for name in self.moments)
 
     def of(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the precision of a parameter's moments."""
+        """Return the data type of a parameter's moments."""
         return self.dtype or type_of(parameter)
 
     def counted(self, step: int) -> dict[str, torch.Tensor | int]:
-        """Return the number of steps taken as the plain state has it."""
+        """Return the state of a step counter in the plain form."""
         if self.counter is None:
             return {}
         return {"step": step if self.counter is int else torch.tensor(float(step))}

@@ -1,4 +1,4 @@
-"""The optimizer's state in host memory, brought to the device piece by piece for each step."""
+"""Keeps the optimizer state in host memory, and copies it to the device in pieces for each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strat
 from autofit.strategies.support.optimizer_classes import ELEMENTWISE
 
 BESIDE = (AS_IS, "fused", "single")
-"""Levels of ``optimizer`` that step with the script's own state."""
+"""Levels of ``optimizer`` that use the script's own state."""
 
 
 class OptimizerOffload(Strategy):
@@ -41,27 +41,27 @@ class OptimizerOffload(Strategy):
         return f"optimizer state {level}"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """On a CPU there is nowhere to move it to."""
+        """A CPU computes in host memory."""
         if hardware.device != "cuda":
-            return "the host's memory is what a CPU computes in"
+            return "a CPU computes in host memory already"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
-        """Only optimizers that treat each element for itself."""
+        """The optimizer must update each element separately."""
         others = [name for name in facts.optimizers if name not in ELEMENTWISE]
         if not others:
             return None
         return f"{others[0]} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
-        """Another algorithm, or other kernels, keep state of their own form."""
+        """Another algorithm or kernel has another form of state."""
         other = levels["optimizer"]
         if other not in BESIDE:
             return f"optimizer_offload: the state of optimizer {other} has a form of its own"
         return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Keep the state on the host from now on; refused where it cannot be cut in pieces."""
+        """Keep the state in host memory. Raises ``Refused`` if it cannot be split into pieces."""
         from autofit.strategies.optimizer_offload.host_steps import offload
 
         return offload(handle)

@@ -1,8 +1,8 @@
-"""Steps of an optimizer whose state lies in host memory.
+"""Steps an optimizer whose state is in host memory.
 
-A parameter is stepped in pieces: each is a view of its elements with a part of the gradient, and
-the state of a piece is a copy on the device. To the optimizer, and to whatever else the plan does
-around its step, a piece is a parameter like any other. Small parameters keep their state.
+A parameter is stepped in pieces. A piece is a view of some elements, with the same part of the
+gradient. Its state is a copy on the device. The optimizer, and other levels around its step, treat
+a piece as a parameter. Small parameters keep their state on the device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def offload(handle: OptimizerHandle) -> Undo:
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot be stepped piece by piece, or ``None``."""
+    """Return why an optimizer cannot step in pieces, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in CLASSES:
         return f"{name} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
@@ -76,13 +76,13 @@ def reserve_host_memory(optimizer: Optimizer) -> list[int]:
 
 
 class Offload:
-    """The state of one optimizer, in its ``state`` as ever, but for where it lies."""
+    """Keeps the state of one optimizer in host memory. It remains in ``optimizer.state``."""
 
     def __init__(self, handle: OptimizerHandle) -> None:
         self._handle = handle
         self._lanes: dict[torch.device, Lanes] = {}
         self._hosted = WeakTensorKeyDictionary()
-        """State that lies on the host."""
+        """State tensors in host memory."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
         optimizer = handle.optimizer
         self._taken = reserve_host_memory(optimizer)
@@ -99,7 +99,7 @@ class Offload:
                 self._send(optimizer.state.get(parameter, {}), parameter)
 
     def undo(self) -> None:
-        """Bring all state back to where it would have been."""
+        """Move all state back to its usual device."""
         while self._undos:
             self._undos.pop()()
         while self._taken:
@@ -117,7 +117,7 @@ class Offload:
                 split_float32.put_rest(parameter, like.detach().copy_(rest))
 
     def step(self, optimizer: Any, plain: Callable[[], None]) -> None:
-        """Step what has a gradient: in pieces what has its state on the host."""
+        """Step every parameter that has a gradient. Large ones step in pieces."""
         groups = optimizer.param_groups
         params = [group["params"] for group in groups]
         try:
@@ -142,7 +142,7 @@ class Offload:
     def _step(
         self, optimizer: Any, group: Any, parameter: torch.Tensor, plain: Callable[[], None]
     ) -> None:
-        """Step one parameter, piece after piece."""
+        """Step one parameter piece by piece."""
         state = optimizer.state[parameter]
         self._send(state, parameter)
         weights, gradient = _flat(parameter, parameter), _flat(parameter, parameter.grad)
@@ -167,9 +167,10 @@ class Offload:
         part: slice,
         before: State,
     ) -> Iterator[None]:
-        """Within it, a piece has its state on the device; then it goes down.
+        """Return a context in which a piece has its state on the device.
 
-        ``before``: of the whole parameter, as the step found it. There was none before the first.
+        At its end the state is copied to the host. ``before`` is the state of the whole parameter
+        before this step; it is empty before the first step.
         """
         state, rest = optimizer.state[parameter], split_float32.rest_of(parameter)
         optimizer.state[piece] = {
@@ -230,13 +231,13 @@ class Offload:
         return found
 
     def _load_begins(self, optimizer: Any, document: dict[str, Any]) -> dict[str, Any]:
-        """Keep the state from being put on the device."""
+        """Prevent torch from copying the loaded state to the device."""
         order = [index for group in document["param_groups"] for index in group["params"]]
         self._loading = document["state"], order
         return {**document, "state": {}}
 
     def _load_ends(self, optimizer: Any) -> None:
-        """Take what was loaded as torch would, but for where it lies."""
+        """Store the loaded state as torch would, but in host memory."""
         saved, order = self._loading
         self._loading = {}, []
         optimizer.state.clear()

@@ -1,1 +1,1 @@
-"""What several strategies need of torch."""
+"""Functions of torch that several strategies share."""
