@@ -275,7 +275,7 @@ class OptimizerHandle(Protocol):
         """The ``torch.optim.Optimizer`` itself, without the wrapper of a framework."""
 
     def modules(self) -> tuple[Any, ...]:
-        """Return the roots met so far: none before the first forward."""
+        """Return the roots that have been called so far: none before the first forward."""
 
     @property
     def in_backward(self) -> bool:
@@ -285,11 +285,12 @@ class OptimizerHandle(Protocol):
         """Let ``stepper`` take each step; a closure has been evaluated before."""
 
     def step_in_backward(self, aside: Aside | None = None) -> Undo:
-        """Let each parameter step as soon as its gradient is complete, and free that.
+        """Step each parameter when its gradient is complete, then free the gradient.
 
-        Every stepper is called with the optimizer holding this parameter alone. Where a batch is
-        split, gradients wait in ``aside`` for those of the last part. A step of the script takes
-        what is left; one that could tell the difference raises ``Refused``.
+        Each stepper runs with an optimizer that holds only the parameters of this step. If the
+        batch is split, ``aside`` stores gradients until the last chunk. The script's own step
+        updates the remaining parameters. It raises ``Refused`` if the script could notice the
+        difference.
         """
 
     def show_state(self, view: View) -> Undo:
@@ -297,9 +298,9 @@ class OptimizerHandle(Protocol):
 
 
 class Strategy(ABC):
-    """One technique; see the module for what an implementation promises.
+    """One technique. The module's docstring lists the rules for an implementation.
 
-    Its first level, ``as_is``, changes nothing: no method is asked about it, and no hook gets it.
+    The first level, ``as_is``, changes nothing. No method is called for it.
     """
 
     name: ClassVar[str]
@@ -311,12 +312,12 @@ class Strategy(ABC):
     lowers: ClassVar[frozenset[Memory]] = frozenset()
     """The kinds of memory its levels lower: the cost model's prior."""
     removed: ClassVar[Mapping[str, str]] = {}
-    """Levels of earlier releases that are gone, each with what to use in its place."""
+    """Levels of earlier releases that were removed, each with its replacement."""
     sized: ClassVar[bool] = False
-    """What it does depends on the size of a batch: it is proven on as many samples as will run."""
+    """Its effect depends on the batch size. The plan check uses as many samples as fit."""
 
     redraws: ClassVar[bool] = False
-    """It draws other random numbers where a model drops: proven with nothing drawn."""
+    """It draws other random numbers in dropout. The plan check runs without random draws."""
 
     def level(self, name: str) -> Level:
         """Return the level called ``name``; raise ``UsageError`` naming those there are."""

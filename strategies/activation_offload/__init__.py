@@ -1,4 +1,4 @@
-"""Activation offloading: what forward keeps for backward waits in host memory."""
+"""Activation offloading: host memory stores the tensors that forward saves for backward."""
 
 from __future__ import annotations
 

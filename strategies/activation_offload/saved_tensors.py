@@ -204,7 +204,7 @@ class SavedTensors:
         self._leaving: deque[ref[OffloadedTensor]] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Send a tensor away, if that is worth it; return what autograd is to keep for it."""
+        """Offload a tensor if that is worthwhile. Return the object that autograd stores."""
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
         if storage is None or not self._worth_offloading(tensor, storage):
             return tensor
@@ -294,7 +294,7 @@ class Offload:
         return call
 
     def transfer(self, device: torch.device) -> Transfer:
-        """Return what copies between ``device`` and the host."""
+        """Return the transfer between ``device`` and the host."""
         if device not in self._transfers:
             self._transfers[device] = (
                 StreamTransfer(device) if device.type == "cuda" else BlockingTransfer()

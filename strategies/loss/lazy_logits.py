@@ -35,9 +35,9 @@ class Record:
 
 
 class LazyLogits(Deferred):
-    """``head(hidden)``, not computed yet; used otherwise than for a loss, it is computed.
+    """``head(hidden)``, which is computed only if it is used for anything but a loss.
 
-    No tensor: ``isinstance`` says so. Where torch's functions meet it they find the tensor.
+    It is no instance of ``torch.Tensor``. torch's functions convert it to a tensor.
     """
 
     def __init__(self, hidden: torch.Tensor, head: Head, dtype: torch.dtype, record: Record):
@@ -51,7 +51,7 @@ class LazyLogits(Deferred):
 
     @classmethod
     def of(cls, head: nn.Linear, hidden: torch.Tensor, record: Record) -> LazyLogits:
-        """Return what ``head`` would compute here and now, in the autocast of the moment."""
+        """Return the output of ``head`` under the present autocast, not computed yet."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         record.heads += 1
@@ -60,7 +60,7 @@ class LazyLogits(Deferred):
     # --- as a deferred output --------------------------------------------------------------
 
     def value(self) -> torch.Tensor:
-        """Return the logits; raise ``Refused`` where they would be other ones by now."""
+        """Return the logits. Raises ``Refused`` if the weights have changed."""
         if self._value is None:
             if self._head.weight._version != self._version:
                 raise Refused(LATE, NAME)
@@ -72,7 +72,7 @@ class LazyLogits(Deferred):
         return self._like(self._hidden.detach(), graph=False)
 
     def joined(self, others: Sequence[Any], dim: int) -> Deferred | None:
-        """Return the logits of several chunks as one; ``None`` along the classes."""
+        """Return the concatenated logits of several chunks; ``None`` along the classes."""
         if dim == len(self.shape) - 1:
             return None
         return self._like(torch.cat([each._hidden for each in (self, *others)], dim=dim))
@@ -99,17 +99,17 @@ class LazyLogits(Deferred):
 
     @property
     def shape(self) -> torch.Size:
-        """As of the logits."""
+        """The shape of the logits."""
         return torch.Size((*self._hidden.shape[:-1], len(self._head.weight)))
 
     @property
     def ndim(self) -> int:
-        """As of the logits."""
+        """The number of dimensions of the logits."""
         return self._hidden.ndim
 
     @property
     def device(self) -> torch.device:
-        """As of the logits."""
+        """The device of the logits."""
         return self._hidden.device
 
     def size(self, dim: int | None = None) -> Any:
@@ -121,7 +121,7 @@ class LazyLogits(Deferred):
         return self.ndim
 
     def contiguous(self) -> LazyLogits:
-        """Return itself: it is computed as one piece."""
+        """Return itself: the logits will be contiguous."""
         return self
 
     def float(self) -> Any:
@@ -129,7 +129,7 @@ class LazyLogits(Deferred):
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the logits in another precision, later; moved elsewhere, now."""
+        """Return lazy logits in another dtype. Move computed logits to another device."""
         if len(args) == 1 and not kwargs:
             if isinstance(args[0], torch.dtype):
                 return self._like(self._hidden, dtype=args[0])
@@ -138,7 +138,7 @@ class LazyLogits(Deferred):
         return self.value().to(*args, **kwargs)
 
     def view(self, *shape: Any) -> Any:
-        """Return the same rows in another arrangement, later; across rows, now."""
+        """Return lazy logits with the rows reshaped, or computed logits in another shape."""
         wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         classes = len(self._head.weight)
         whole = all(isinstance(each, int) for each in wanted)
@@ -149,20 +149,20 @@ class LazyLogits(Deferred):
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """Return the rows of several dimensions in one, later; the classes too, now."""
+        """Return lazy logits with dimensions of rows joined, or computed logits."""
         if self._value is None and (end_dim == -2 or 0 <= end_dim < self.ndim - 1):
             return self._like(self._hidden.flatten(start_dim, end_dim))
         return self.value().flatten(start_dim, end_dim)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return some rows, later; some classes, now."""
+        """Return lazy logits for an index of rows, or computed logits."""
         rows = _rows(index, self.ndim)
         if self._value is None and rows is not None:
             return self._like(self._hidden[rows])
         return self.value()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Refuse: what was derived from them would not see it."""
+        """Raise ``Refused``: lazy logits derived from these would not change."""
         raise Refused(IN_PLACE, NAME)
 
     def __len__(self) -> int:
@@ -170,7 +170,7 @@ class LazyLogits(Deferred):
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Compute the logits for whatever else is asked of them."""
+        """Compute the logits for any other attribute."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name.endswith("_"):
@@ -181,7 +181,7 @@ class LazyLogits(Deferred):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the loss in chunks, or the logits for whatever else uses them."""
+        """Compute a loss in chunks, or the logits for any other function."""
         kwargs = kwargs or {}
         if func is cross_entropy:
             found = _loss(*args, **kwargs)
@@ -195,7 +195,7 @@ class LazyLogits(Deferred):
         return func(*args, **kwargs)
 
     def _mapped(self, function: Callable[..., Any], others: Sequence[Any]) -> LazyLogits | None:
-        """Return the logits after ``function``, which each goes through by itself."""
+        """Return lazy logits after an elementwise ``function``; ``None`` if that is impossible."""
         if self._value is not None or not all(isinstance(each, (int, float)) for each in others):
             return None
         dtype = self.dtype
@@ -208,7 +208,7 @@ class LazyLogits(Deferred):
         return other
 
     def _of_classes(self, target: Any) -> bool:
-        """Whether a cross-entropy with ``target`` is one of rows and their classes."""
+        """Whether ``target`` has one class for each row, as the chunked loss needs."""
         return (
             self.ndim == 2
             and self._value is None

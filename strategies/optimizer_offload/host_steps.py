@@ -26,14 +26,14 @@ from autofit.strategies.weights import split_float32
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(ELEMENTWISE)
 SMALL = 1 << 16
-"""Elements below which a parameter keeps its state on the device."""
+"""Parameters with fewer elements keep their state on the device."""
 PIECE = 1 << 24
-"""Elements of a piece: two are on the device at a time, with all that is kept for them."""
+"""Elements of a piece. At most two pieces and their state are on the device at a time."""
 MAX_PENDING = 4
-"""Pieces whose gradients are held before what is computed next waits for the first of them."""
+"""Pieces whose gradients are held before later computation waits for the first of them."""
 
 HOST_BUDGET = HostBudget()
-"""Of all optimizers."""
+"""Shared by all optimizers, and by the gradients of ``gradient_release``."""
 
 State = dict[str, Any]
 
@@ -61,7 +61,10 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 def reserve_host_memory(optimizer: Optimizer) -> list[int]:
-    """Return what the state will take of the host's memory; raise ``Refused`` if it has no room."""
+    """Reserve host memory for the state of ``optimizer``; return the bytes of each tensor.
+
+    Raises ``Refused`` if the host has too little.
+    """
     kinds = ELEMENTWISE[type(optimizer).__name__]
     if isinstance(optimizer, (Adam, AdamW)) and not optimizer.defaults["amsgrad"]:
         kinds -= 1
@@ -206,7 +209,7 @@ class Offload:
         return self._lanes[parameter.device].next(gradient)
 
     def _send(self, state: State, parameter: torch.Tensor) -> None:
-        """See that what is kept for a parameter lies on the host."""
+        """Move the state of a parameter to the host, if it is not there yet."""
         for name, value in list(state.items()):
             if _like(value, parameter):
                 state[name] = self._on_host(parameter, value)
@@ -214,13 +217,16 @@ class Offload:
             split_float32.put_rest(parameter, self._on_host(parameter, rest))
 
     def _on_host(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value`` on the host, in the parameter's order; itself if it lies there so."""
+        """Return ``value`` in host memory, with the parameter's strides.
+
+        If it already is, return ``value`` itself.
+        """
         if value in self._hosted and value.stride() == parameter.stride():
             return value
         return self._host_tensor(parameter, value.dtype).copy_(value)
 
     def _host_tensor(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory in a parameter's shape and order."""
+        """Return a tensor in host memory with a parameter's shape and strides."""
         if parameter.is_cuda:
             row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
         else:  # a CPU stands in for a device: memory of Python's own, which no cap counts
@@ -254,10 +260,10 @@ class Offload:
 
 
 class Lanes:
-    """Two streams of a device that take turns, and the gradients that they still read.
+    """Two alternating streams of a device, and the gradients that they still read.
 
-    What a lane allocates is its own. A gradient belongs to the main stream, which waits for a lane
-    to be through with it before its memory is used again.
+    A lane owns the memory that it allocates. A gradient belongs to the main stream. That stream
+    waits until the lane has read the gradient before the gradient's memory is used again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -267,7 +273,7 @@ class Lanes:
 
     @contextmanager
     def next(self, gradient: torch.Tensor) -> Iterator[None]:
-        """Within it, work goes to the next lane, after what the main stream has been given."""
+        """Run the context on the next lane, after the present work of the main stream."""
         main = torch.cuda.current_stream(self._device)
         lane = self._lanes[0]
         self._lanes.rotate()
@@ -280,14 +286,14 @@ class Lanes:
             main.wait_event(through)
 
     def join(self) -> None:
-        """Wait for both: the script may read the host's memory now, to save it."""
+        """Wait for both lanes, because the script may read the state in host memory next."""
         for lane in self._lanes:
             lane.synchronize()
         self._pending.clear()
 
 
 def _worth(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is worth the way, and lies in memory without gaps."""
+    """Return whether a parameter is large enough, and has no gaps in memory."""
     if parameter.numel() < SMALL or not parameter.is_floating_point():
         return False
     return _dense(parameter) and type(parameter) in (nn.Parameter, torch.Tensor)
@@ -298,12 +304,12 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _like(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether something of the state has a number for each element of a parameter."""
+    """Return whether a state value has one number for each element of a parameter."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def _flat(parameter: torch.Tensor, other: Any) -> torch.Tensor:
-    """Return ``other``, of the parameter's shape, as one row in the order of its memory."""
+    """Return ``other``, of the parameter's shape, as a vector in the parameter's memory order."""
     other = other.detach()
     if other.stride() != parameter.stride():
         other = torch.empty_like(parameter, dtype=other.dtype).detach().copy_(other)
@@ -312,7 +318,7 @@ def _flat(parameter: torch.Tensor, other: Any) -> torch.Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy; on CUDA, of what another lane may have made, and gets the memory of back."""
+    """Return a copy. On CUDA another lane may have made ``value`` and owns its memory."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_cuda:
@@ -325,7 +331,7 @@ def _to_device(part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """Return something loaded where torch would put it."""
+    """Return a loaded value on the device where torch would put it."""
     if not isinstance(value, torch.Tensor) or name == "step":
         return value
     if parameter.is_floating_point():

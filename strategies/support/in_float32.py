@@ -1,9 +1,9 @@
-"""Steps of an optimizer whose parameters are kept in less than float32, and widened for the step.
+"""Optimizer steps in float32, for parameters that are stored in less.
 
-Whatever steps them, the script's own implementation or another strategy's, finds parameters and
-gradients of float32, and makes its state of that type. Some parameters are open at a time, where
-the optimizer's class treats each for itself: all of ``torch.optim`` do. Those are opened and closed
-in a row, as one tensor: a dozen kernels for each of hundreds would take longer to launch than run.
+The optimizer, or another level that steps for it, sees float32 parameters and gradients. Its state
+is float32, too. Only some parameters are open at a time, if the optimizer's class updates each
+parameter separately, as all of ``torch.optim`` do. They are opened and closed as one concatenated
+tensor. A dozen kernels for each of hundreds of parameters would take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from torch.optim import Optimizer
 
 TOGETHER = 1 << 24
-"""Elements of the parameters that are open at a time, unless one has more."""
+"""Elements of the parameters that are open at a time. A larger parameter is open alone."""
 PARTS = 16
-"""The parameters are widened in at least so many parts, as far as they can be told apart."""
+"""Minimum number of parts in which the parameters are opened, if there are enough of them."""
 
 State = dict[str, Any]
 
 
 class Form(Protocol):
-    """How parameters are kept between steps."""
+    """How parameters are stored between steps."""
 
     def opens(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is kept so."""
+        """Return whether a parameter is stored in this form."""
 
     def open(
         self, parameters: Sequence[torch.Tensor], states: Sequence[State]
     ) -> Sequence[torch.Tensor]:
-        """Return the float32 values of each, on its device, and bring its state into float32."""
+        """Return the float32 values on their device, and convert the state to float32."""
 
     def close(
         self,
@@ -41,11 +41,11 @@ class Form(Protocol):
         values: Sequence[torch.Tensor],
         states: Sequence[State],
     ) -> None:
-        """Write ``values`` into ``kept``, what the parameters hold between steps."""
+        """Write ``values`` into ``kept``, the data of the parameters between steps."""
 
 
 def step(optimizer: Optimizer, plain: Callable[[], None], form: Form) -> None:
-    """Take a step with the parameters that ``form`` opens in float32."""
+    """Step with the parameters of ``form`` in float32."""
     groups = optimizer.param_groups
     params = [group["params"] for group in groups]
     try:
@@ -63,15 +63,15 @@ def step(optimizer: Optimizer, plain: Callable[[], None], form: Form) -> None:
 
 
 def change_type(parameter: torch.Tensor, data: torch.Tensor) -> None:
-    """Give a parameter other data, of another type, and its gradient that type."""
+    """Replace a parameter's data by data of another dtype, and convert its gradient."""
     gradient = None if parameter.grad is None else parameter.grad.to(data.dtype)
-    parameter.grad = None  # only now: memory may run out above
+    parameter.grad = None  # after the cast, in which memory may run out
     parameter.data = data
     parameter.grad = gradient
 
 
 def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tensor]]:
-    """Yield the parameters, by ``id``, that are stepped together; at least once."""
+    """Yield the parameters of each part by ``id``; at least one part."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     most = min(TOGETHER, sum(parameter.numel() for parameter in held) // PARTS)
     own = type(optimizer).__module__.startswith("torch.optim")
@@ -89,7 +89,7 @@ def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tens
 
 @contextmanager
 def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: Form) -> Iterator[None]:
-    """Within it, ``parameters`` and their gradients are float32."""
+    """Return a context in which ``parameters`` and their gradients are float32."""
     kept = [parameter.data for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
     widened = form.open(parameters, _states(optimizer, parameters))
@@ -109,7 +109,7 @@ def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: Form) 
             parameter.grad = gradient
         form.close(parameters, kept, values, _states(optimizer, parameters))
         for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)  # the data's version is another
+            torch.autograd.graph.increment_version(parameter)  # ``.data`` has a version of its own
 
 
 def _states(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[State]:
@@ -117,16 +117,16 @@ def _states(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[St
 
 
 def _wide(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return gradients in float32, in one row where they can lie so."""
+    """Return gradients in float32, as one concatenated tensor if possible."""
     if not in_a_row(gradients):
         return [gradient.float() for gradient in gradients]
     return cut(torch.cat([gradient.view(-1) for gradient in gradients]).float(), gradients)
 
 
 def in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether several tensors can be treated as one: kernels take longer to launch than run.
+    """Return whether tensors can be concatenated, to launch fewer kernels.
 
-    Of one type, on one device, each without gaps and in the usual order.
+    They must have one dtype and one device, and be contiguous.
     """
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     plain = all(t.layout is torch.strided and t.is_contiguous() for t in tensors)
@@ -134,6 +134,6 @@ def in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def cut(row: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a row of elements as tensors of the shapes of others."""
+    """Return views of a vector in the shapes of ``like``."""
     parts = row.split([each.numel() for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]

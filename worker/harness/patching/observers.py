@@ -149,7 +149,7 @@ class Seams:
         self.order = order
 
     def ignore_loader(self) -> None:
-        """Leave the loader's ``next`` as it is; call this before ``attach``."""
+        """Do not patch the loader's ``next``. Call this before ``attach``."""
         self.loader = False
 
     def restart_data_clock(self) -> None:
@@ -157,7 +157,7 @@ class Seams:
         self.data_seconds = 0.0
 
     def watch_submodules(self, wanted: bool) -> None:
-        """Watch calls inside a root too, or no longer."""
+        """Enable or disable the patch of calls inside a root."""
         self.watch_inside = wanted
 
     def read_by(self, reader: Reader) -> Undo:

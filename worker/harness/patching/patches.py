@@ -1,7 +1,7 @@
-"""The registry of what the harness patches onto torch: undone last in, first out.
+"""The registry of all patches that the harness puts on torch. The last patch is undone first.
 
-Another library, or the script, may patch the same attribute later. Its patch stays: ours below it
-then only calls what it had replaced.
+The script or another library may patch the same attribute later. Such a patch stays. It then calls
+our undone patch, which only calls the function that it replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autofit.strategies.base import Undo
 _INHERITED = object()
 """Stands for an attribute that its owner inherits."""
 _BEFORE = "_autofit_before"
-"""Attribute of an undone patch: what it had replaced."""
+"""Attribute of an undone patch: the function that it replaced."""
 
 
 class Patches:
