@@ -235,7 +235,7 @@ def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(rooted:
     module.train()
     with torch.no_grad():
         held.call((x,), {})
-    with pytest.raises(Refused, match="counted before its backward"):
+    with pytest.raises(Refused, match="changed before its backward"):
         evaluated.backward()
 
 

@@ -251,7 +251,7 @@ def _keep(rows: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "how", "reason"),
     [
-        (lambda path: Counting(), {}, "keeps something"),
+        (lambda path: Counting(), {}, "keeps state"),
         (lambda path: Reads(path), {}, "reads from an open file"),
         (lambda path: Connected(), {}, "holds a sqlite3 Connection"),
         (lambda path: Unsendable(), {"collate_fn": _keep}, "cannot be sent"),
@@ -292,7 +292,7 @@ class Own(Sampler[int]):
             yield random.randrange(64) if self.draws else index
 
 
-@pytest.mark.parametrize(("draws", "reason"), [(True, "draws random"), (False, "may be saved")])
+@pytest.mark.parametrize(("draws", "reason"), [(True, "draws random"), (False, "may save")])
 def test_samplers_that_are_refused(draws: bool, reason: str) -> None:
     with pytest.raises(Refused, match=reason):
         train(Plain(), WORKERS, strict=True, sampler=Own(draws))

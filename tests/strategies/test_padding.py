@@ -169,7 +169,7 @@ def test_after_a_step_it_is_lost() -> None:
 
 
 def test_a_split_batch_keeps_no_graph_of_it() -> None:
-    with pytest.raises(Refused, match="of which a split keeps no graph"):
+    with pytest.raises(Refused, match="but a split batch keeps no graph"):
         train(gpt2(), TRIMMED.replace(micro_batch="2"), outside)
 
 
