@@ -323,7 +323,7 @@ def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     The stride stays the same, so that backward runs the same kernels. A tensor with gaps between
     its elements is made contiguous first.
     """
-    if not gapped(tensor):  # dense in some order, or expanded: what lies there
+    if not gapped(tensor):  # dense in some order, or expanded
         return tensor.as_strided((span(tensor),), (1,)), tensor.stride()
     return tensor.contiguous().view(-1), torch.empty(tensor.shape, device="meta").stride()
 

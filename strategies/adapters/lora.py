@@ -57,7 +57,7 @@ def inject(module: nn.Module, *, four_bit: bool) -> None:
         fan_in_fan_out=all(type(layer).__name__ == CONV1D for layer in layers.values()),
     )
     devices = {p.device.index for p in module.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)):  # the script's draws stay what they were
+    with torch.random.fork_rng(devices=list(devices)):  # the script's random draws stay the same
         inject_adapter_in_model(config, module)
     for name, weight in weights.items():
         for parameter in module.get_submodule(name).parameters():

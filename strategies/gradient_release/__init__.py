@@ -82,9 +82,9 @@ class GradientRelease(Strategy):
         ``hosted`` has no effect on a batch in one piece.
         """
         if levels["precision"] == "fp16":
-            return "gradient_release: under fp16 a step that overflowed is left out as a whole"
+            return "gradient_release: under fp16 a step with an overflow is skipped as a whole"
         if level == HOSTED and levels["micro_batch"] == AS_IS:
-            return "gradient_release: of a batch in one piece no gradients wait"
+            return "gradient_release: a batch in one piece has no waiting gradients"
         return None
 
     def fault(self, error: BaseException) -> str | None:

@@ -74,11 +74,11 @@ class Lion(Recipe):
 
 
 class Momentum(Recipe):
-    """SGD with momentum, each tensor's step as long as Adam's usually is.
+    """SGD with momentum. Each tensor's step is as long as Adam's usually is.
 
-    Plain SGD at Adam's rates moves next to nothing. So the mean square of a tensor's step is set,
-    as LARS does (You et al., 2017), to that of AdamW's steps (Liu et al., 2025, measure 0.2 to 0.4
-    of the rate).
+    Plain SGD at Adam's rates changes the weights too little. So the root mean square of a tensor's
+    step is set to that of AdamW's steps, as LARS does (You et al., 2017). Liu et al. (2025) measure
+    0.2 to 0.4 of the rate for AdamW.
     """
 
     BETA = 0.9

@@ -229,7 +229,7 @@ class Offload:
         """Return a tensor in host memory with a parameter's shape and strides."""
         if parameter.is_cuda:
             row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
-        else:  # a CPU stands in for a device: memory of Python's own, which no cap counts
+        else:  # tests on a CPU: Python's own memory does not count against the cap
             memory = bytearray(parameter.numel() * dtype.itemsize)
             row = torch.frombuffer(memory, dtype=dtype)
         found = row.as_strided(parameter.shape, parameter.stride())

@@ -132,12 +132,12 @@ def split(root: Root) -> None:
         return call
 
     for parameter in module.parameters():
-        if rest_of(parameter) is not None:  # it was split when it was made
+        if rest_of(parameter) is not None:  # split during creation
             own[parameter] = True
     undo_wrap = root.around_forward(wrapper, lasting=True)
 
     def undo() -> None:
-        for parameter in list(own):  # one that memory runs out for stays split, as do all after it
+        for parameter in list(own):  # if memory runs out, this one and later ones stay split
             if (values := script_values(parameter, here=True)) is not None:
                 change_type(parameter, values)
             forget(parameter)
@@ -145,7 +145,7 @@ def split(root: Root) -> None:
         undo_wrap()
         undo_show()
 
-    root.taken_back_by(undo)  # memory may run out in the midst of what follows
+    root.taken_back_by(undo)  # memory may run out below
     look_again()
 
 

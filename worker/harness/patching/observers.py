@@ -221,7 +221,7 @@ class Seams:
                 self.handler.inner_call()
             elif torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
                 self.handler.new_root(module)
-                # The root's class has its own ``__call__`` now.
+                # ``new_root`` has patched the root's class.
                 return type(module).__call__(module, *args, **kwargs)
             return self.wrapped(plain)(module, *args, **kwargs)
 
@@ -249,7 +249,7 @@ class Seams:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
             self.handler.grad(inputs)
-            self.enter()  # a block that checkpointing runs again now is no root
+            self.enter()  # a block that checkpointing recomputes now is no root
             try:
                 return plain(outputs, inputs, *args, **kwargs)
             finally:
@@ -295,7 +295,7 @@ class Seams:
     def _compile(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def compiled(model: Any = None, **options: Any) -> Any:
             owner = getattr(model, "__self__", model)
-            # One without parameters is a loss, too.
+            # A module without parameters counts as a loss.
             learns = isinstance(owner, nn.Module) and any(True for _ in owner.parameters())
             self.compiles_functions |= not learns
             return plain(model, **options)
@@ -400,7 +400,7 @@ class Calls:
         self._own[cls] = cls.__dict__.get("__call__")
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # First: to look a module up by its identity would compile each of its kind anew.
+            # First, because a lookup by ``id`` would recompile for each module of the class.
             if torch.compiler.is_compiling():
                 return self._plain_call(cls, module, args, kwargs)
             forward = self._forwards.get(id(module))
