@@ -39,7 +39,7 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
         return f"{plan} trains something else: {last.reason}"
     reason = last.reason if last is not None else "it did not finish"
     if last is not None and (short := last.out_of_memory) is not None:
-        no_failure = short.phase == PHASES[-1]  # the peak exceeded the budget, no allocation failed
+        no_failure = short.phase == PHASES[-1]  # no allocation failed
         reason = short.message if no_failure else short.where
     return f"{plan} failed its confirmation run: {reason}"
 
