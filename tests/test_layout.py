@@ -91,3 +91,31 @@ def test_no_module_hides_a_public_function() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {"search", "best", "run", "resilient"} <= set(autofit.__all__)
+
+
+NOT_WORDS = re.compile(
+    "crew|muster|flights?|footing|ground|rungs?|ledger|endings|asked|awaited|shown|moved|unmet|opened|"
+    "outside|means|leaves|takes|stands|journey|away|once|instead|telling|kept|room"
+)
+"""They told a reader nothing who had not seen the code."""
+
+
+def named() -> Iterator[tuple[Path, str]]:
+    """Yield each module, class and function of the library."""
+    for path in sources():
+        yield path, path.stem
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield path, node.name
+
+
+def test_names_are_of_the_field() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, name in named()
+        if any(
+            NOT_WORDS.fullmatch(word.lower())
+            for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+        )
+    ]
+    assert found == []

@@ -30,7 +30,7 @@ Trials = Callable[..., tuple[TrialRecord, ...]]
 def ranked(root: Path, tmp_path: Path) -> Path:
     """A folder with the script."""
     (tmp_path / "train.py").write_text(
-        (root / "tests" / "harness" / "training_ranks.py").read_text()
+        (root / "tests" / "harness" / "session" / "training_ranks.py").read_text()
     )
     return tmp_path
 

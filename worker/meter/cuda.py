@@ -89,7 +89,7 @@ class CudaMeter:
         known = (f"{kind}-{uuid}" for kind in ("GPU", "MIG"))
         for before in (self._before[name] for name in known if name in self._before):
             self._held_before = before.held
-        self._context = self._worst_context = self._outside_allocator(at_start=True)
+        self._context = self._worst_context = self._beyond_allocator(at_start=True)
         self._apply()
 
     def set_cap(self, size: int | None) -> None:
@@ -135,7 +135,7 @@ class CudaMeter:
         """
         if not _torch().cuda.is_initialized():
             return
-        self._worst_context = max(self._worst_context, self._outside_allocator())
+        self._worst_context = max(self._worst_context, self._beyond_allocator())
         if self._worst_context > self._context:
             self._context = self._worst_context
             self._apply()
@@ -143,7 +143,7 @@ class CudaMeter:
     def reset(self) -> None:
         """Set the peak to the present use."""
         if _torch().cuda.is_initialized():
-            self._context = self._worst_context = self._outside_allocator()
+            self._context = self._worst_context = self._beyond_allocator()
             self._apply()
             _torch().cuda.reset_peak_memory_stats(self._index)
         self._refused_before = self.refused()
@@ -187,7 +187,7 @@ class CudaMeter:
         if _torch().cuda.is_initialized():
             _torch().cuda.synchronize(self._index)
 
-    def _outside_allocator(self, *, at_start: bool = False) -> int:
+    def _beyond_allocator(self, *, at_start: bool = False) -> int:
         """Return the bytes that the process occupies besides torch's allocator, or an estimate."""
         if self._card is None:
             return ASSUMED

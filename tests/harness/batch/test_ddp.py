@@ -87,7 +87,7 @@ def _launch(program: Path, scenarios: tuple[str, ...]) -> list[list[dict[str, An
 @pytest.fixture(scope="module")
 def results(root: Path) -> Results:
     """What each rank found in a scenario; those of a tier run once, one after another."""
-    program = root / "tests" / "harness" / "ddp_ranks.py"
+    program = root / "tests" / "harness" / "batch" / "ddp_ranks.py"
     launched = cache(lambda tier: _launch(program, TIERS[tier]))
 
     def of(name: str) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def _launch(program: Path, scenarios: tuple[str, ...]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def result(root: Path) -> Result:
     """What was found in a scenario; those of a tier run in one process, one after another."""
-    program = root / "tests" / "harness" / "standby_scenarios.py"
+    program = root / "tests" / "harness" / "rescue" / "standby_scenarios.py"
     launched = cache(lambda tier: _launch(program, TIERS[tier]))
 
     def of(name: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ Train = Callable[..., list[LaunchEvent]]
 def train(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Run a trial on two ranks; nothing of it is left, neither processes nor files."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    own = str(root / "tests" / "harness" / "training_ranks.py")
+    own = str(root / "tests" / "harness" / "session" / "training_ranks.py")
 
     def run(
         *plans: Plan,

@@ -235,7 +235,7 @@ class RealRun(Session):
         self._open_graphs = 0
         self._standby.backward(tensors, run, keeps_graph=self.seams.keeps_graph)
 
-    def gradients_asked(self) -> None:
+    def autograd_grad_called(self) -> None:
         """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
         self._standby.grad()
 

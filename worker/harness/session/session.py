@@ -173,7 +173,7 @@ class Session:
         """Run a backward pass of the script."""
         run()
 
-    def gradients_asked(self) -> None:
+    def autograd_grad_called(self) -> None:
         """Notice that the script differentiates for chosen inputs, not for all parameters."""
 
     def call_failed(self) -> None:
@@ -269,7 +269,7 @@ class Session:
 
         A chunk's graph is freed once its backward has run, so autograd cannot reach them.
         """
-        self.gradients_asked()
+        self.autograd_grad_called()
         refuse_gradient(inputs)
         if self._split_roots_of(inputs):
             strategy = step_in_backward.STRATEGY if self.seams.stepping else "micro_batch"
@@ -277,7 +277,7 @@ class Session:
 
     def backward_to(self, inputs: Any) -> None:
         """Refuse a split if the script runs backward for some parameters alone."""
-        self.gradients_asked()
+        self.autograd_grad_called()
         if self._split_roots_of(inputs):
             raise Refused(BY_ITSELF, "micro_batch")
 
