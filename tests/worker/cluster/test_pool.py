@@ -126,7 +126,7 @@ def test_events_stream_from_both_slots_as_they_happen(pool: Pool, request_for: R
     for slot in pool.slots:
         pool.submit(slot, request_for(body))
     assert pool.free == []
-    with pytest.raises(WorkerError, match="slot 0 is taken"):
+    with pytest.raises(WorkerError, match="slot 0 is busy"):
         pool.submit(0, request_for(body))
     first: dict[int, float] = {}
     last: dict[int, float] = {}
