@@ -117,8 +117,8 @@ class Level:
     replaces_as_is: bool = False
     """Exact, and never slower or larger than ``as_is``: a search tries it in place of that."""
     refines: bool = False
-    """A search adds it to plans that it has measured, one such level at a time. So a new level does
-    not multiply the combinations."""
+    """A search adds only one such level at a time, to a plan that it has measured. So a new level
+    does not multiply the combinations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Sets of levels under which weights, gradients and optimizer state fit the budget.
 
 The static memory of a script is what it holds at any batch size: weights, gradients and optimizer
-state. It is computed, so no launch is needed to learn that one level does not lower it enough. If
+state. Arithmetic tells whether one level lowers it enough, without a launch. If
 the static memory exceeds the budget under every plan of the usual space, the search needs a set of
 levels that lowers it together. The search tries each set with the plan that needs the least memory
 for activations. All further plans contain a set that was measured to fit.

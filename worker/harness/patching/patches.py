@@ -1,7 +1,7 @@
 """The registry of all patches that the harness puts on torch. The last patch is undone first.
 
-The script or another library may patch the same attribute later. Such a patch stays. It then calls
-our undone patch, which only calls the function that it replaced.
+The script or another library may patch the same attribute later. Undoing ours leaves the later
+patch in place. Our function then only forwards to the original one.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class Change:
         """Return whether both changes are equal within the rounding of bf16.
 
         ``noise``: the relative difference that rounding makes, if it is known to be larger;
-        ``None`` to compare only norms. A state that converges, such as a power iteration, shows by
-        its version that it was updated twice.
+        ``None`` to compare only norms. A power iteration converges, so its value hardly changes
+        when it is updated twice. Its version shows that.
         """
         apart = (self.by - other.by).norm()
         if self.versions > other.versions > 0 and bool(apart > other.size / 10**5):

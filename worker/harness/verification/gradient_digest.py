@@ -24,7 +24,7 @@ ROWS, PIECES = 16, 16
 NOTABLE = 0.01
 """The norm of a parameter's gradient counts from this share of the norm of all gradients."""
 ENTRIES = 64
-"""The entries that a digest needs so that its norm is meaningful."""
+"""A digest with fewer entries says too little by its norm."""
 
 Digest = list[torch.Tensor]
 """One float64 vector for each parameter, of at most ``BUCKETS`` entries."""
@@ -123,9 +123,9 @@ def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
     """Return the relative difference of each parameter's gradient; ``inf`` for NaN.
 
     The digests in ``found`` are added up. The difference is relative to the largest norm among the
-    gradient and its parts, because parts that cancel leave their rounding behind. It is relative to
-    a tenth of the mean norm if that is larger, because some gradients are zero up to rounding, such
-    as that of the bias of attention keys.
+    gradient and its parts, because parts that cancel leave their rounding behind. The scale is at
+    least a tenth of the mean norm: some gradients are zero up to rounding, such as that of the bias
+    of attention keys.
     """
     norms = torch.stack([vector.norm() for vector in expected])
     floor = max(float(norms.mean()) * 0.1, torch.finfo(torch.float64).tiny)
