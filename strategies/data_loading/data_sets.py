@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import resource
@@ -9,6 +10,7 @@ import stat
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -52,19 +54,35 @@ class Draws:
             numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
-def positions() -> dict[int, int]:
-    """Return how far this process has read in each file it holds open, by descriptor."""
+def positions() -> dict[tuple[int, int, int], int]:
+    """Return how far this process has read in each file that it holds open.
+
+    The key is a descriptor, and the device and the inode of its file. Files to which the process only
+    writes are left out: its output, and logs.
+    """
+    output = {_file(descriptor) for descriptor in (1, 2)}
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
-            if stat.S_ISREG(os.fstat(int(name)).st_mode):
-                found[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
-        except OSError:  # the descriptor that listed them
+        descriptor = int(name)
+        file = _file(descriptor)
+        if file is None or file in output:
             continue
+        with suppress(OSError):  # closed by another thread
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+                found[descriptor, *file] = os.lseek(descriptor, 0, os.SEEK_CUR)
     return found
 
 
-def was_read(before: Mapping[int, int], after: Mapping[int, int]) -> bool:
+def _file(descriptor: int) -> tuple[int, int] | None:
+    """Return device and inode of an open regular file, or ``None``."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:  # not open
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
+def was_read(before: Mapping[Any, int], after: Mapping[Any, int]) -> bool:
     """Return whether a file that was open before has been read since."""
     return any(after.get(each, place) != place for each, place in before.items())
 

@@ -374,6 +374,16 @@ def test_loaders_with_workers_stay_as_they_are() -> None:
             model(batches[0]["x"])
 
 
+def test_a_log_that_the_data_set_writes_is_no_file_that_it_reads(tmp_path: Path) -> None:
+    class Logs(Plain):
+        def __getitem__(self, index: int) -> Any:
+            print(index, file=log, flush=True)
+            return super().__getitem__(index)
+
+    with (tmp_path / "log").open("w") as log:
+        train(Logs(), WORKERS, strict=True)
+
+
 def test_it_gains_what_the_data_takes() -> None:
     class Slow(Plain):
         def __getitem__(self, index: int) -> Any:
