@@ -57,8 +57,8 @@ class Draws:
 def positions() -> dict[tuple[int, int, int], int]:
     """Return how far this process has read in each file that it holds open.
 
-    The key is a descriptor, and the device and the inode of its file. Files to which the process only
-    writes are left out: its output, and logs.
+    The key is a descriptor, and the device and the inode of its file. Files to which the process
+    only writes are left out: its output, and logs.
     """
     output = {_file(descriptor) for descriptor in (1, 2)}
     found = {}
