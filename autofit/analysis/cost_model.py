@@ -25,7 +25,7 @@ that fits, and its step time at that size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -100,7 +100,12 @@ class Outcomes:
 
 
 class CostModel:
-    """A cost model, fitted to the trials of one study under one budget."""
+    """A cost model, fitted to the trials of one study under one budget.
+
+    ``expectations`` replaces what the strategies expect: for a strategy and a level, the slowdown
+    and the share of the lowered memory that remains. A benchmark gives those that other works
+    measured. The widths of the priors stay, because a factor of 1.0 then means an unknown effect.
+    """
 
     def __init__(
         self,
@@ -110,6 +115,7 @@ class CostModel:
         *,
         cuda: bool,
         horizon: int = HORIZON,
+        expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None,
     ) -> None:
         facts = facts or Facts()
         self._finished = finished = tuple(finished)
@@ -124,11 +130,18 @@ class CostModel:
         slope = (
             budget - min((1.0 - PRIORS.least_activations) * budget, self._static.weights)
         ) / self._batch
-        keeps = [np.log(strategy.expected_share(level.name, facts)) for strategy, level in EFFECTS]
-        slowdowns = [
-            np.log(strategy.expected_slowdown(level.name, facts)) for strategy, level in EFFECTS
+        stated = [
+            (s.expected_slowdown(level.name, facts), s.expected_share(level.name, facts))
+            for s, level in EFFECTS
         ]
-        launches = [float(effect) for effect in slowdowns * KERNELS]
+        given = expectations or {}
+        expected = [
+            given.get((s.name, level.name), own)
+            for (s, level), own in zip(EFFECTS, stated, strict=True)
+        ]
+        slowdowns, keeps = np.log(expected).T
+        widths = np.log([slowdown for slowdown, _ in stated])
+        launches = slowdowns * KERNELS
         first = points[0] if points else None
         seconds = first.seconds if first else 1.0
         if first is not None:
@@ -158,10 +171,10 @@ class CostModel:
                         PRIORS.rerun_width,
                         PRIORS.launch_width.of(cuda=cuda),
                     ],
-                    slowdowns,
+                    widths,
                     PRIORS.time_effects,
                 ),
-                _prior_covariance([], launches, PRIORS.launch_effects),
+                _prior_covariance([], widths * KERNELS, PRIORS.launch_effects),
             ),
             [Row(p.plan, p.samples, self._whole(p.plan), p.seconds, p.noise) for p in points],
             [],
@@ -354,7 +367,9 @@ KERNELS = np.array(
 """1 for effects that change the time to launch kernels. A faster precision changes only compute."""
 
 
-def _prior_covariance(plain: Sequence[float], effects: Sequence[float], share: float) -> Array:
+def _prior_covariance(
+    plain: Sequence[float], effects: Sequence[float] | Array, share: float
+) -> Array:
     """Return the prior covariance of the parameters.
 
     The larger an effect, the larger its uncertainty. Levels of one strategy are correlated: if bf16
