@@ -42,6 +42,7 @@ from autofit.worker.records.trials import (
     Learned,
     Measured,
     Proven,
+    RoundEnded,
     Traced,
     TrialReport,
     Uncontained,
@@ -343,6 +344,9 @@ class Search:
             case Measured(index=index, measurement=measurement):
                 plan = launch.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))
+            case RoundEnded(index=index):
+                goes_on = self._history.optuna_study.end_round(launch.trials[index].plan, event)
+                self._workers().answer(slot, goes_on)
             case Traced(index=index, trace=trace):
                 launch.traces[index] = trace
             case TrialReport():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.storage import Store, StudyRecord, TrialRecord
-from autofit.worker.records.trials import HORIZON, Verdict
+from autofit.worker.records.trials import HORIZON, GoOn, RoundEnded, Verdict
 
 if TYPE_CHECKING:
     import optuna
@@ -60,6 +60,7 @@ class OptunaStudy:
     def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
         import optuna
 
+        from autofit.tuning.pruner import RankSumPruner
         from autofit.tuning.sampler import CostSampler
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -68,6 +69,7 @@ class OptunaStudy:
         self._budget = study.budget
         self._horizon = horizon
         self._open_trials: dict[Plan, optuna.Trial] = {}
+        self._pruner = RankSumPruner()
         with warnings.catch_warnings(), store.explained():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._sampler = CostSampler(CHOICES)
@@ -77,6 +79,7 @@ class OptunaStudy:
                 storage=storage,
                 study_name=f"autofit-{study.id}-space{VERSION}",
                 sampler=self._sampler,
+                pruner=self._pruner,
                 direction="maximize",
                 load_if_exists=True,
             )
@@ -117,6 +120,23 @@ class OptunaStudy:
         """End the Optuna trial of a plan whose trial ended without a verdict."""
         if (open_trial := self._open_trials.pop(plan, None)) is not None:
             self._study.tell(open_trial, state=self._optuna.trial.TrialState.FAIL)
+
+    @_explained
+    def end_round(self, plan: Plan, ended: RoundEnded) -> GoOn:
+        """Report the steps of a round to the trial of ``plan``; return whether the trial goes on.
+
+        A plan without an open trial is measured to the end: it is in its confirmation run.
+        """
+        trial = self._open_trials.get(plan)
+        if trial is None:
+            return GoOn(more=True)
+        for batch, seconds in ended.steps:
+            charged = seconds + ended.compile_seconds / self._horizon
+            trial.report(charged / ended.effective_batch, batch)
+        if trial.should_prune():
+            return GoOn(more=False, pruned=True)
+        known = self._study.get_trials(deepcopy=False)[trial.number]
+        return GoOn(more=not self._pruner.is_clear(self._study, known))
 
     @_explained
     def tell(self, trial: TrialRecord) -> None:

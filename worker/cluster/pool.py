@@ -18,7 +18,7 @@ from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE
-from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
+from autofit.worker.records.trials import Answer, GoOn, LaunchEnded, LaunchEvent, LaunchRequest
 
 Happening = tuple[int, LaunchEvent | WorkerError]
 """A slot and its event. After a ``WorkerError`` the slot is free and can be used again."""
@@ -100,8 +100,8 @@ class Pool:
             raise WorkerError(f"slot {slot} is busy; free ones: {self.free}")
         self._streams[self._actors[slot].launch.remote(request)] = slot
 
-    def answer(self, slot: int, answer: Answer) -> None:
-        """Answer the launch on ``slot``, which asks for a plan; do nothing if it has ended."""
+    def answer(self, slot: int, answer: Answer | GoOn) -> None:
+        """Answer the launch on ``slot``, which asks; do nothing if it has ended."""
         self._await(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
 
     def cancel(self, slot: int) -> None:

@@ -18,7 +18,7 @@ from typing import Self
 
 from autofit.exceptions import WorkerError
 from autofit.worker.launch.reaper import Process, kill_until_gone, processes, with_descendants
-from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event
+from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event, GoOn
 
 EVENTS_FD = "AUTOFIT_EVENTS_FD"
 """Environment variable with the child's descriptor of the event pipe.
@@ -28,8 +28,9 @@ The child sends pickled events through it to its parent.
 CONTROL_FD = "AUTOFIT_CONTROL_FD"
 """Environment variable with the child's descriptor of the control pipe.
 
-The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking`` and an ``Agreed`` once all
-ranks have sent ``Agreeing``. When the pipe breaks, the child ends.
+The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking``, a ``GoOn`` to each
+``RoundEnded`` and an ``Agreed`` once all ranks have sent ``Agreeing``. When the pipe breaks, the
+child ends.
 """
 
 EXIT_SECONDS = 3.0
@@ -153,7 +154,7 @@ class Child:
         """Give the child ``seconds`` to exit by itself, then kill its process group."""
         self._after(seconds, self.kill)
 
-    def answer(self, answer: Answer | Agreed) -> None:
+    def answer(self, answer: Answer | GoOn | Agreed) -> None:
         """Send the child the answer that it is waiting for."""
         with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
             self._control.send(answer)

@@ -26,6 +26,7 @@ from autofit.worker.records.trials import (
     ChildSpec,
     Event,
     Finished,
+    GoOn,
     OutOfMemory,
     PlanEnded,
     PlanStarted,
@@ -131,7 +132,7 @@ class Group:
         for child in self._ranks:
             child.linger(seconds)
 
-    def answer(self, answer: Answer | Agreed) -> None:
+    def answer(self, answer: Answer | GoOn | Agreed) -> None:
         """Send every rank the answer that all of them are waiting for."""
         for child in self._ranks:
             child.answer(answer)

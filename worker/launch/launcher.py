@@ -4,7 +4,8 @@ The child is a new interpreter that runs the harness by its path. ``AUTOFIT_EVEN
 ``AUTOFIT_CONTROL_FD`` hold the descriptors of its two pipes. The child receives one ``ChildSpec``
 with ``multiprocessing.connection.Connection.recv`` and sends events with ``Connection.send``.
 ``lifeline.watch`` ends it when the control pipe breaks. The parent replies to ``Asking`` with an
-``Answer``. A launch may consist of several such processes, the ranks (``group.py``).
+``Answer``, and to ``RoundEnded`` with a ``GoOn``. A launch may consist of several such processes,
+the ranks (``group.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from autofit.worker.records.trials import (
     ChildSpec,
     Event,
     Finished,
+    GoOn,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -43,6 +45,7 @@ from autofit.worker.records.trials import (
     PlanStarted,
     Proven,
     Raised,
+    RoundEnded,
     Shortage,
     Traced,
     TrialReport,
@@ -151,13 +154,15 @@ class Control:
             if self._child is not None:
                 self._child.kill()
 
-    def answer(self, answer: Answer) -> None:
-        """Answer a launch that asks for another plan; do nothing if the launch has ended."""
+    def answer(self, answer: Answer | GoOn) -> None:
+        """Answer a launch that asks; do nothing if the launch has ended."""
         with self._lock:
-            if self._child is not None and self._account is not None:
+            if self._child is None or self._account is None:
+                return
+            if isinstance(answer, Answer):
                 self._account.given(answer)
                 self._child.limit(answer.timeout)
-                self._child.answer(answer)
+            self._child.answer(answer)
 
     def attach(self, child: Child | Group, account: _Account) -> None:
         """Connect this object to ``child``; kill ``child`` if ``stop`` was called before."""
@@ -284,7 +289,15 @@ class _Account:
             case Shortage():
                 self._shortage = event.out_of_memory
                 yield event
-            case Learned() | Proven() | Verified() | Traced() | Uncontained() | Asking():
+            case (
+                Learned()
+                | Proven()
+                | Verified()
+                | Traced()
+                | Uncontained()
+                | Asking()
+                | RoundEnded()
+            ):
                 yield event
             case PlanEnded():
                 self._reported.add(event.report.index)

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from autofit.facts import Facts
 from autofit.plan import Plan
+from autofit.worker.records import medians
 from autofit.worker.records.traces import Trace
 
 HORIZON = 10_000
@@ -160,8 +161,8 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Half the range of the step times, relative to their median."""
-        return (max(self.step_seconds) - min(self.step_seconds)) / 2 / self.seconds
+        """How far ``seconds`` may be off, as a share: see ``worker/records/medians.py``."""
+        return medians.spread(self.step_seconds)
 
     @property
     def strained(self) -> bool:
@@ -192,7 +193,9 @@ class TrialReport:
     """The plan that was requested; ``best`` holds the one to use."""
     verdict: Verdict
     reason: str = ""
-    """One line for people: why the plan was refused, what failed, or where memory ran out."""
+    """One line for people: why the plan was refused, what failed, where memory ran out, or why a
+    measured plan was stopped early.
+    """
     best: Plan | None = None
     """The plan with its best micro-batch size, for a measured trial."""
     measurements: tuple[Measurement, ...] = ()
@@ -211,6 +214,11 @@ class TrialReport:
     """
     traceback: str = ""
     """Python's traceback without autofit's own frames, for a failed trial."""
+    pruned: bool = False
+    """Whether a measured plan was stopped early, because it is clearly slower than the best one.
+
+    Not stored; the reason says so.
+    """
     startup_seconds: float = 0.0
     """Seconds from the start of the process to the root's first call."""
     gradient_difference: float | None = None
@@ -267,6 +275,23 @@ class Measured:
 
     index: int
     measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEnded:
+    """The child has measured some steps of the current plan, and waits for a ``GoOn``."""
+
+    index: int
+    steps: tuple[tuple[int, float], ...]
+    """The new steps: the index of the batch, and seconds.
+
+    Batches are counted from the start of a window. Each window of a trial starts at the next
+    multiple of ``WINDOW``, so no index is used twice in a trial.
+    """
+    effective_batch: int
+    """As in ``Measurement``."""
+    compile_seconds: float = 0.0
+    """As in ``Measurement``, up to now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,6 +473,7 @@ Event = (
     | Proven
     | Verified
     | PlanStarted
+    | RoundEnded
     | Measured
     | Traced
     | Shortage
@@ -462,7 +488,12 @@ Event = (
 # --- a launch ---------------------------------------------------------------------------------
 
 STEPS = 5
-"""Default number of optimizer steps in a measurement window."""
+"""Default number of optimizer steps in a measurement window.
+
+A window of this length is measured in rounds of as many steps, until the median is known.
+"""
+WINDOW = 100
+"""Indices of batches that each window of a trial has for itself, in ``RoundEnded``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,7 +501,8 @@ class LaunchRequest:
     """Processes to start, and the plans to measure in them, one after another.
 
     With ``converses``, the launch asks for another plan after the last, until the answer is that
-    there is none. The start-up time is spent once, and each choice uses the results so far.
+    there is none. It also asks whether to go on, at the end of each round of steps. The start-up
+    time is spent once, and each choice uses the results so far.
     """
 
     script: Script
@@ -520,6 +552,16 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GoOn:
+    """The reply to ``RoundEnded``."""
+
+    more: bool
+    """Whether more steps could change how the plan compares with the best one."""
+    pruned: bool = False
+    """Whether the plan is clearly slower than the best one, so that its trial ends here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
     """The launcher's first message to its child, over the control pipe."""
 
@@ -565,6 +607,7 @@ LaunchEvent = (
     | Learned
     | Proven
     | Verified
+    | RoundEnded
     | Measured
     | Traced
     | Shortage

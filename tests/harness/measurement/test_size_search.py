@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from autofit.worker.harness.measurement.size_search import Ask, enough, ramp
+from autofit.worker.harness.measurement.size_search import (
+    FEWEST,
+    LONG,
+    MOST,
+    Ask,
+    enough,
+    ramp,
+    round_ended,
+    settled,
+)
 from autofit.worker.records.trials import Measurement
 
 pytestmark = pytest.mark.quick
@@ -95,6 +104,28 @@ def test_a_window_of_long_steps_ends_early(drive: Drive) -> None:
     assert winner is not None
     assert len(winner.step_seconds) == 3 < STEPS
     assert not enough([9.0] * 49, 50)  # asked for to see what happens by then
+
+
+def test_one_slow_step_of_long_ones_does_not_decide() -> None:
+    assert not enough([10.84, 0.57], STEPS)
+    assert enough([10.84, 0.57, 0.58], STEPS)
+
+
+def test_a_window_goes_on_until_its_median_is_known() -> None:
+    steady, rough = [1.0, 1.01, 1.0, 1.01, 1.0], [1.0, 1.4, 0.9, 1.2, 1.1]
+    assert settled(steady, STEPS)
+    assert not settled(rough, STEPS)
+    assert settled([each / 10 for each in rough] * (MOST // STEPS), STEPS)
+    assert settled(rough * 2, STEPS)  # takes longer than LONG
+    assert sum(rough * 2) > LONG > sum(rough)
+    assert settled(rough, len(rough) + 1)  # of another length than usual: it was asked for
+
+
+def test_rounds_end_after_as_many_steps_as_were_asked_for() -> None:
+    ends = [count for count in range(1, 21) if round_ended([0.1] * count, STEPS)]
+    assert ends == [5, 10, 15, 20]
+    assert round_ended([4.0] * FEWEST, STEPS)
+    assert not round_ended([4.0] * (FEWEST - 1), STEPS)
 
 
 def test_a_knee_above_the_line_is_found_out(drive: Drive) -> None:

@@ -12,13 +12,16 @@ import pytest
 from autofit.plan import Plan
 from autofit.worker.launch.launcher import HARNESS, Control, launch
 from autofit.worker.records.trials import (
+    STEPS,
     Answer,
     Asking,
+    GoOn,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
     Measurement,
     Proven,
+    RoundEnded,
     Script,
     Traced,
     TrialReport,
@@ -120,6 +123,7 @@ def talk(tmp_path: Path) -> Talk:
         budget: int = 1 << 30,
         waits: bool = False,
         proven: Sequence[Proven] = (),
+        goes_on: Callable[[RoundEnded], GoOn] = lambda ended: GoOn(more=False),
     ) -> list[LaunchEvent]:
         if harness is None:
             harness = tmp_path / "harness.py"
@@ -136,7 +140,9 @@ def talk(tmp_path: Path) -> Talk:
         control, left, heard = Control(), list(plans), []
         for event in launch(request, harness=harness, control=control):
             heard.append(event)
-            if isinstance(event, Asking):
+            if isinstance(event, RoundEnded):
+                control.answer(goes_on(event))
+            elif isinstance(event, Asking):
                 time.sleep(thinking)
                 plan = left.pop(0) if left else None
                 control.answer(Answer(plan=plan, timeout=timeout, proven=tuple(proven)))
@@ -276,6 +282,37 @@ def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Pa
     assert after.peak_allocated == pytest.approx(first.peak_allocated, rel=0.001)
     assert after.peak_device == pytest.approx(first.peak_device, rel=0.001)
     assert min(after.step_seconds) == pytest.approx(min(first.step_seconds), rel=0.5)
+
+
+def test_a_plan_that_is_pruned_costs_no_further_windows(talk: Talk, tmp_path: Path) -> None:
+    """Its size search ends, and the plan has the speed that it showed."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    split = ALL.replace(micro_batch="auto")
+    heard = talk(
+        "", split, harness=HARNESS, goes_on=lambda ended: GoOn(more=True, pruned=ended.index == 1)
+    )
+    first, second = (event for event in heard if isinstance(event, TrialReport))
+    assert (first.pruned, second.pruned) == (False, True)
+    assert second.verdict is Verdict.MEASURED
+    assert "slower" in second.reason
+    assert len(second.measurements) == 1
+    assert [len(event.steps) for event in heard if isinstance(event, RoundEnded)][-1] == STEPS
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_window_of_uneven_steps_goes_on_if_that_helps(
+    talk: Talk, tmp_path: Path, more: bool
+) -> None:
+    uneven = "while True:\n    __import__('time').sleep(random.choice((0.0, 0.05)))"
+    (tmp_path / "train.py").write_text("import random\n" + SCRIPT.replace("while True:", uneven))
+    heard = talk("", harness=HARNESS, goes_on=lambda ended: GoOn(more=more))
+    rounds = [event.steps for event in heard if isinstance(event, RoundEnded)]
+    told = [step for steps in rounds for step in steps]
+    (measured,) = figures(heard)
+    assert tuple(seconds for _, seconds in told) == measured.step_seconds
+    batches = [batch for batch, _ in told]
+    assert batches == list(range(batches[0], batches[0] + len(told)))
+    assert len(told) > STEPS if more else len(told) == STEPS
 
 
 def figures(heard: Sequence[LaunchEvent]) -> list[Measurement]:

@@ -15,14 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
+from autofit.worker.records.medians import spread
 from autofit.worker.records.trials import STEPS, Measurement
 
 SHORT = 2
 """Steps of a window that gives one point of the line."""
+FEWEST = 3
+"""Fewest steps of a window whose time decides: one slow step among three is not the median."""
+MOST = 20
+"""Steps after which a deciding window ends, although its median is not known to ``TIE``."""
 TIE = 0.02
 """Relative difference below which two times are a tie; the leaner size then wins."""
 LONG = 8.0
-"""Seconds after which a window ends early, because long steps differ little."""
+"""Seconds after which a window ends early, so that a trial does not take too long."""
 HOPE = 1.1
 """One chunk is tried if its expected peak is at most this multiple of the budget."""
 FEW = 8
@@ -113,8 +118,27 @@ def enough(seconds: Sequence[float], steps: int) -> bool:
     A window of the usual length ends early if its steps are long. A longer window never does: its
     user waits for an effect that comes late.
     """
-    long = steps <= STEPS and len(seconds) >= SHORT and sum(seconds) >= LONG
-    return long or len(seconds) >= steps
+    return long(seconds, steps) or len(seconds) >= steps
+
+
+def long(seconds: Sequence[float], steps: int) -> bool:
+    """Return whether a window of ``steps`` steps ends early, because its steps are long."""
+    return steps <= STEPS and len(seconds) >= FEWEST and sum(seconds) >= LONG
+
+
+def round_ended(seconds: Sequence[float], steps: int) -> bool:
+    """Return whether a round of a window's steps has ended with the last step."""
+    return long(seconds, steps) or (bool(seconds) and len(seconds) % steps == 0)
+
+
+def settled(seconds: Sequence[float], steps: int) -> bool:
+    """Return whether a window of ``steps`` steps needs no further round.
+
+    Only a window of the usual length has further rounds: until the median is known to ``TIE``.
+    """
+    if steps != STEPS or long(seconds, steps):
+        return True
+    return len(seconds) >= MOST or spread(seconds) <= TIE
 
 
 def _line(
@@ -158,7 +182,7 @@ def _downwards(
     best, size = whole.seconds, batch
     while size > 1:
         size = -(-size // 2)
-        measured = yield Ask(size, SHORT)
+        measured = yield Ask(size, FEWEST)
         if measured is None:
             return
         found[size] = measured

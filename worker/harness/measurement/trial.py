@@ -20,13 +20,21 @@ from autofit.strategies.micro_batch import AUTO
 from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.batch.layout import equal_cuts
 from autofit.worker.harness.measurement.same_batches import SameBatches
-from autofit.worker.harness.measurement.size_search import LONG, SHORT, enough, ramp
+from autofit.worker.harness.measurement.size_search import (
+    LONG,
+    SHORT,
+    enough,
+    ramp,
+    round_ended,
+    settled,
+)
 from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.tracer import Tracer
 from autofit.worker.harness.measurement.window import (
     RefusedAllocations,
     Step,
     Window,
+    is_size_of,
     smaller_shortage,
 )
 from autofit.worker.harness.parent.agreement import Figures, Seen
@@ -43,6 +51,8 @@ from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import classify
 from autofit.worker.records.trials import (
+    STEPS,
+    WINDOW,
     Finished,
     LaunchRequest,
     Learned,
@@ -51,6 +61,7 @@ from autofit.worker.records.trials import (
     OutOfMemory,
     PlanEnded,
     PlanStarted,
+    RoundEnded,
     Shortage,
     Traced,
     TrialReport,
@@ -58,6 +69,8 @@ from autofit.worker.records.trials import (
     Verified,
 )
 
+PRUNED = "stopped early: slower than the best plan"
+"""The reason of a plan that is pruned."""
 Schedule = Generator[Window, None, None]
 GRACE = 10.0
 """Seconds in which a stopped script must end."""
@@ -93,6 +106,9 @@ class Trial(Session):
         self._traced = 0  # the plan that is being traced
         self._measured: list[tuple[Plan, Measurement]] = []
         """Measurements of the present plan."""
+        self._windows = 0  # of the present plan
+        self._pruned = False
+        """The present plan is clearly slower than the best one of the search."""
         self._shortage: OutOfMemory | None = None
         self._found: dict[Plan, int] = {}
         """The best size of each plan."""
@@ -126,6 +142,7 @@ class Trial(Session):
             self.index = index
             self._ranks.tell(PlanStarted(index=self.index, startup_seconds=self._startup))
             self._measured, self._shortage = [], None
+            self._windows, self._pruned = 0, False
             try:
                 yield from self._sizes(plan)
             except Refused as refusal:
@@ -133,7 +150,7 @@ class Trial(Session):
             else:
                 self._whole_fits |= plan.neutral and bool(self._measured)
                 verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
-                self._end_plan(verdict, "")
+                self._end_plan(verdict, PRUNED if self._pruned else "")
             self._startup = 0.0
 
     def _each(self) -> Iterator[Plan]:
@@ -201,6 +218,9 @@ class Trial(Session):
                 return
             sized = plan.replace(micro_batch=str(ask.micro_batch))
             measurement = yield from self._measure(sized, ask.steps)
+            if self._pruned:
+                self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
+                return
 
     def _measure(self, plan: Plan, steps: int) -> Generator[Window, None, Measurement | None]:
         """Measure one window; return ``None`` if memory ran out.
@@ -211,6 +231,7 @@ class Trial(Session):
         window = Window(plan, steps, compiled=compiled, refused=self._refusals.count())
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
+        self._windows += 1
         yield window
         if window.refusal is not None:
             # A new error: the frames of the first hold the batch.
@@ -221,6 +242,7 @@ class Trial(Session):
         measurement = self._measurement(window)
         if (short := window.does_not_hold(measurement, self._request.budget)) is not None:
             self._shortage = smaller_shortage(self._shortage, short)
+            self._pruned = False  # its speed says nothing: a smaller size is used
             return None
         self._measured.append((plan, measurement))
         self._ranks.tell(Measured(index=self.index, measurement=measurement))
@@ -251,6 +273,7 @@ class Trial(Session):
             measurements=tuple(measurement for _, measurement in self._measured),
             out_of_memory=self._shortage,
             blamed=blamed,
+            pruned=self._pruned,
             startup_seconds=self._startup,
             gradient_difference=max(differences, default=None),
         )
@@ -284,13 +307,20 @@ class Trial(Session):
         said = self._ranks.figures_at_end(None if window is None else self._figures(window))
         if self._caught:
             self._end_caught()
-        elif window is not None and said and self.index == 0:  # later plans get another launch
+        elif window is not None and said and self._is_kept(window):
             if len(window.seconds) >= SHORT and window.shortage is None:
                 self._measured.append((window.plan, self._measurement(window, said)))
             if self._measured:
                 self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
                 self._end_plan(Verdict.MEASURED, "the script ended first")
         self._reporter.send(Finished(steps=self.steps, stopped=False))
+
+    def _is_kept(self, window: Window) -> bool:
+        """Return whether the present plan is reported though the script ended in its last window.
+
+        A later plan of the launch gets another launch, unless the window was only to be longer.
+        """
+        return self.index == 0 or enough(window.seconds, window.steps)
 
     # --- decisions for the session -------------------------------------------------------------
 
@@ -497,8 +527,9 @@ class Trial(Session):
         seen = self._ranks.step(own)
         if self.step_calls.learns(seen.calls, self.facts.calls_per_step):
             self.learn(calls_per_step=seen.calls)
-        step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
-        settling = window.settles(seen.proven or seen.compiled)
+        batch = window.dropped + len(window.counted)
+        step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries, batch)
+        settling, before = window.settles(seen.proven or seen.compiled), len(window.counted)
         window.end_short(seen.shortage)
         if window.shortage is not None:
             self._advance()
@@ -515,8 +546,28 @@ class Trial(Session):
             self.meter.reset()  # peaks of a check and of the first step do not count
         else:
             window.counted.append(step)
-        if enough(window.seconds, window.steps):
+        grown = len(window.counted) > before
+        if grown and round_ended(window.seconds, window.steps) and not self._goes_on(window):
             self._advance()
+
+    def _goes_on(self, window: Window) -> bool:
+        """Return whether a window continues at the end of a round; the search may prune its plan.
+
+        A part of a plan that is only measured to find its size is not compared with other plans.
+        """
+        more = not settled(window.seconds, window.steps)
+        compared = is_size_of(window.plan, self._given[self.index])
+        if not (self._request.converses and compared and window.steps == STEPS):
+            return more
+        ended = RoundEnded(
+            index=self.index,
+            steps=window.unreported(first=WINDOW * (self._windows - 1)),
+            effective_batch=window.effective_batch(self.facts, self._ranks.share),
+            compile_seconds=self._compiled - window.compiled,
+        )
+        answer = self._reporter.end_round(ended)
+        self._pruned = answer.pruned
+        return more and answer.more
 
     def _tell_verified(self, plan: Plan) -> None:
         """Report, at most once, that a step ran under a verified plan."""

@@ -35,6 +35,8 @@ class Step:
     loss: float
     retried: bool
     """The allocator emptied its cache during the step, on this rank."""
+    batch: int = 0
+    """Index of its batch in the window."""
 
 
 class RefusedAllocations:
@@ -82,6 +84,8 @@ class Window:
     """The allocator of a rank emptied its cache in two steps in a row; set by ``measurement``."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
+    reported: int = 0
+    """Steps that were reported at the ends of rounds."""
 
     def end_short(self, shortage: OutOfMemory | None) -> None:
         """End the window if memory ran out, on this rank or on another."""
@@ -101,10 +105,9 @@ class Window:
         """
         self.pressed = any(each.pressed for each in ranks)
         peak = reduce(Peak.worst, (each.peak for each in ranks))
-        size = self.plan["micro_batch"]
         return Measurement(
-            micro_batch=self.plan.samples(facts.batch or 1) if size == AS_IS else int(size),
-            effective_batch=max(1, round(self.plan.effective_batch(facts) * share)),
+            micro_batch=self.plan.samples(facts.batch or 1) if self.size is None else self.size,
+            effective_batch=self.effective_batch(facts, share),
             step_seconds=tuple(self.seconds),
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
@@ -116,6 +119,14 @@ class Window:
             compile_seconds=max(each.compiled for each in ranks),
             rank_peaks=tuple(each.peak.device for each in ranks) if len(ranks) > 1 else (),
         )
+
+    def unreported(self, first: int) -> tuple[tuple[int, float], ...]:
+        """Return the new steps as ``RoundEnded.steps``, and note that they are reported.
+
+        ``first``: the index of the window's first batch.
+        """
+        new, self.reported = self.counted[self.reported :], len(self.counted)
+        return tuple((first + step.batch, step.seconds) for step in new)
 
     @property
     def cold(self) -> bool:
@@ -139,6 +150,10 @@ class Window:
         """The duration of each step that counts."""
         return [step.seconds for step in self.counted]
 
+    def effective_batch(self, facts: Facts, share: float) -> int:
+        """Return the samples in an optimizer step; ``share`` as for ``measurement``."""
+        return max(1, round(self.plan.effective_batch(facts) * share))
+
     @property
     def size(self) -> int | None:
         """The samples in a chunk; ``None`` where the batch is not split."""
@@ -149,9 +164,7 @@ class Window:
         self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
     ) -> list[tuple[Plan, Measurement]]:
         """Return the measurements of ``plan`` in smaller chunks than this one, fastest last."""
-        own = [
-            pair for pair in measured if pair[0].replace(micro_batch=plan["micro_batch"]) == plan
-        ]
+        own = [pair for pair in measured if is_size_of(pair[0], plan)]
         smaller = [pair for pair in own if pair[1].micro_batch < (self.size or 0)]
         return sorted(smaller, key=lambda pair: pair[1].seconds, reverse=True)
 
@@ -206,6 +219,11 @@ class Window:
         self.counted[:0] = [step for step, _ in self.traced]
         self.peak = reduce(Peak.worst, (peak for _, peak in self.traced), self.peak)
         self.traced.clear()
+
+
+def is_size_of(sized: Plan, plan: Plan) -> bool:
+    """Return whether ``sized`` is ``plan`` at some micro-batch size."""
+    return sized.replace(micro_batch=plan["micro_batch"]) == plan
 
 
 def smaller_shortage(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:

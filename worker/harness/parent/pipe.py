@@ -11,7 +11,16 @@ from multiprocessing.connection import Connection
 from autofit.worker.launch import lifeline
 from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD
 from autofit.worker.launch.reaper import SESSION
-from autofit.worker.records.trials import Agreed, Agreeing, Answer, Asking, ChildSpec, Event
+from autofit.worker.records.trials import (
+    Agreed,
+    Agreeing,
+    Answer,
+    Asking,
+    ChildSpec,
+    Event,
+    GoOn,
+    RoundEnded,
+)
 
 CLOSED = (
     "autofit: the script has closed every file descriptor, also the one that reports to autofit;"
@@ -37,6 +46,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._go_on: queue.SimpleQueue[GoOn] = queue.SimpleQueue()
         self._agreed: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
 
     def send(self, event: Event) -> None:
@@ -61,6 +71,14 @@ class Reporter:
             self.send(Asking(fresh=fresh))
         return self._answers.get()
 
+    def end_round(self, ended: RoundEnded) -> GoOn:
+        """Report the steps of a round, and wait for the answer whether to go on."""
+        if os.getpid() != self._pid:
+            return GoOn(more=False)
+        if self.rank == 0:
+            self.send(ended)
+        return self._go_on.get()
+
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
         """Wait until every rank has sent a value; return the values in the order of the ranks.
 
@@ -74,12 +92,15 @@ class Reporter:
         except queue.Empty:
             return ()
 
-    def answered(self, answer: Answer | Agreed) -> None:
+    def answered(self, answer: Answer | GoOn | Agreed) -> None:
         """Receive the parent's answer from the thread that reads the pipe."""
-        if isinstance(answer, Agreed):
-            self._agreed.put(answer)
-        else:
-            self._answers.put(answer)
+        match answer:
+            case Agreed():
+                self._agreed.put(answer)
+            case GoOn():
+                self._go_on.put(answer)
+            case Answer():
+                self._answers.put(answer)
 
 
 def connect() -> tuple[ChildSpec, Reporter, int]:
