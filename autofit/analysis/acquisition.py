@@ -1,7 +1,14 @@
-"""Acquisition: which plan to measure next, and when to stop, given the cost model."""
+"""Acquisition: which plan to measure next, and when to stop, given the cost model.
+
+A trial costs seconds of a device, and pays if its plan is faster. The plan with the largest
+expected gain per second comes first, as in cost-aware Bayesian optimization (Snoek et al., 2012,
+section 3.2: https://arxiv.org/abs/1206.2944).
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,17 +18,23 @@ from autofit.analysis.verdicts import fits
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts
-from autofit.worker.records.trials import HORIZON
+from autofit.worker.records.trials import HORIZON, STEPS
 
 GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
-NEW_LAUNCH_FACTOR = 2.5
-"""A running launch ends if a plan that needs a new launch has this many times its expected gain."""
+START = 20.0
+"""Seconds until a new launch calls the model, until a launch was timed."""
+CHECK = 2.0
+"""Seconds to verify a plan and to switch to it, beside its steps."""
+SEARCHED_STEPS = 3 * STEPS
+"""Optimizer steps of a trial that searches a micro-batch size."""
+SIZED_STEPS = 2 * STEPS
+"""Optimizer steps of a trial at a size that is known, warm-up included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """The expected gain from measuring a plan."""
+    """The expected gain from measuring a plan, and what the trial costs."""
 
     plan: Plan
     gain: float
@@ -31,6 +44,13 @@ class Prospect:
     expected speed in steps per second."""
     fits: float
     """Probability that the plan fits the budget."""
+    seconds: float
+    """Expected seconds of the trial: start of a launch, check, compilation and steps."""
+
+    @property
+    def rate(self) -> float:
+        """Expected gain per second of the trial."""
+        return self.gain / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +75,10 @@ class Situation:
     """Fixed levels of the launch that asks for a plan (``Plan.follows``).
 
     ``None`` for a new launch."""
+    seconds_left: float | None = None
+    """Seconds until ``--timeout`` ends the search; ``None`` without it."""
+    expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None
+    """Other priors for the cost model: see ``CostModel``."""
 
     @property
     def best(self) -> float | None:
@@ -67,9 +91,16 @@ class Situation:
         speeds = [(whole or m.effective_batch, m.charged(self.horizon)) for m in fitting if m]
         return min((batch / speed for batch, speed in speeds), default=None)
 
+    @property
+    def start(self) -> float:
+        """Seconds until a new launch calls the model: the median of those that were timed."""
+        reports = (trial.report for trial in self.finished)
+        timed = [r.startup_seconds for r in reports if r is not None and r.startup_seconds]
+        return statistics.median(timed) if timed else START
+
 
 def prospects(situation: Situation) -> list[Prospect]:
-    """Return the prospect of each candidate, the largest expected gain first.
+    """Return the prospect of each candidate, the largest gain per second first.
 
     A candidate is compared with the incumbent and with the plans that are running. In each draw of
     the posterior, the fastest of these sets the time to beat.
@@ -83,6 +114,7 @@ def prospects(situation: Situation) -> list[Prospect]:
         situation.budget,
         cuda=situation.cuda,
         horizon=situation.horizon,
+        expectations=situation.expectations,
     )
     plans = [*candidates, *situation.running, *situation.waiting]
     drawn = model.outcomes(plans).seconds
@@ -94,30 +126,60 @@ def prospects(situation: Situation) -> list[Prospect]:
     fitting, known = np.isfinite(seconds), np.isfinite(rival)
     speedup = np.where(known, rival, 1.0) / seconds  # without a rival, the speed itself
     gains = np.where(known, np.maximum(speedup - 1.0, 0.0), speedup).mean(axis=0)
-    found = [
-        Prospect(
-            plan=plan,
-            gain=float(gains[column]),
-            fits=float(fitting[:, column].mean()),
-        )
-        for column, plan in enumerate(candidates)
+    found = []
+    for column, plan in enumerate(candidates):
+        own = drawn[:, column]
+        step = float(np.median(own[np.isfinite(own)])) if np.isfinite(own).any() else 0.0
+        likely = float(fitting[:, column].mean())
+        cost = _seconds(plan, step, likely, situation, model)
+        found.append(Prospect(plan=plan, gain=float(gains[column]), fits=likely, seconds=cost))
+    return sorted(found, key=lambda each: (each.rate, each.fits), reverse=True)
+
+
+def _seconds(
+    plan: Plan, step: float, likely: float, situation: Situation, model: CostModel
+) -> float:
+    """Return the expected seconds of a trial whose steps take ``step`` seconds.
+
+    A trial that runs out of memory costs the start of another launch, with probability
+    ``1 - likely``.
+    """
+    fixed, start = situation.fixed, situation.start
+    here = fixed is not None and plan.follows(fixed)
+    steps = SIZED_STEPS if plan.unsized != plan else SEARCHED_STEPS
+    starts = (0.0 if here else 1.0) + (1.0 - likely)
+    return starts * start + CHECK + model.compile_seconds(plan) + steps * step
+
+
+def worthwhile(situation: Situation) -> list[Prospect]:
+    """Return the prospects that pay for their trial, the largest gain per second first.
+
+    Before any plan fits, all do. Then the expected gain must be at least ``GAIN``. Over ``horizon``
+    steps it must save more seconds than the trial costs, and the trial must end before
+    ``--timeout``.
+    """
+    best, left = situation.best, situation.seconds_left
+    found = [p for p in prospects(situation) if left is None or p.seconds <= left]
+    if best is None:
+        return found
+    whole = best * situation.horizon
+    return [
+        each
+        for each in found
+        if each.gain >= GAIN and each.gain / (1.0 + each.gain) * whole >= each.seconds
     ]
-    return sorted(found, key=lambda each: (each.gain, each.fits), reverse=True)
 
 
 def choose(situation: Situation) -> Prospect | None:
     """Return the prospect to measure next; ``None`` if none is worth a trial.
 
-    A running launch continues with a plan that it can measure, because a new launch costs a start.
-    It ends if another plan has ``NEW_LAUNCH_FACTOR`` times the expected gain. Plans that add no
-    fixed level come first, because they leave the launch open for more plans.
+    ``None`` ends a running launch, if a plan that needs a new launch gains more per second than
+    each plan that the running one can measure. Plans that add no fixed level come first, because
+    they leave the launch open for more plans.
     """
-    found = prospects(situation)
-    worthwhile = [each for each in found if situation.best is None or each.gain >= GAIN]
-    fixed = situation.fixed
-    if fixed is None or not worthwhile:
-        return next(iter(worthwhile), None)
-    enough = worthwhile[0].gain / NEW_LAUNCH_FACTOR
-    possible = [each for each in worthwhile if each.gain >= enough and each.plan.follows(fixed)]
-    same_fixed = [each for each in possible if each.plan.fixed == fixed]
+    found, fixed = worthwhile(situation), situation.fixed
+    if fixed is None or not found:
+        return next(iter(found), None)
+    possible = [p for p in found if p.rate >= found[0].rate and p.plan.follows(fixed)]
+    same_fixed = [p for p in found if p.plan.fixed == fixed] if possible else []
     return next(iter(same_fixed or possible), None)

@@ -180,6 +180,10 @@ class CostModel:
             [],
         )
 
+    def compile_seconds(self, plan: Plan) -> float:
+        """Return the seconds that compilation is expected to take under ``plan``."""
+        return float(_design([plan])[0] @ self._compile_seconds)
+
     def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
         """Return the expected step seconds and peak bytes of a plan with ``samples`` in a chunk."""
         design, size, whole = _design([plan]), np.array([float(samples)]), self._wholes([plan])

@@ -34,6 +34,9 @@ class Confirmation:
     def confirm(self) -> None:
         """Confirm the winner and the plans that may replace it."""
         history = self._history
+        if not history.time_to_confirm():
+            history.say_if_new(messages.NOT_CONFIRMED)
+            return
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
         if self._slots > 1 and not history.late():  # with one slot, each result decides the next
             self._measure_again(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Self
 
+from autofit.analysis.candidates import Launch
 from autofit.analysis.ranking import result_of
 from autofit.analysis.result import Result
 from autofit.analysis.verdicts import within
@@ -168,9 +169,7 @@ class Search:
 
     # --- driving ---------------------------------------------------------------------------
 
-    def _drive(
-        self, propose: Callable[[Plan | None], Plan | None], purpose: Purpose = Purpose.SEARCH
-    ) -> None:
+    def _drive(self, propose: Callable[[], Plan | None], purpose: Purpose = Purpose.SEARCH) -> None:
         """Keep every slot busy with proposed plans, until none is proposed and nothing runs."""
         while True:
             while self._slots.update(self._history.say, idle=not self._launches):
@@ -179,7 +178,7 @@ class Search:
                 self._answer_waiting()
             soon = purpose is Purpose.SEARCH and self._launches.about_to_ask
             for slot in () if soon else self._slots.idle(self._launches):
-                if (plan := propose(None)) is None:
+                if (plan := propose()) is None:
                     break
                 self._launch(slot, plan, purpose)
             if purpose is Purpose.SEARCH:
@@ -256,7 +255,7 @@ class Search:
         """Send the next plan to a launch that asks; none if its weights may be damaged."""
         plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.tainted or launch.over)
         if more and not launch.spare:
-            plan = self._proposer.next(launch.fixed, fresh=asking.fresh)
+            plan = self._proposer.next(Launch(launch.fixed, asking.fresh))
         launch.asking = asking
         if plan is not None or not more or not self._keep_waiting(launch):
             self._send_plan(slot, launch, plan, launch.purpose)
@@ -317,7 +316,7 @@ class Search:
         """Return the seconds that a plan may take; ``--timeout`` does not limit confirmations."""
         if self._options.timeout is None or purpose is Purpose.CONFIRM:
             return PLAN_SECONDS
-        return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._history.elapsed()))
+        return max(1.0, min(PLAN_SECONDS, self._history.seconds_left() or 0.0))
 
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autofit.analysis.acquisition import CHECK, SIZED_STEPS, START
 from autofit.analysis.ranking import (
     baseline_was_faster,
     faster_unconfirmed,
@@ -28,6 +31,9 @@ from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, TrialReport, Verdict, Verified
+
+CONFIRMATION_SHARE = 1 / 3
+"""The winner is not confirmed if that takes more than this share of ``--timeout``."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,10 @@ class History:
         self.first_in_process: frozenset[Plan] = frozenset()
         """Plans whose loss was wrong after other plans; each must be the first of a process."""
         self.reference = Reference(store.reference(study), self.say)
-        self.optuna_study = OptunaStudy(store, study, horizon=options.horizon)
-        self.optuna_study.catch_up(store.trials(study, purpose=Purpose.SEARCH))
+        self.optuna_study = OptunaStudy(
+            store, study, horizon=options.horizon, sampler=options.sampler
+        )
+        self.optuna_study.catch_up(store.trials(study))
         self._snapshot: Snapshot | None = None
         self._read_at = -1
         self._started = started
@@ -264,9 +272,10 @@ class History:
         self.store_evidence()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
-            self.optuna_study.tell(trial)
+            self.optuna_study.tell(trial, phases(trial))
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
+            self.optuna_study.confirmed(self.now.confirmations)
             for plan in self.now.hardly_fit - before:
                 self.say(messages.hardly_fits(plan))
         if report.verdict is Verdict.SCRIPT_FAILED:
@@ -287,12 +296,57 @@ class History:
         """Return the seconds since the search began."""
         return time.monotonic() - self._started
 
+    def seconds_left(self) -> float | None:
+        """Return the seconds until ``--timeout`` ends the search; ``None`` without it.
+
+        What the confirmation run of the winner needs is left out, if there is time for one.
+        """
+        if self.options.timeout is None:
+            return None
+        again = self.confirmation_seconds()
+        reserve = again if again <= CONFIRMATION_SHARE * self.options.timeout else 0.0
+        return self.options.timeout - self.elapsed() - reserve
+
+    def confirmation_seconds(self) -> float:
+        """Return the seconds that the winner's confirmation run is expected to take."""
+        winner = next(iter(self.ranked()), None)
+        if winner is None or winner.measurement is None:
+            return 0.0
+        known = (trial.report for trial in self.now.all_finished)
+        starts = [each.startup_seconds for each in known if each and each.startup_seconds]
+        measured = winner.measurement
+        steps = SIZED_STEPS * measured.seconds + measured.compile_seconds
+        return (statistics.median(starts) if starts else START) + CHECK + steps
+
     def late(self) -> bool:
         """Return whether the search has used up its ``--timeout``."""
-        return self.options.timeout is not None and self.elapsed() > self.options.timeout
+        left = self.seconds_left()
+        return left is not None and left <= 0
+
+    def time_to_confirm(self) -> bool:
+        """Return whether ``--timeout`` leaves time for a confirmation run."""
+        timeout = self.options.timeout
+        return timeout is None or self.elapsed() + self.confirmation_seconds() <= timeout
 
     def store_seconds(self) -> None:
         """Add the time since the last call to the study, so that a kill loses little of it."""
         elapsed = self.elapsed()
         self.store.add_seconds(self.study, elapsed - self._stored_seconds)
         self._stored_seconds = elapsed
+
+
+def phases(trial: TrialRecord) -> Mapping[str, float]:
+    """Return the seconds of a finished trial by phase: start-up, compilation, steps, and others.
+
+    The check of the plan is the largest part of the others.
+    """
+    report = trial.report
+    if report is None or trial.ended is None:
+        return {}
+    total = (trial.ended - trial.created).total_seconds()
+    found = {
+        "startup": report.startup_seconds,
+        "compile": sum(each.compile_seconds for each in report.measurements),
+        "steps": sum(sum(each.step_seconds) for each in report.measurements),
+    }
+    return {**found, "others": max(0.0, total - sum(found.values()))}

@@ -118,7 +118,7 @@ class RunningLaunches(dict[int, RunningLaunch]):
         return any(launch.asking is None and not launch.over for launch in self.values())
 
 
-def one_by_one(plans: Iterable[Plan]) -> Callable[[Plan | None], Plan | None]:
+def one_by_one(plans: Iterable[Plan]) -> Callable[[], Plan | None]:
     """Return a function that proposes each of ``plans`` once, and then ``None``."""
     left = iter(list(plans))
-    return lambda fixed: next(left, None)
+    return lambda: next(left, None)

@@ -15,6 +15,8 @@ from autofit.worker.records.trials import Script, TrialReport, Verdict
 CALLED = ("backward", "optimizer step")
 """Phases in which memory may run out although no call of a model was seen."""
 
+NOT_CONFIRMED = "--timeout left no time to measure the plan again in a new process."
+
 
 def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None) -> NoReturn:
     """Raise the error of a search that found no plan; ``timeout``: seconds, if they are over."""

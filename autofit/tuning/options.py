@@ -100,6 +100,16 @@ class SearchOptions:
             show_default=True,
         ),
     )
+    sampler: str = field(
+        default="autofit",
+        metadata=_flag(
+            "What chooses the plans: autofit, tpe, gp, random, or module:Class of a sampler.",
+            Kind.TEXT,
+            "NAME",
+            show_default=True,
+        ),
+    )
+    """An Optuna sampler: see ``autofit/tuning/sampler.py``."""
     headroom: float = field(
         default=5.0,
         metadata=_flag(

@@ -1,41 +1,42 @@
-"""The Optuna study that proposes plans and mirrors the finished trials.
+"""The Optuna study of a search: every plan that a search measures comes out of ``Study.ask``.
 
 The tables of autofit are authoritative. Optuna's tables are written after them and can be rebuilt
 from them. If the process is killed between the two writes, ``OptunaStudy.catch_up`` tells Optuna
-the missing trials.
+the missing trials. ``optuna-dashboard`` shows the same file.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from autofit import strategies
+from autofit.analysis.candidates import Launch, SearchState
+from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.storage import Store, StudyRecord, TrialRecord
-from autofit.worker.records.trials import HORIZON, GoOn, RoundEnded, Verdict
+from autofit.space.static_memory import least_bytes
+from autofit.storage import Purpose, Store, StudyRecord, TrialRecord
+from autofit.storage.convert import plan_to_json, to_json
+from autofit.strategies import NAMES, Facts
+from autofit.tuning.attributes import ALLOWED, MEMORY, Attribute, strategy_of
+from autofit.units import format_size
+from autofit.worker.records.trials import HORIZON, GoOn, RoundEnded, TrialReport, Verdict
 
 if TYPE_CHECKING:
     import optuna
 
-    from autofit.analysis.acquisition import Situation
+    from autofit.tuning.sampler import AutofitSampler
 
-OURS = "autofit_trial"
-"""User attribute of an Optuna trial: the id of the trial that it mirrors."""
-MEMORY = "memory"
-"""Constraint: excess of the peak over the budget, as a share; above zero if it does not fit."""
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    strategy.name: tuple(level.name for level in strategy.levels)
-    for strategy in strategies.REGISTRY
-}
-"""Every level of every strategy, whether or not this search tries it."""
-VERSION = f"{zlib.crc32(repr(CHOICES).encode()):08x}"
-"""Checksum of the choices. Optuna refuses a parameter whose choices have changed."""
-
+PARAMETERS = "parameters"
+"""User attribute of the study: the choices of each parameter."""
+KNOWN = 20
+"""Proposals in a row that need no trial, after which a sampler is taken to have no new plan."""
+MOMENT = 1.0
+"""Seconds by which the deadline may move before it is set again."""
+PATIENCE = 10
+"""Trials in a row without a faster plan after which a search by another sampler ends."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,11 +58,14 @@ def _explained(
 class OptunaStudy:
     """The Optuna study of a study. Its methods raise ``StorageError``."""
 
-    def __init__(self, store: Store, study: StudyRecord, *, horizon: int = HORIZON) -> None:
+    def __init__(
+        self, store: Store, study: StudyRecord, *, horizon: int = HORIZON, sampler: str = "autofit"
+    ) -> None:
+        """Open or create it; ``sampler``: as for ``sampler.sampler_of``."""
         import optuna
 
         from autofit.tuning.pruner import RankSumPruner
-        from autofit.tuning.sampler import CostSampler
+        from autofit.tuning.sampler import AutofitSampler, sampler_of
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
@@ -70,50 +74,221 @@ class OptunaStudy:
         self._horizon = horizon
         self._open_trials: dict[Plan, optuna.Trial] = {}
         self._pruner = RankSumPruner()
+        self._held: Plan | None = None
+        """A plan that was asked for, and that needs a new launch."""
+        self._exhausted = False
+        """Whether the sampler proposed only known plans."""
         with warnings.catch_warnings(), store.explained():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._sampler = CostSampler(CHOICES)
+            self._sampler = sampler_of(sampler)
+            own = self._sampler if isinstance(self._sampler, AutofitSampler) else None
+            self._own: AutofitSampler | None = own
             with store.alone():
                 storage = optuna.storages.RDBStorage(store.url)
             self._study = optuna.create_study(
                 storage=storage,
-                study_name=f"autofit-{study.id}-space{VERSION}",
+                study_name=name_of(study),
                 sampler=self._sampler,
                 pruner=self._pruner,
-                direction="maximize",
+                direction="minimize",
                 load_if_exists=True,
             )
+            self._attributes = self._study.user_attrs
+            self._set(Attribute.BUDGET, study.budget)
+            self._set(Attribute.DEVICE, study.hardware.device)
+            self._set(Attribute.HORIZON, horizon)
+            self._set("script", str(study.script))
+            self._set("hardware", study.hardware.name)
+            self._study.set_metric_names(["seconds a sample"])
+
+    # --- asking ----------------------------------------------------------------------------
+
+    @_explained
+    def ask(
+        self, state: SearchState, launch: Launch | None = None, *, start: Plan | None = None
+    ) -> Plan | None:
+        """Return the plan to measure next in ``launch``, or in a new one; ``None`` without one.
+
+        ``start``: a fixed start, which is enqueued and therefore asked for next.
+        """
+        self._describe(state)
+        if start is not None:
+            return self._ask_start(start)
+        if self._held is not None:
+            return self._release(launch, state)
+        for _ in range(KNOWN):
+            if self.should_stop(launch):
+                return None
+            levels = (
+                {"fixed": plan_to_json(launch.fixed), "fresh": launch.fresh} if launch else None
+            )
+            self._study.enqueue_trial({}, user_attrs={Attribute.LAUNCH: levels})
+            trial = self._study.ask()
+            plan = self._suggested(trial, state.space.levels)
+            if not self._settled(trial, plan, state):
+                assert plan is not None, "a plan that can be measured"
+                self._begin(plan, trial)
+                self._held = plan
+                return self._release(launch, state)
+        self._exhausted = True
+        return None
+
+    @_explained
+    def has_plan(self, state: SearchState) -> bool:
+        """Return whether a plan is worth a trial in a new launch."""
+        self._describe(state)
+        return not self.should_stop()
+
+    @_explained
+    def worth_running(self, state: SearchState) -> bool:
+        """Return whether a plan would be started now, one of those that run included."""
+        self._describe(state)
+        return self._own is None or self._own.worth_running(self._study)
+
+    def should_stop(self, launch: Launch | None = None) -> bool:
+        """Return whether no plan is worth a trial in ``launch``, or in a new one.
+
+        Samplers other than autofit's do not say. With them a search ends after ``PATIENCE`` trials
+        without a faster plan, or after ``KNOWN`` proposals of known plans.
+        """
+        if self._held is not None:
+            return False
+        if self._own is not None:
+            return self._own.expected_gain(self._study, launch) is None
+        if self._exhausted:
+            return True
+        values = [t.value for t in self._measured() if self._holds(t) and t.value is not None]
+        later = values[values.index(min(values)) + 1 :] if values else values
+        return len(later) >= PATIENCE
+
+    def _ask_for(self, launch: Launch | None) -> optuna.Trial:
+        """Ask for a trial; the sampler finds the launch in its attributes."""
+        asked = {"fixed": plan_to_json(launch.fixed), "fresh": launch.fresh} if launch else None
+        self._study.enqueue_trial({}, user_attrs={str(Attribute.LAUNCH): asked})
+        return self._study.ask()
+
+    def _ask_start(self, plan: Plan) -> Plan:
+        fixed = {name: plan.searched[name] for name in NAMES}
+        attributes = {str(Attribute.PLAN): plan_to_json(plan)}
+        self._study.enqueue_trial(fixed, user_attrs=attributes)
+        self._begin(plan, self._study.ask())
+        return plan
+
+    def _begin(self, plan: Plan, trial: optuna.Trial) -> None:
+        trial.set_user_attr(Attribute.PLAN, plan_to_json(plan))
+        self._open_trials[plan] = trial
+
+    def _release(self, launch: Launch | None, state: SearchState) -> Plan | None:
+        """Return the plan that waits for a launch, if ``launch`` can measure it."""
+        plan = self._held
+        if plan is not None and (launch is None or launch.takes(plan, state.first_in_process)):
+            self._held = None
+            return plan
+        return None
+
+    def _suggested(
+        self, trial: optuna.Trial, space: Sequence[tuple[str, tuple[str, ...]]]
+    ) -> Plan | None:
+        """Return the plan that a trial suggests; ``None`` for a level that is gone."""
+        levels = {}
+        for strategy, choices in space:
+            if len(choices) > 1:
+                name, known = self._parameter(strategy, choices)
+                levels[strategy] = trial.suggest_categorical(name, known)
+        try:
+            return Plan.of(levels)
+        except UsageError:
+            return None
+
+    def _parameter(self, strategy: str, choices: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the name and the choices of the parameter for a strategy.
+
+        Optuna requires that the choices of a parameter never change. If a strategy has a level
+        that its parameter lacks, it gets another parameter: ``"compile 2"``.
+        """
+        known: dict[str, list[str]] = dict(self._attributes.get(PARAMETERS, {}))
+        mine = [name for name in known if strategy_of(name) == strategy]
+        if not mine or not set(choices) <= set(known[mine[-1]]):
+            name = f"{strategy} {len(mine) + 1}" if mine else strategy
+            known[name] = list(choices)
+            self._set(PARAMETERS, known)
+            return name, known[name]
+        return mine[-1], known[mine[-1]]
+
+    def _settled(self, trial: optuna.Trial, plan: Plan | None, state: SearchState) -> bool:
+        """Tell Optuna what is known of a proposal without a trial; return whether it is."""
+        states, refusal = self._optuna.trial.TrialState, ""
+        if plan is None:
+            refusal = "a level that this version does not have"
+        else:
+            refusal = state.why_not(plan) or ""
+        if plan is None or refusal:
+            trial.set_user_attr("reason", refusal)
+            trial.set_constraint(ALLOWED, 1.0)
+            self._study.tell(trial, state=states.PRUNED)
+            return True
+        least = least_bytes(plan, state.facts or Facts(), cuda=state.cuda)
+        finished = next((t for t in state.finished if t.plan.searched == plan), None)
+        if finished is not None:
+            trial.set_user_attr("reason", "measured before")
+            self._tell(trial, finished)
+        elif plan in state.running:
+            self._study.tell(trial, state=states.FAIL)
+        elif least > self._budget:
+            trial.set_user_attr("reason", f"needs {format_size(least)} at least")
+            trial.set_constraint(MEMORY, least / self._budget - 1.0)
+            self._study.tell(trial, state=states.PRUNED)
+        else:
+            return False
+        return True
+
+    def _describe(self, state: SearchState) -> None:
+        """Set the study's attributes to the state of the search."""
+        self._set(Attribute.FACTS, to_json(state.facts) if state.facts is not None else None)
+        self._set(Attribute.SPACE, {name: list(levels) for name, levels in state.space.levels})
+        self._set(Attribute.FIRST, [plan_to_json(plan) for plan in state.first_in_process])
+        deadline = None if state.seconds_left is None else time.time() + state.seconds_left
+        before = self._attributes.get(Attribute.DEADLINE)
+        if deadline is None or before is None or abs(deadline - before) > MOMENT:
+            self._set(Attribute.DEADLINE, deadline)
+
+    # --- telling ---------------------------------------------------------------------------
 
     @_explained
     def catch_up(self, trials: Iterable[TrialRecord]) -> None:
-        """Tell Optuna the trials that a killed search did not tell, and end its open trials."""
+        """Tell Optuna what a killed search did not tell, and end the trials that it left open.
+
+        ``trials``: all trials of the study, confirmation runs included.
+        """
+        trials = tuple(trials)
         states = self._optuna.trial.TrialState
         told: dict[int, tuple[int, optuna.trial.TrialState]] = {}
         for mirrored in self._study.get_trials(deepcopy=False):
-            if mirrored.state is states.RUNNING:
-                self._study.tell(mirrored.number, state=states.FAIL)
-            elif mirrored.state.is_finished() and OURS in mirrored.user_attrs:
-                told[mirrored.user_attrs[OURS]] = mirrored.number, mirrored.state
+            if mirrored.state in (states.RUNNING, states.WAITING):
+                self._fail(mirrored)
+            elif Attribute.RECORD in mirrored.user_attrs:
+                told[mirrored.user_attrs[Attribute.RECORD]] = mirrored.number, mirrored.state
         for trial in trials:
-            if trial.report is None or trial.optuna_number is not None:
+            if trial.report is None or trial.purpose is not Purpose.SEARCH:
                 continue
             number, state = told.get(trial.id, (-1, None))
-            if state is self._outcome(trial)[0]:
-                self._store.set_optuna_number(trial, number)
-            else:  # not told, or told with the state FAIL after an earlier kill
+            if state is not self._outcome(trial)[0]:  # not told, or given up after an earlier kill
                 self.tell(trial)
+            elif trial.optuna_number != number:
+                self._store.set_optuna_number(trial, number)
+        self.confirmed(t for t in trials if t.purpose is Purpose.CONFIRM)
+
+    def _fail(self, trial: optuna.trial.FrozenTrial) -> None:
+        states = self._optuna.trial.TrialState
+        if trial.state is states.WAITING:
+            self._study._storage.set_trial_state_values(trial._trial_id, states.RUNNING)
+        self._study.tell(trial.number, state=states.FAIL)
 
     @_explained
-    def ask(self, situation: Situation) -> Plan | None:
-        """Return the plan to measure next; ``None`` if no candidate is worth a trial."""
-        chosen = self._sampler.choose(situation)
-        if chosen is None:
-            return None
-        trial = self._study.ask()
-        levels = {name: trial.suggest_categorical(name, each) for name, each in CHOICES.items()}
-        self._open_trials[chosen.plan] = trial
-        assert Plan.of(levels) == chosen.plan, "Optuna's trial has the levels of the plan"
-        return chosen.plan
+    def confirmed(self, trials: Iterable[TrialRecord]) -> None:
+        """Set the confirmation runs, which correct the trials of their plans."""
+        reports = [to_json(trial.report) for trial in trials if trial.report is not None]
+        self._set(Attribute.CONFIRMATIONS, reports)
 
     @_explained
     def drop(self, plan: Plan) -> None:
@@ -139,36 +314,41 @@ class OptunaStudy:
         return GoOn(more=not self._pruner.is_clear(self._study, known))
 
     @_explained
-    def tell(self, trial: TrialRecord) -> None:
-        """Tell Optuna a finished trial, and store the number of the Optuna trial."""
-        state, value, constraints = self._outcome(trial)
+    def tell(self, trial: TrialRecord, seconds: Mapping[str, float] | None = None) -> None:
+        """Tell Optuna a finished trial, and store the number of the Optuna trial.
+
+        ``seconds``: what the trial cost, by phase.
+        """
         open_trial = self._open_trials.pop(trial.plan, None)
-        if open_trial is not None:
-            open_trial.set_user_attr(OURS, trial.id)
-            for name, excess in constraints.items():
-                open_trial.set_constraint(name, excess)
-            number = self._study.tell(open_trial, value, state).number
-        else:
-            self._study.add_trial(
-                self._optuna.trial.create_trial(
-                    state=state,
-                    value=value,
-                    params=trial.plan.searched.levels,
-                    distributions={
-                        name: self._optuna.distributions.CategoricalDistribution(choices)
-                        for name, choices in CHOICES.items()
-                    },
-                    user_attrs={OURS: trial.id},
-                    constraints=constraints or None,
-                )
-            )
-            number = self._study.get_trials(deepcopy=False)[-1].number
+        if open_trial is None:  # asked for by a search that was killed
+            open_trial = self._given_again(trial)
+        open_trial.set_user_attr(Attribute.RECORD, trial.id)
+        for name, attribute in _attributes(trial).items():
+            open_trial.set_user_attr(name, attribute)
+        if seconds:
+            open_trial.set_user_attr("seconds", dict(seconds))
+        number = self._tell(open_trial, trial)
         self._store.set_optuna_number(trial, number)
+
+    def _given_again(self, trial: TrialRecord) -> optuna.Trial:
+        self._ask_start(trial.plan)
+        return self._open_trials.pop(trial.plan)
+
+    def _tell(self, open_trial: optuna.Trial, trial: TrialRecord) -> int:
+        state, value, constraints = self._outcome(trial)
+        for name, choices in dict(self._attributes.get(PARAMETERS, {})).items():
+            if name not in open_trial.params:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    open_trial.suggest_categorical(name, choices)
+        for name, excess in constraints.items():
+            open_trial.set_constraint(name, excess)
+        return self._study.tell(open_trial, value, state).number
 
     def _outcome(
         self, trial: TrialRecord
     ) -> tuple[optuna.trial.TrialState, float | None, dict[str, float]]:
-        """Return the Optuna state, the samples per second and the constraints of a finished trial.
+        """Return the Optuna state, the seconds a sample and the constraints of a finished trial.
 
         A trial that ran out of memory is ``PRUNED``: its constraint stays known to Optuna.
         """
@@ -176,9 +356,58 @@ class OptunaStudy:
         measurement = trial.measurement
         if trial.verdict is Verdict.MEASURED and measurement is not None:
             excess = measurement.peak_device / self._budget - 1.0
-            return states.COMPLETE, measurement.charged(self._horizon), {MEMORY: excess}
+            return states.COMPLETE, 1.0 / measurement.charged(self._horizon), {MEMORY: excess}
         if trial.verdict is Verdict.OUT_OF_MEMORY:
             shortage = trial.report.out_of_memory if trial.report else None
             requested = (shortage.requested if shortage else None) or self._budget
             return states.PRUNED, None, {MEMORY: max(requested / self._budget, 1e-3)}
         return states.FAIL, None, {}
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def _measured(self) -> list[optuna.trial.FrozenTrial]:
+        """Return the trials of plans that were measured, without repeated proposals."""
+        complete = (self._optuna.trial.TrialState.COMPLETE,)
+        found = self._study.get_trials(deepcopy=False, states=complete)
+        return [trial for trial in found if Attribute.RECORD in trial.user_attrs]
+
+    def _holds(self, trial: optuna.trial.FrozenTrial) -> bool:
+        return all(excess <= 0 for excess in trial.constraints.values())
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set a user attribute of the study, if it is new."""
+        if name not in self._attributes or self._attributes[name] != value:
+            self._study.set_user_attr(name, value)
+            self._attributes[name] = value
+
+
+def name_of(study: StudyRecord) -> str:
+    """Return the name of the Optuna study: script, budget and the study's identifier."""
+    memory = study.key.memory
+    budget = format_size(memory) if memory is not None else "whole device"
+    return f"{study.script.target}, {budget} ({study.id})"
+
+
+def _attributes(trial: TrialRecord) -> dict[str, Any]:
+    """Return the user attributes of an Optuna trial: what a person looks for, and the report."""
+    report, measured = trial.report, trial.measurement
+    assert isinstance(report, TrialReport), "a finished trial has a report"
+    found: dict[str, Any] = {
+        "verdict": str(report.verdict),
+        "description": str(report.best or report.plan),
+        "launch": trial.launch,
+        "versions": dict(trial.versions),
+        Attribute.REPORT: to_json(report),
+    }
+    if report.reason:
+        found["reason"] = report.reason
+    if report.blamed:
+        found["blamed"] = report.blamed
+    if measured is not None:
+        found |= {
+            "samples_per_second": measured.samples_per_second,
+            "peak_device_bytes": measured.peak_device,
+            "peak_reserved_bytes": measured.peak_reserved,
+            "peak_allocated_bytes": measured.peak_allocated,
+        }
+    return found

@@ -1,71 +1,22 @@
-"""Proposes the plan to measure next."""
+"""Asks the Optuna study for the plan to measure next, within the limits of the search."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable
 
 from autofit import strategies
-from autofit.analysis.acquisition import Situation, choose
+from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.fallback import FallbackContext, fallbacks_below
-from autofit.analysis.feasibility import (
-    LevelSet,
-    level_sets_needed,
-    level_sets_within,
-    next_level_set,
-)
-from autofit.analysis.pruning import FRAGMENTED, dominated, fragmentation, waits_for_unsized
-from autofit.analysis.ranking import ranked
-from autofit.analysis.verdicts import best_plan, refused, tainted
+from autofit.analysis.pruning import FRAGMENTED, fragmentation
+from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
-from autofit.space.order import by_cost
-from autofit.space.static_memory import least_bytes
-from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Hardware
 from autofit.strategies.allocator import EXPANDABLE
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
-from autofit.tuning.reference import leading
+from autofit.tuning.starts import FixedStarts
 from autofit.units import format_duration
-from autofit.worker.records.trials import HORIZON, Verdict
-
-REFINED = 3
-"""Number of plans to which refining levels are added: the fastest that fit, or the leanest."""
-MAX_SHORT = 5
-"""Trials that may run out of memory before level sets are tried, if no plan fits.
-
-Without this many, level sets are tried only if the computed static memory exceeds the budget."""
-
-
-def within_reach(
-    space: Space,
-    finished: Sequence[TrialRecord],
-    budget: int,
-    horizon: int = HORIZON,
-    *,
-    holds: Callable[[Plan], bool] | None = None,
-) -> tuple[Plan, ...]:
-    """Return the plans that a search considers now, whether or not they were measured.
-
-    These are the plans of the space, and the fastest fitting plans with one refining level added.
-    While no plan fits, refining levels are added to the leanest plans that were tried.
-
-    Args:
-        space: The space of the search.
-        finished: The finished trials.
-        budget: Bytes of a device.
-        horizon: Optimizer steps over which the time to compile is charged.
-        holds: Whether the static memory of a plan may fit. Given if plans need a level set: then
-            all plans contain the level set of one of the fastest fitting plans.
-    """
-    fitting = [trial.plan for trial in ranked(finished, budget, horizon)]
-    short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
-    bases = fitting or sorted(short, key=by_cost, reverse=True)
-    refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
-    level_sets = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
-    core = [p for each in level_sets for p in each.plans(space)] if holds else space.plans()
-    return (*dict.fromkeys(filter(holds, (*core, *refined))),)
 
 
 class Proposer:
@@ -76,15 +27,19 @@ class Proposer:
         self._hardware = hardware
         self._left_out: tuple[Reason, ...] = ()
 
-    def next(self, fixed: Plan | None = None, *, fresh: bool = False) -> Plan | None:
-        """Return the plan to measure next; ``None`` if no plan is worth a trial now.
+    def next(self, launch: Launch | None = None) -> Plan | None:
+        """Return the plan to measure next in ``launch``, or in a new launch.
 
-        Args:
-            fixed: ``Plan.fixed`` of the launch that asks; ``None`` for a new launch.
-            fresh: Whether the plan would be the first of the process that asks.
+        Returns ``None`` if no plan is worth a trial there now.
         """
-        found = self._next(fixed, fresh=fresh)
-        return self._history.optuna_study.ask(found) if isinstance(found, Situation) else found
+        study, state = self._history.optuna_study, self.state()
+        if self._limit_reached(len(state.finished) + len(state.running)):
+            return None
+        start, others_wait = self._starts(state).due(launch)
+        self._history.require_baseline(reachable=bool(state.level_sets))
+        if start is None and others_wait:
+            return None
+        return study.ask(state, launch, start=start)
 
     def known(self) -> tuple[Hashable, ...]:
         """Return the state on which proposals depend. Equal states give equal proposals."""
@@ -94,8 +49,13 @@ class Proposer:
 
     def wants_launch(self) -> bool:
         """Return whether there is a plan to measure in a new launch."""
-        found = self._next(None, fresh=False)
-        return choose(found) is not None if isinstance(found, Situation) else found is not None
+        state = self.state()
+        if self._limit_reached(len(state.finished) + len(state.running)):
+            return False
+        start, others_wait = self._starts(state).due(None)
+        if start is not None or others_wait:
+            return start is not None
+        return self._history.optuna_study.has_plan(state)
 
     def fallback(self) -> Plan | None:
         """Return the next fallback below the fastest plan; ``None`` if none is left.
@@ -126,154 +86,35 @@ class Proposer:
             (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
         )
 
-    def _next(self, fixed: Plan | None, *, fresh: bool) -> Plan | Situation | None:
-        """Return the plan to measure next, or the situation from which to choose one."""
-        history = self._history
-        finished, running = history.finished(), {trial.plan for trial in history.running()}
-        if self._limit_reached(len(finished) + len(running)):
-            return None
-        if fixed is None and self._reference_runs(running):
-            return None
-        if fixed is None and Plan() not in running.union(trial.plan for trial in finished):
-            return Plan()
-        space = self._space()
-        level_sets = self._level_sets(space)
-        history.require_baseline(reachable=bool(level_sets))
-        level_set = self._next_level_set(level_sets, space, finished)
-        if level_set is not None:
-            return self._plan_of_level_set(level_set, space, running, fixed, fresh=fresh)
-        if level_sets is not None and not history.ranked():
-            return None
-        found = self._situation(space, level_sets, running, fixed)
-        core = [plan for plan in space.plans() if plan in found.candidates]
-        if (first := self._leading(core)) is not None:
-            here = fixed is None or (fresh and first.follows(fixed))
-            return first if here and first not in running else None  # nothing before the reference
-        if fixed is not None and not fresh:
-            left = tuple(plan for plan in found.candidates if plan not in history.first_in_process)
-            return replace(found, candidates=left)
-        return found
-
-    def _situation(
-        self,
-        space: Space,
-        level_sets: tuple[LevelSet, ...] | None,
-        running: set[Plan],
-        fixed: Plan | None = None,
-    ) -> Situation:
-        """Return the situation from which to choose the next plan, beside those ``running``."""
-        history = self._history
-        finished, drifted = history.finished(), history.drifted()
-        good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
-        facts, budget, horizon = history.study.facts, history.study.budget, history.options.horizon
-        known = running.union(trial.plan for trial in finished)
-        holds = self._holds if level_sets is not None else None
-        tried = within_reach(space, good, budget, horizon, holds=holds)
-        ended = (*drifted, *refused(finished))
-        untried = [p for p in tried if p not in known and not tainted(p, ended, finished)]
-        batch = facts.batch if facts else None
-        return Situation(
-            candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
-            waiting=tuple(plan for plan in untried if waits_for_unsized(plan, good)),
-            finished=good,
-            running=tuple(running),
-            facts=facts,
-            budget=budget,
-            cuda=self._hardware.device == "cuda",
-            horizon=horizon,
-            fixed=fixed,
-        )
-
     def nothing_worth_running(self) -> bool:
         """Return whether no plan would be started now, not even one that is running."""
-        if self.reference_running() or not self._history.ranked():
+        state = self.state()
+        if self._starts(state).reference_runs or not state.fits:
             return False
-        space = self._space()
-        return choose(self._situation(space, self._level_sets(space), set())) is None
+        return not self._history.optuna_study.worth_running(state)
 
     def reference_running(self) -> bool:
         """Return whether the reference is running."""
-        return self._reference_runs({trial.plan for trial in self._history.running()})
+        return self._starts(self.state()).reference_runs
 
-    def _level_sets(self, space: Space) -> tuple[LevelSet, ...] | None:
-        """Return the level sets of which a plan needs one; ``None`` if no set is needed."""
-        facts, budget = self._history.study.facts, self._history.study.budget
-        if facts is None or self._history.baseline() is not Verdict.OUT_OF_MEMORY:
-            return None
-        return level_sets_needed(space, facts, budget, cuda=self._hardware.device == "cuda")
+    def state(self) -> SearchState:
+        """Return everything on which the next choice depends."""
+        history, study = self._history, self._history.study
+        return SearchState(
+            space=self._space(),
+            finished=history.finished(),
+            running=frozenset(trial.plan for trial in history.running()),
+            drifted=tuple(history.drifted()),
+            facts=study.facts,
+            budget=study.budget,
+            cuda=self._hardware.device == "cuda",
+            horizon=history.options.horizon,
+            first_in_process=history.first_in_process,
+            seconds_left=history.seconds_left(),
+        )
 
-    def _holds(self, plan: Plan) -> bool:
-        """Return whether the static memory under ``plan`` may fit the budget."""
-        facts, cuda = self._history.study.facts or Facts(), self._hardware.device == "cuda"
-        return least_bytes(plan, facts, cuda=cuda) <= self._history.study.budget
-
-    def _next_level_set(
-        self, level_sets: Sequence[LevelSet] | None, space: Space, finished: Sequence[TrialRecord]
-    ) -> LevelSet | None:
-        """Return the level set to try next; ``None`` if a plan fits or no set is left.
-
-        Sets are tried if one is needed, or if ``MAX_SHORT`` trials ran out of memory.
-        """
-        if self._history.ranked():
-            return None
-        study, cuda = self._history.study, self._hardware.device == "cuda"
-        short = sum(trial.verdict is Verdict.OUT_OF_MEMORY for trial in finished)
-        if (
-            level_sets is None
-            and short >= MAX_SHORT
-            and study.facts is not None
-            and study.facts.roots
-        ):
-            level_sets = level_sets_within(space, study.facts, study.budget, cuda=cuda)
-        return next_level_set(level_sets or (), space, finished)
-
-    def _plan_of_level_set(
-        self,
-        level_set: LevelSet,
-        space: Space,
-        running: set[Plan],
-        fixed: Plan | None,
-        *,
-        fresh: bool,
-    ) -> Plan | None:
-        """Return the plan that tests whether a level set is enough; ``None`` while another runs.
-
-        If the set allows an exact plan, the reference comes first.
-        """
-        if fixed is None and running:
-            return None
-        known = {trial.plan for trial in self._history.finished()} | running
-        ended = refused(self._history.finished())
-        others = [
-            plan
-            for plan in level_set.plans(space)
-            if plan not in known and not tainted(plan, ended, self._history.finished())
-        ]
-        leading = None if level_set.own_process else self._leading(others)
-        plan = leading or level_set.leanest(space)
-        if plan is None or plan in running:
-            return None
-        first = leading or plan in self._history.first_in_process
-        if fixed is None:
-            return plan
-        here = plan.follows(fixed) and not level_set.own_process and (fresh or not first)
-        return plan if here else None
-
-    def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
-        """Return the plan to launch as the reference; ``None`` if no reference is missing."""
-        history = self._history
-        if history.reference.trace is not None or history.baseline() in (None, Verdict.MEASURED):
-            return None
-        return self._first(candidates, history.finished())
-
-    def _first(self, candidates: Sequence[Plan], finished: Sequence[TrialRecord]) -> Plan | None:
-        cuda = self._hardware.device == "cuda"
-        return leading(candidates, finished, self._history.study.facts, cuda=cuda)
-
-    def _reference_runs(self, running: set[Plan]) -> bool:
-        """Return whether the neutral plan, or the plan chosen as the reference, is running."""
-        exact = {plan for plan in running if self._first([plan], ())}
-        return Plan() in running or bool(exact and self._leading([*exact]))
+    def _starts(self, state: SearchState) -> FixedStarts:
+        return FixedStarts(state, has_reference=self._history.reference.trace is not None)
 
     def _space(self) -> Space:
         options, study = self._history.options, self._history.study

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autofit import strategies
+from autofit.analysis.candidates import within_reach
 from autofit.analysis.pruning import dominated, max_micro_batch
 from autofit.analysis.ranking import baseline_was_faster, ranked_sound, rivals, winning
 from autofit.analysis.verdicts import closest, culprit, judged, refused, tainted, within
@@ -19,7 +20,6 @@ from autofit.space.order import by_cost, leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.tuning.launches import RunningLaunch
-from autofit.tuning.proposals import within_reach
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick

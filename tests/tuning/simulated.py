@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from autofit.analysis.candidates import Launch
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Facts, Fidelity, Hardware
@@ -64,7 +65,7 @@ def searched(history: History, model: Simulated, *, most: int = 1000) -> int:
         fresh = fresh and report.verdict is OOM
         goes_on = report.verdict is Verdict.MEASURED or (facts.called and report.verdict is OOM)
         fixed = plan.fixed if goes_on else None
-        plan = proposer.next(fixed, fresh=fresh) if fixed is not None else None
+        plan = proposer.next(Launch(fixed, fresh)) if fixed is not None else None
         if plan is None:
             plan, fixed = proposer.next(), None
         assert launches < 30

@@ -90,7 +90,9 @@ def test_a_search_uses_every_node(
     trials: Trials,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(acquisition, "GAIN", -1.0)  # whatever is not dominated is measured
+    monkeypatch.setattr(
+        acquisition, "worthwhile", acquisition.prospects
+    )  # whatever is not dominated is measured
     path = script("    optimizer.step()\n", SLOW)
     heard: list[Notice] = []
     options = SearchOptions(

@@ -19,13 +19,13 @@ import optuna
 import pytest
 
 from autofit.analysis.acquisition import Situation, choose
+from autofit.analysis.candidates import within_reach
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import Owner, Purpose, State, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, RootFacts
 from autofit.strategies.micro_batch import AUTO
-from autofit.tuning.proposals import within_reach
 from autofit.tuning.reference import leading
 from autofit.worker.harness.measurement.size_search import ramp
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict

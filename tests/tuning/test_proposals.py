@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autofit.analysis.candidates import Launch
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
@@ -67,14 +68,14 @@ def test_what_others_are_compared_with_is_launched_once(history: History) -> Non
     assert first["micro_batch"] == str(32 // PARTS)
     history.store.add_trials(history.study, [first], launch=1, owner=Owner.current())
     assert proposer.next() is None
-    assert proposer.next(fixed=Plan(), fresh=True) is None
-    assert proposer.next(fixed=Plan()) is None
+    assert proposer.next(Launch(fresh=True)) is None
+    assert proposer.next(Launch()) is None
 
 
 def test_what_drops_is_compared_as_well(history: History) -> None:
     drops = replace(ROOT, dropout=True)
     history.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
-    first = Proposer(history, GPU).next(fixed=Plan(), fresh=True)
+    first = Proposer(history, GPU).next(Launch(fresh=True))
     assert first is not None
     assert first.fidelity(history.study.facts) is Fidelity.REDRAW
 

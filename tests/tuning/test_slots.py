@@ -12,8 +12,8 @@ import optuna
 import pytest
 
 from autofit.analysis import acquisition, ranking
+from autofit.analysis.candidates import Launch
 from autofit.exceptions import WorkerError
-from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store
 from autofit.tuning import local_slots
 from autofit.tuning.controller import search
@@ -49,7 +49,9 @@ def options(script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Sea
 def test_every_slot_is_kept_busy_with_plans_of_its_own(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acquisition, "GAIN", -1.0)  # whatever is not dominated is measured
+    monkeypatch.setattr(
+        acquisition, "worthwhile", acquisition.prospects
+    )  # whatever is not dominated is measured
     heard: list[Notice] = []
     result = search(options, heard.append)
     assert isinstance(heard[0], StudyStarted)
@@ -113,7 +115,7 @@ def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
 def test_finalists_are_measured_again_side_by_side(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acquisition, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "worthwhile", acquisition.prospects)
     monkeypatch.setattr(
         ranking,
         "rivals",
@@ -137,7 +139,7 @@ def test_the_script_is_started_ahead_of_its_plans(
 ) -> None:
     """On the other slots, while the script as it is runs on one; at the end for the last word."""
     monkeypatch.setattr(local_slots, "CPU_SLOTS", 3)
-    monkeypatch.setattr(acquisition, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "worthwhile", acquisition.prospects)
     asked: list[LaunchRequest] = []
     plain = Pool.submit
 
@@ -165,14 +167,14 @@ def test_a_launch_waits_while_others_may_show_what_comes_next(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second question of a launch has no answer at first, and no launch ends for that."""
-    monkeypatch.setattr(acquisition, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "worthwhile", acquisition.prospects)
     plain, times = Proposer.next, Counter[bool]()
 
-    def hesitant(proposer: Proposer, fixed: Plan | None = None, *, fresh: bool = False) -> object:
-        times[fixed is None] += 1
-        if fixed is not None and times[False] % 2 and proposer.known()[1]:  # while others run
+    def hesitant(proposer: Proposer, launch: Launch | None = None) -> object:
+        times[launch is None] += 1
+        if launch is not None and times[False] % 2 and proposer.known()[1]:  # while others run
             return None
-        return plain(proposer, fixed, fresh=fresh)
+        return plain(proposer, launch)
 
     monkeypatch.setattr(Proposer, "next", hesitant)
     monkeypatch.setattr(Proposer, "wants_launch", lambda proposer: False)
@@ -190,7 +192,7 @@ def test_a_trial_that_would_not_be_begun_by_now_is_not_waited_for(
     options: SearchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot goes on with what comes next, and the store does not take it for measured."""
-    monkeypatch.setattr(acquisition, "GAIN", -1.0)
+    monkeypatch.setattr(acquisition, "worthwhile", acquisition.prospects)
     times: Counter[bool] = Counter()
 
     def once(proposer: Proposer) -> bool:

@@ -1,0 +1,152 @@
+"""The plans that may be measured next, given everything that a search has found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autofit.analysis.acquisition import Situation
+from autofit.analysis.feasibility import LevelSet, level_sets_needed
+from autofit.analysis.pruning import dominated, waits_for_unsized
+from autofit.analysis.ranking import ranked
+from autofit.analysis.verdicts import refused, tainted
+from autofit.plan import Plan
+from autofit.space.catalogue import Space, clash
+from autofit.space.order import by_cost
+from autofit.space.static_memory import least_bytes
+from autofit.storage import TrialRecord
+from autofit.strategies import Facts
+from autofit.worker.records.trials import HORIZON, TrialReport, Verdict
+
+REFINED = 3
+"""Number of plans to which refining levels are added: the fastest that fit, or the leanest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The launch that asks for a plan."""
+
+    fixed: Plan = field(default_factory=Plan)
+    """Levels that its next plan must have (``Plan.follows``)."""
+    fresh: bool = False
+    """Whether the plan would be the first that runs in its process."""
+
+    def takes(self, plan: Plan, first_in_process: frozenset[Plan]) -> bool:
+        """Return whether the launch can measure ``plan``."""
+        return plan.follows(self.fixed) and (self.fresh or plan not in first_in_process)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchState:
+    """Everything on which the choice of the next plan depends.
+
+    Made from autofit's own tables, or from the trials of an Optuna study
+    (``autofit/tuning/sampler.py``).
+    """
+
+    space: Space
+    finished: tuple[TrialRecord, ...]
+    """The search's finished trials, each corrected by its confirmation run."""
+    running: frozenset[Plan] = frozenset()
+    drifted: tuple[TrialReport, ...] = ()
+    """Reports of the confirmation runs that drifted."""
+    facts: Facts | None
+    budget: int
+    """Bytes of a device."""
+    cuda: bool
+    horizon: int = HORIZON
+    """Optimizer steps over which the time to compile is charged."""
+    first_in_process: frozenset[Plan] = frozenset()
+    """Plans whose loss was wrong after other plans; each must be the first of a process."""
+    seconds_left: float | None = None
+    """Seconds until ``--timeout`` ends the search; ``None`` without it."""
+
+    @cached_property
+    def baseline(self) -> Verdict | None:
+        """The verdict of the neutral plan, if it has one."""
+        return next((trial.verdict for trial in self.finished if trial.plan.neutral), None)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether a plan fits."""
+        return bool(ranked(self.finished, self.budget, self.horizon))
+
+    @cached_property
+    def level_sets(self) -> tuple[LevelSet, ...] | None:
+        """The level sets of which a plan needs one; ``None`` if no set is needed."""
+        if self.facts is None or self.baseline is not Verdict.OUT_OF_MEMORY:
+            return None
+        return level_sets_needed(self.space, self.facts, self.budget, cuda=self.cuda)
+
+    def situation(self, launch: Launch | None = None) -> Situation:
+        """Return the situation from which to choose a plan for ``launch``, or for a new launch."""
+        finished, drifted = self.finished, self.drifted
+        good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))
+        known = self.running.union(trial.plan for trial in finished)
+        holds = self._holds if self.level_sets is not None else None
+        tried = within_reach(self.space, good, self.budget, self.horizon, holds=holds)
+        ended = (*drifted, *refused(finished))
+        untried = [p for p in tried if p not in known and not tainted(p, ended, finished)]
+        batch = self.facts.batch if self.facts else None
+        found = Situation(
+            candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
+            waiting=tuple(plan for plan in untried if waits_for_unsized(plan, good)),
+            finished=good,
+            running=tuple(self.running),
+            facts=self.facts,
+            budget=self.budget,
+            cuda=self.cuda,
+            horizon=self.horizon,
+            fixed=launch.fixed if launch is not None else None,
+            seconds_left=self.seconds_left,
+        )
+        if launch is not None and not launch.fresh:
+            left = tuple(p for p in found.candidates if p not in self.first_in_process)
+            return replace(found, candidates=left)
+        return found
+
+    def why_not(self, plan: Plan) -> str | None:
+        """Return why a plan cannot be measured, whoever proposes it; ``None`` if it can."""
+        levels = dict(self.space.levels)
+        for name, level in plan.searched.changes:
+            if level not in levels[name]:
+                return f"{name} {level} is left out"
+        ended = (*self.drifted, *refused(self.finished))
+        if tainted(plan, ended, self.finished):
+            return "another plan with these levels was refused"
+        return clash(plan)
+
+    def _holds(self, plan: Plan) -> bool:
+        """Return whether the static memory under ``plan`` may fit the budget."""
+        return least_bytes(plan, self.facts or Facts(), cuda=self.cuda) <= self.budget
+
+
+def within_reach(
+    space: Space,
+    finished: Sequence[TrialRecord],
+    budget: int,
+    horizon: int = HORIZON,
+    *,
+    holds: Callable[[Plan], bool] | None = None,
+) -> tuple[Plan, ...]:
+    """Return the plans that a search considers now, whether or not they were measured.
+
+    These are the plans of the space, and the fastest fitting plans with one refining level added.
+    While no plan fits, refining levels are added to the leanest plans that were tried.
+
+    Args:
+        space: The space of the search.
+        finished: The finished trials.
+        budget: Bytes of a device.
+        horizon: Optimizer steps over which the time to compile is charged.
+        holds: Whether the static memory of a plan may fit. Given if plans need a level set: then
+            all plans contain the level set of one of the fastest fitting plans.
+    """
+    fitting = [trial.plan for trial in ranked(finished, budget, horizon)]
+    short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
+    bases = fitting or sorted(short, key=by_cost, reverse=True)
+    refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
+    level_sets = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
+    core = [p for each in level_sets for p in each.plans(space)] if holds else space.plans()
+    return (*dict.fromkeys(filter(holds, (*core, *refined))),)
