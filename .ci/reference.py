@@ -27,6 +27,7 @@ import sqlalchemy
 
 import autofit
 from autofit import exceptions
+from autofit.analysis.frontier import Point, frontier
 from autofit.cli import cli
 from autofit.cli.techniques import clashing, matrix
 from autofit.resilience import ActivePlan, Retry
@@ -247,6 +248,7 @@ def python() -> str:
     told = ["# Python API", NOTICE, "", PUBLIC]
     for name in ("search", "best", "run"):
         told += ["", *function(f"autofit.{name}", getattr(autofit, name))]
+    told += ["", *function("autofit.analysis.frontier.frontier", frontier)]
     call = type(autofit.resilient).__call__
     told += ["", "## autofit.resilient", "", described(autofit.resilient), "", *_code(call)]
     told += ["", described(call)]
@@ -255,7 +257,7 @@ def python() -> str:
         told += ["", *function(f"autofit.resilient.{name}", member, level=3)]
     for cls in (autofit.Plan, ActivePlan, Store):
         told += ["", *members(cls)]
-    for record in (options, Script, result, Retry):
+    for record in (options, Script, result, Point, Retry):
         told += ["", *dataclass(record)]
     told += ["", "## Exceptions", "", "Module `autofit.exceptions`.", ""]
     told += table(

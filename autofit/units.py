@@ -43,6 +43,12 @@ def format_size(size: float) -> str:
     return f"{size:.1f} {_PREFIXES[power - 1].upper()}iB" if power else f"{size:.0f} B"
 
 
+def exact_size(size: int) -> str:
+    """Return the shortest text that ``parse_size`` reads as ``size`` bytes: ``24GiB``."""
+    power = next(p for p in range(len(_PREFIXES), -1, -1) if size % 1024**p == 0)
+    return f"{size // 1024**power}{_PREFIXES[power - 1].upper()}iB" if power else str(size)
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds in ``text``: ``45``, ``90s``, ``10m``, ``1h30m``.
 

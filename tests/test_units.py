@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autofit.exceptions import UsageError
-from autofit.units import format_duration, format_size, parse_duration, parse_size
+from autofit.units import exact_size, format_duration, format_size, parse_duration, parse_size
 
 pytestmark = pytest.mark.quick
 
@@ -24,6 +24,20 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_a_size_is_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (24 * 1024**3, "24GiB"),
+        (1536 * 1024**2, "1536MiB"),
+        (1024**4, "1TiB"),
+        (16_000_000_001, "16000000001"),
+    ],
+)
+def test_a_size_is_written_so_that_it_is_read_as_the_same(size: int, text: str) -> None:
+    assert exact_size(size) == text
     assert parse_size(text) == size
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from autofit.analysis.frontier import Point, frontier, pareto, points
 from autofit.analysis.result import Result
 from autofit.analysis.verdicts import TIE, best_plan, corrected, fits, tainted
-from autofit.exceptions import UsageError
+from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
-from autofit.worker.records.trials import (
-    HORIZON,
-    Script,
-    Verdict,
-)
+from autofit.units import exact_size, format_size
+from autofit.worker.records.trials import HORIZON, Script, Verdict
 
 CLEARLY_FASTER = 0.1
 """A plan is confirmed late if the search measured it faster than the winner by this share."""
@@ -26,38 +25,111 @@ def best(
     script: Script | None = None,
     *,
     ranks: int | None = None,
+    memory: int | None = None,
     say: Callable[[str], object] | None = None,
 ) -> tuple[Result, str]:
     """Return the best result of the study that matches ``script``, and a line that names the study.
 
     Without ``script``, the newest study is used. ``ranks`` is the number of ranks of a training, if
-    known. ``say`` receives a line for each record that cannot be read.
-    Raises ``UsageError`` if no study matches.
+    known.
+
+    ``memory``: bytes per device. The result is then the fastest known plan with a peak within them.
+    A study that was searched with exactly this budget is preferred. Otherwise all studies count
+    that differ only in their budget.
+
+    ``say`` receives a line for each record that cannot be read, and one if a search can still
+    change the result. Raises ``UsageError`` if no study matches, and ``NothingFits`` if no known
+    plan fits ``memory``.
     """
+    say = say or (lambda line: None)
     with Store(storage, create=False) as store:
         store.say = say
         studies = store.studies(script_path(script) if script else None)
         found = [(study, result) for study in studies if (result := result_of(store, study))]
-    if not found:
-        name = f" for {script.target}" if script else ""
-        raise UsageError(f"no plan is stored{name}: run `autofit search` first")
-    if script is None:
-        study, result = max(found, key=lambda pair: pair[0].opened)
-        return result, f"study {study.id}: {study.script}"
-    study, result = min(found, key=lambda pair: len(_differences(pair[0].key, script, ranks)))
-    differs = ", ".join(_differences(study.key, script, ranks))
+        if not found:
+            name = f" for {script.target}" if script else ""
+            raise UsageError(f"no plan is stored{name}: run `autofit search` first")
+        if script is None:
+            study, result = max(found, key=lambda pair: pair[0].opened)
+        else:
+            study, result = min(
+                found, key=lambda pair: len(_differences(pair[0].key, script, ranks))
+            )
+        if memory is not None:
+            study, result = _within(memory, store, found, study.key)
+    if (doubt := _doubt(result, study.budget)) is not None:
+        say(doubt)
+    differs = ", ".join(_differences(study.key, script, ranks)) if script else ""
     return result, f"study {study.id}: {study.script}" + (f" ({differs})" if differs else "")
 
 
-def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Result | None:
-    """Return the best result of a study; ``None`` if no plan fits or the script itself failed."""
+def _within(
+    memory: int, store: Store, found: Sequence[tuple[StudyRecord, Result]], key: StudyKey
+) -> tuple[StudyRecord, Result]:
+    """Return the fastest result within ``memory`` bytes, and its study.
+
+    ``found``: the studies with a result, the newest first. Those that differ from ``key`` only in
+    their budget are used; of several with the same key, the newest.
+    """
+    wanted = replace(key, memory=None)
+    alike = {s.key: (s, r) for s, r in reversed(found) if replace(s.key, memory=None) == wanted}
+    fitting = [
+        (study, result)
+        for study, _ in alike.values()
+        if (result := result_of(store, study, memory=memory)) is not None
+    ]
+    if not fitting:
+        known: list[Result | Point] = [result for _, result in alike.values()]
+        known += (point for study, _ in alike.values() for point in frontier(store, study))
+        leanest = min(known, key=lambda each: each.measurement.peak_device)
+        raise NothingFits(
+            f"no known plan fits {format_size(memory)}: the one with the lowest peak,"
+            f" {format_size(leanest.measurement.peak_device)}, is {leanest.plan};"
+            f" try `autofit search` with --memory {exact_size(memory)}"
+        )
+    asked = [pair for pair in fitting if pair[0].key.memory == memory]
+    return max(asked or fitting, key=lambda pair: pair[1].measurement.charged(HORIZON))
+
+
+def _doubt(result: Result, searched: int) -> str | None:
+    """Return a line if a search can still change the result, else ``None``.
+
+    ``searched``: the budget of the study, in bytes.
+    """
+    asked = f"--memory {exact_size(result.budget)}"
+    if result.budget < searched:
+        peak = format_size(result.measurement.peak_device)
+        return (
+            f"the peak of {peak} was measured under a budget of {format_size(searched)};"
+            f" `autofit search` with {asked} confirms what fits"
+        )
+    if result.budget > searched:
+        return (
+            f"this is the best plan within {format_size(searched)};"
+            f" `autofit search` with {asked} may find a faster one"
+        )
+    if not result.confirmed and not result.plan.neutral:
+        return (
+            "the search ended before it confirmed this plan in a new process;"
+            " the same `autofit search` again does so"
+        )
+    return None
+
+
+def result_of(
+    store: Store, study: StudyRecord, horizon: int = HORIZON, *, memory: int | None = None
+) -> Result | None:
+    """Return the best result of a study; ``None`` if no plan fits or the script itself failed.
+
+    ``memory``: bytes per device. If the study's best plan needs more, the result is the fastest
+    plan of its frontier that does not.
+    """
     trials = store.trials(study, state=State.FINISHED)
     if any(trial.verdict is Verdict.SCRIPT_FAILED for trial in trials):
         return None  # earlier measurements are of a script that does not work
-    winner = winning(trials, study.budget, horizon)
-    if winner is None or winner.report is None or winner.report.measurement is None:
+    point = _best_point(trials, study, horizon, memory)
+    if point is None:
         return None
-    plan = best_plan(winner)
     as_is = [trial for trial in trials if trial.plan.neutral]
     baseline = next((t for t in as_is if t.purpose is Purpose.SEARCH), None)
     again = next((t for t in as_is if t.purpose is Purpose.CONFIRM and t.measurement), baseline)
@@ -67,10 +139,11 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
         study=study.id,
         script=study.script,
         hardware=study.hardware,
-        budget=study.budget,
-        plan=plan,
-        measurement=winner.report.measurement,
-        fidelity=str(plan.fidelity(study.facts)),
+        budget=study.budget if memory is None else memory,
+        plan=point.plan,
+        measurement=point.measurement,
+        confirmed=point.confirmed,
+        fidelity=str(point.plan.fidelity(study.facts)),
         baseline=again.measurement if again else None,
         baseline_verdict=(baseline.verdict if baseline else None) or Verdict.INTERRUPTED,
         trials=sum(trial.purpose is Purpose.SEARCH for trial in trials),
@@ -80,6 +153,21 @@ def result_of(store: Store, study: StudyRecord, horizon: int = HORIZON) -> Resul
         versions=dict(study.versions),
         ranks=study.key.gpus,
     )
+
+
+def _best_point(
+    trials: Sequence[TrialRecord], study: StudyRecord, horizon: int, memory: int | None
+) -> Point | None:
+    """Return the winner of a study, or the fastest plan within ``memory`` if it needs more."""
+    known = []
+    winner = winning(trials, study.budget, horizon)
+    if winner is not None and winner.measurement is not None:
+        confirmed, plan = winner.purpose is Purpose.CONFIRM, best_plan(winner)
+        known.append(Point(plan=plan, measurement=winner.measurement, confirmed=confirmed))
+    if memory is None:
+        return next(iter(known), None)
+    known += pareto(points(trials, study.budget, study.facts), horizon)
+    return next((each for each in known if each.measurement.peak_device <= memory), None)
 
 
 def winning(

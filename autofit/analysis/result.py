@@ -23,6 +23,8 @@ class Result:
     """The plan; its micro-batch size is a number if the batch is split."""
     measurement: Measurement
     """The figures of the plan."""
+    confirmed: bool
+    """Whether these figures are from a confirmation run, in a new process."""
     fidelity: str
     """How much the plan may change the training, as ``str(Fidelity)``."""
     baseline: Measurement | None

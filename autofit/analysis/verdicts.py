@@ -148,6 +148,14 @@ def best_plan(trial: TrialRecord) -> Plan:
     return (trial.report.best if trial.report else None) or trial.plan
 
 
+def ramped(plan: Plan) -> bool:
+    """Return whether a trial measures ``plan`` itself at several micro-batch sizes.
+
+    A plan with levels that are made for one batch size finds the size without these levels.
+    """
+    return plan["micro_batch"] == AUTO and plan.unsized == plan
+
+
 def fits(trial: TrialRecord, budget: int) -> bool:
     """Return whether a trial was measured within ``budget`` bytes of device memory."""
     measurement = trial.measurement
@@ -190,8 +198,7 @@ def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) ->
 
 def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
     """Return a report without its winning size, which ran out of memory when confirmed."""
-    size = report.measurements[-1].micro_batch
-    own = report.plan["micro_batch"] == AUTO and report.plan.unsized == report.plan
+    size, own = report.measurements[-1].micro_batch, ramped(report.plan)
     smaller = [each for each in report.measurements if own and each.micro_batch < size]
     short = replace(short, micro_batch=size)
     if not smaller:

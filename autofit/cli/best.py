@@ -24,12 +24,19 @@ from autofit.export import FORMATS, SUFFIXES
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write to this file."
 )
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=types.size,
+    help="The fastest known plan whose peak fits this budget per device, such as 16GiB.",
+)
 @click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
 def command(
     script: str | None,
     module: str | None,
     form: str | None,
     output: str | None,
+    memory: int | None,
     storage: str | None,
 ) -> None:
     """Show or export the best plan found for SCRIPT (default: the newest study's)."""
@@ -40,10 +47,12 @@ def command(
     from autofit.cli.view.summary import lines
 
     script_of_launch, ranks = (launch.script, launch.ranks) if launch else (None, None)
-    result, note = best(types.url_of(storage), script_of_launch, ranks=ranks, say=say)
+    result, note = best(
+        types.url_of(storage), script_of_launch, ranks=ranks, memory=memory, say=say
+    )
     show([note], err=True)
     if form is None:
-        show(lines(result, storage=storage))
+        show(lines(result, storage=storage, memory=memory))
     elif output is None:
         write(FORMATS[form](result))
     else:

@@ -20,6 +20,7 @@ def document(result: Result) -> dict[str, Any]:
     return {
         PLAN: result.plan.levels,
         **_figures(result.measurement),
+        "confirmed": result.confirmed,
         "budget_bytes": result.budget,
         "fidelity": result.fidelity,
         "baseline": _baseline(result),

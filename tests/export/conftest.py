@@ -34,6 +34,7 @@ def make_result() -> MakeResult:
             "budget": 3 << 30,
             "plan": plan,
             "measurement": measurement,
+            "confirmed": True,
             "fidelity": str(plan.fidelity()),
             "baseline": None,
             "baseline_verdict": Verdict.OUT_OF_MEMORY,

@@ -29,6 +29,7 @@ KEYS = {
     "peak_reserved_bytes",
     "peak_allocated_bytes",
     "rank_peak_bytes",
+    "confirmed",
     "budget_bytes",
     "effective_batch",
     "micro_batch",
@@ -65,7 +66,7 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
     found = json.loads(FORMATS["json"](result))["baseline"]
     only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
-    only |= {"ranks"}
+    only |= {"ranks", "confirmed"}
     same = KEYS - only - {"baseline", "hardware", "versions"}
     assert set(found) == same | {"verdict"}
     assert set(found["plan"].values()) == {"as_is"}

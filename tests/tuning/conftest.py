@@ -120,6 +120,22 @@ def budget(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> int:
     return report.measurement.peak_device // 2
 
 
+@pytest.fixture(scope="session")
+def searched_folder(
+    command: Callable[..., subprocess.CompletedProcess[str]],
+    budget: int,
+    tiny: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The folder of a finished search under that budget; tests only read its store."""
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "train.py").write_text(tiny)
+    asked = ["--memory", str(budget), "--without", "precision", "--trials", "4"]
+    done = command("search", "train.py", *asked, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
 @pytest.fixture
 def trials() -> Callable[..., tuple[TrialRecord, ...]]:
     """Return the finished trials of the newest study in a folder's store."""

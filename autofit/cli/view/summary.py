@@ -7,9 +7,10 @@ import shlex
 from autofit.analysis.result import Result
 from autofit.cli.view import words
 from autofit.storage.url import without_password
-from autofit.units import format_duration
+from autofit.units import exact_size, format_duration
 from autofit.worker.records.trials import Script, Verdict
 
+PLAN_FILE = "plan.json"
 SAME = {
     "exact": "the same training: equal updates up to the order of floating-point sums",
     "redraw": "the same training with other random draws",
@@ -19,8 +20,11 @@ SAME = {
 """The meaning of each fidelity for the training."""
 
 
-def lines(result: Result, *, storage: str | None = None) -> list[str]:
-    """Return the lines of the summary; the commands repeat ``storage`` if it is given."""
+def lines(result: Result, *, storage: str | None = None, memory: int | None = None) -> list[str]:
+    """Return the lines of the summary; the commands repeat ``storage`` if it is given.
+
+    ``memory``: the budget in bytes for which this plan was chosen, if it is not the study's best.
+    """
     speed = words.rate(result.measurement.samples_per_second)
     peak = words.of_budget(result.budget, result.measurement.peak_device)
     return [
@@ -28,7 +32,7 @@ def lines(result: Result, *, storage: str | None = None) -> list[str]:
         _against_baseline(result),
         *_memory(result),
         _effort(result),
-        *_next(result.script, storage),
+        *_next(result.script, storage, memory),
     ]
 
 
@@ -83,13 +87,22 @@ def _effort(result: Result) -> str:
     )
 
 
-def _next(script: Script, storage: str | None) -> list[str]:
-    stored = () if storage is None else ("--storage", without_password(storage))
-    commands = [
-        (_command(script, "run", *stored), "train with this plan"),
-        (_command(script, "best", *stored, "--format", "json"), "export this plan"),
-        (_command(script, "best", *stored, "--format", "python"), "show it as PyTorch code"),
-    ]
+def _next(script: Script, storage: str | None, memory: int | None) -> list[str]:
+    options = [] if storage is None else ["--storage", without_password(storage)]
+    if memory is None:
+        commands = [
+            (_command(script, "run", *options), "train with this plan"),
+            (_command(script, "best", *options, "--format", "json"), "export this plan"),
+        ]
+    else:  # `autofit run` takes the study's best plan, unless it is given another
+        limit, plan = ["--memory", exact_size(memory)], ["--plan", PLAN_FILE]
+        commands = [
+            (_command(script, "best", *options, *limit, "-o", PLAN_FILE), "export this plan"),
+            (_command(script, "run", *options, *plan, *limit), "train with it"),
+        ]
+        options += limit
+    by_hand = _command(script, "best", *options, "--format", "python")
+    commands.append((by_hand, "show it as PyTorch code"))
     wide = max(len(command) for command, _ in commands)
     return [f"   {command:<{wide}}   {purpose}" for command, purpose in commands]
 
