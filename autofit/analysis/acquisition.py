@@ -26,6 +26,8 @@ START = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""
 CHECK = 2.0
 """Seconds to verify a plan and to switch to it, beside its steps."""
+CLOSING = 2.0
+"""A plan that adds a fixed level comes first if it gains this many times as much per second."""
 SEARCHED_STEPS = 3 * STEPS
 """Optimizer steps of a trial that searches a micro-batch size."""
 SIZED_STEPS = 2 * STEPS
@@ -174,12 +176,13 @@ def choose(situation: Situation) -> Prospect | None:
     """Return the prospect to measure next; ``None`` if none is worth a trial.
 
     ``None`` ends a running launch, if a plan that needs a new launch gains more per second than
-    each plan that the running one can measure. Plans that add no fixed level come first, because
-    they leave the launch open for more plans.
+    each plan that the running one can measure. A plan that adds no fixed level leaves the launch
+    open for more plans. It comes first, unless another gains ``CLOSING`` times as much per second.
     """
     found, fixed = worthwhile(situation), situation.fixed
     if fixed is None or not found:
         return next(iter(found), None)
     possible = [p for p in found if p.rate >= found[0].rate and p.plan.follows(fixed)]
-    same_fixed = [p for p in found if p.plan.fixed == fixed] if possible else []
+    enough = found[0].rate / CLOSING
+    same_fixed = [p for p in found if p.rate >= enough and p.plan.fixed == fixed]
     return next(iter(same_fixed or possible), None)

@@ -5,6 +5,7 @@ Imports neither Optuna nor torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 MEMORY = "memory"
@@ -26,6 +27,8 @@ class Attribute(StrEnum):
     """Of the study: what is known of the script."""
     SPACE = "space"
     """Of the study: the levels that may be tried now, by strategy."""
+    PARAMETERS = "parameters"
+    """Of the study: the choices of each parameter. They never change."""
     CONFIRMATIONS = "confirmations"
     """Of the study: the confirmation runs. They are no trials."""
     FIRST = "first_in_process"
@@ -45,3 +48,23 @@ class Attribute(StrEnum):
 def strategy_of(parameter: str) -> str:
     """Return the strategy of a parameter: ``"compile"`` for ``"compile 2"``."""
     return parameter.partition(" ")[0]
+
+
+def parameters(
+    space: Sequence[tuple[str, Sequence[str]]], known: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Return the parameters of a search and their choices, one for each strategy with a choice.
+
+    Optuna requires that the choices of a parameter never change. If a strategy has a level that
+    its parameter in ``known`` lacks, it gets another parameter, such as ``"compile 2"``.
+    """
+    found = {}
+    for strategy, levels in space:
+        if len(levels) < 2:
+            continue
+        mine = [name for name in known if strategy_of(name) == strategy]
+        if mine and set(levels) <= set(known[mine[-1]]):
+            found[mine[-1]] = list(known[mine[-1]])
+        else:
+            found[f"{strategy} {len(mine) + 1}" if mine else strategy] = list(levels)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from autofit.analysis.candidates import Launch, SearchState
@@ -20,7 +20,7 @@ from autofit.space.static_memory import least_bytes
 from autofit.storage import Purpose, Store, StudyRecord, TrialRecord
 from autofit.storage.convert import plan_to_json, to_json
 from autofit.strategies import NAMES, Facts
-from autofit.tuning.attributes import ALLOWED, MEMORY, Attribute, strategy_of
+from autofit.tuning.attributes import ALLOWED, MEMORY, Attribute, parameters, strategy_of
 from autofit.units import format_size
 from autofit.worker.records.trials import HORIZON, GoOn, RoundEnded, TrialReport, Verdict
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from autofit.tuning.sampler import AutofitSampler
 
-PARAMETERS = "parameters"
-"""User attribute of the study: the choices of each parameter."""
 KNOWN = 20
 """Proposals in a row that need no trial, after which a sampler is taken to have no new plan."""
 MOMENT = 1.0
@@ -74,6 +72,8 @@ class OptunaStudy:
         self._horizon = horizon
         self._open_trials: dict[Plan, optuna.Trial] = {}
         self._pruner = RankSumPruner()
+        self._parameters: dict[str, list[str]] = {}
+        """The present parameters and their choices."""
         self._held: Plan | None = None
         """A plan that was asked for, and that needs a new launch."""
         self._exhausted = False
@@ -124,7 +124,7 @@ class OptunaStudy:
             )
             self._study.enqueue_trial({}, user_attrs={Attribute.LAUNCH: levels})
             trial = self._study.ask()
-            plan = self._suggested(trial, state.space.levels)
+            plan = self._suggested(trial)
             if not self._settled(trial, plan, state):
                 assert plan is not None, "a plan that can be measured"
                 self._begin(plan, trial)
@@ -186,34 +186,16 @@ class OptunaStudy:
             return plan
         return None
 
-    def _suggested(
-        self, trial: optuna.Trial, space: Sequence[tuple[str, tuple[str, ...]]]
-    ) -> Plan | None:
+    def _suggested(self, trial: optuna.Trial) -> Plan | None:
         """Return the plan that a trial suggests; ``None`` for a level that is gone."""
-        levels = {}
-        for strategy, choices in space:
-            if len(choices) > 1:
-                name, known = self._parameter(strategy, choices)
-                levels[strategy] = trial.suggest_categorical(name, known)
+        levels = {
+            strategy_of(name): trial.suggest_categorical(name, choices)
+            for name, choices in self._parameters.items()
+        }
         try:
             return Plan.of(levels)
         except UsageError:
             return None
-
-    def _parameter(self, strategy: str, choices: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the name and the choices of the parameter for a strategy.
-
-        Optuna requires that the choices of a parameter never change. If a strategy has a level
-        that its parameter lacks, it gets another parameter: ``"compile 2"``.
-        """
-        known: dict[str, list[str]] = dict(self._attributes.get(PARAMETERS, {}))
-        mine = [name for name in known if strategy_of(name) == strategy]
-        if not mine or not set(choices) <= set(known[mine[-1]]):
-            name = f"{strategy} {len(mine) + 1}" if mine else strategy
-            known[name] = list(choices)
-            self._set(PARAMETERS, known)
-            return name, known[name]
-        return mine[-1], known[mine[-1]]
 
     def _settled(self, trial: optuna.Trial, plan: Plan | None, state: SearchState) -> bool:
         """Tell Optuna what is known of a proposal without a trial; return whether it is."""
@@ -245,6 +227,9 @@ class OptunaStudy:
     def _describe(self, state: SearchState) -> None:
         """Set the study's attributes to the state of the search."""
         self._set(Attribute.FACTS, to_json(state.facts) if state.facts is not None else None)
+        known = self._attributes.get(Attribute.PARAMETERS, {})
+        self._parameters = parameters(state.space.levels, known)
+        self._set(Attribute.PARAMETERS, {**known, **self._parameters})
         self._set(Attribute.SPACE, {name: list(levels) for name, levels in state.space.levels})
         self._set(Attribute.FIRST, [plan_to_json(plan) for plan in state.first_in_process])
         deadline = None if state.seconds_left is None else time.time() + state.seconds_left
@@ -336,11 +321,9 @@ class OptunaStudy:
 
     def _tell(self, open_trial: optuna.Trial, trial: TrialRecord) -> int:
         state, value, constraints = self._outcome(trial)
-        for name, choices in dict(self._attributes.get(PARAMETERS, {})).items():
+        for name, choices in self._parameters.items():
             if name not in open_trial.params:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    open_trial.suggest_categorical(name, choices)
+                open_trial.suggest_categorical(name, choices)
         for name, excess in constraints.items():
             open_trial.set_constraint(name, excess)
         return self._study.tell(open_trial, value, state).number

@@ -27,8 +27,8 @@ from autofit.plan import Plan
 from autofit.space.catalogue import Space
 from autofit.storage import Owner, Purpose, State, TrialRecord
 from autofit.storage.convert import from_json
-from autofit.strategies import AS_IS, Facts
-from autofit.tuning.attributes import Attribute, strategy_of
+from autofit.strategies import Facts
+from autofit.tuning.attributes import Attribute, parameters, strategy_of
 from autofit.worker.records.trials import HORIZON, TrialReport, Verdict
 
 OURS = "autofit"
@@ -55,12 +55,10 @@ class AutofitSampler(BaseSampler):
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """Return the levels of each strategy that the search may change now."""
-        return {
-            name: CategoricalDistribution(levels)
-            for name, levels in space_of(study).levels
-            if len(levels) > 1
-        }
+        """Return the parameters of the strategies that have a choice now."""
+        known = study.user_attrs.get(Attribute.PARAMETERS, {})
+        now = parameters(space_of(study).levels, known)
+        return {name: CategoricalDistribution(choices) for name, choices in now.items()}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -68,7 +66,7 @@ class AutofitSampler(BaseSampler):
         """Return the levels of the chosen plan for the launch that asked for ``trial``."""
         chosen = self.choice(study, launch_of(trial))
         plan = chosen.plan if chosen is not None else Plan()
-        return {name: plan[name] for name in search_space}
+        return {name: plan[strategy_of(name)] for name in search_space}
 
     def sample_independent(
         self,
@@ -77,11 +75,9 @@ class AutofitSampler(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Return the chosen plan's level of a strategy whose choices have grown."""
-        chosen = self.choice(study, launch_of(trial))
-        level = chosen.plan[strategy_of(param_name)] if chosen is not None else AS_IS
+        """Return the first choice: ``as_is``, for a parameter that is not of the search."""
         assert isinstance(param_distribution, CategoricalDistribution), "levels are categories"
-        return level if level in param_distribution.choices else param_distribution.choices[0]
+        return param_distribution.choices[0]
 
     def choice(self, study: Study, launch: Launch | None = None) -> Prospect | None:
         """Return the prospect to measure next in ``launch``, or in a new one.
