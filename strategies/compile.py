@@ -73,17 +73,17 @@ class Compile(Strategy):
             name="regional",
             summary="the repeated blocks, compiled once",
             slowdown=0.85,
-            setup_seconds=10.0,
+            setup_seconds=14.0,
         ),
         Level(
-            name="full", summary="the whole model as one graph", slowdown=0.84, setup_seconds=30.0
+            name="full", summary="the whole model as one graph", slowdown=0.84, setup_seconds=100.0
         ),
         Level(
             name="budget",
             summary="the same, and half of what backward needs is made again there",
             slowdown=0.93,
             keeps=0.5,
-            setup_seconds=45.0,
+            setup_seconds=100.0,
             refines=True,
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),

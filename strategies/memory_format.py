@@ -32,7 +32,6 @@ class MemoryFormat(Strategy):
             name="channels_last",
             summary="the channels of a pixel side by side",
             slowdown=0.6,
-            refines=True,
         ),
     )
 

@@ -163,6 +163,8 @@ class Search:
         if study.facts is not None:
             self._tell(FactsKnown(facts=study.facts))
         self._history = History(self._store, study, options, self._tell, self._started)
+        if options.sampler == "gp":
+            self._history.say(messages.LEARNS_NOTHING)
         for number, trial in enumerate(before):
             self._history.announce(number, trial, slot=0)
         self._proposer = Proposer(self._history, hardware)

@@ -15,6 +15,7 @@ from autofit.worker.records.trials import Script, TrialReport, Verdict
 CALLED = ("backward", "optimizer step")
 """Phases in which memory may run out although no call of a model was seen."""
 
+LEARNS_NOTHING = "--sampler gp ignores trials that ran out of memory: it learns nothing from them."
 NOT_CONFIRMED = "--timeout left no time to measure the plan again in a new process."
 
 

@@ -186,7 +186,7 @@ def sampler_of(name: str) -> BaseSampler:
     if name == "random":
         return optuna.samplers.RandomSampler(seed=0)
     if name == "gp":
-        _require("scipy", "--sampler gp needs SciPy: pip install scipy")
+        _require("scipy", "--sampler gp needs SciPy: pip install 'autofit-torch[gp]'")
         return optuna.samplers.GPSampler(seed=0)
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):

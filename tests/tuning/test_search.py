@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from autofit.cli import main
@@ -92,6 +93,40 @@ class TestInARayThatRunsAlready:
             new, old = store.studies()
             assert store.trials(old, state=State.FINISHED) == found
             assert new.id == f"{old.id}-2"
+
+    @pytest.mark.quick
+    def test_every_trial_came_out_of_ask(
+        self, script: Callable[..., Path], trials: Trials, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+        ask = optuna.Study.ask
+
+        def counted(study: optuna.Study, *args: Any) -> optuna.Trial:
+            trial = ask(study, *args)
+            asked.append(trial.number)
+            return trial
+
+        monkeypatch.setattr(optuna.Study, "ask", counted)
+        folder = script().parent
+        assert main(["search", "train.py", "--trials", "4"]) == 0
+        searched = [trial for trial in trials(folder) if trial.purpose is Purpose.SEARCH]
+        assert len(searched) == 4
+        assert [trial.optuna_number for trial in searched] == asked
+
+    @pytest.mark.full
+    def test_tpe_takes_the_place_of_the_sampler(
+        self, script: Callable[..., Path], trials: Trials
+    ) -> None:
+        folder = script().parent
+        assert main(["search", "train.py", "--sampler", "tpe"]) == 0
+        found = trials(folder)
+        assert len([trial for trial in found if trial.purpose is Purpose.SEARCH]) > 3
+        assert found[-1].purpose is Purpose.CONFIRM
+        with Store(str(folder / "autofit.db")) as store:
+            (summary,) = optuna.get_all_study_summaries(optuna.storages.RDBStorage(store.url))
+        assert summary.study_name.startswith("train.py, whole device")
+        assert summary.best_trial is not None
+        assert set(summary.best_trial.params) >= {"precision", "checkpointing", "micro_batch"}
 
     @pytest.mark.parametrize(
         ("options", "changed"),
