@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from autofit.analysis.frontier import Point, frontier, pareto, points
 from autofit.analysis.result import Result
+from autofit.analysis.speeds import margin, variation
 from autofit.analysis.verdicts import TIE, best_plan, corrected, fits, tainted
 from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
 from autofit.units import exact_size, format_size
-from autofit.worker.records.trials import HORIZON, Script, Verdict
+from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
 
 CLEARLY_FASTER = 0.1
 """A plan is confirmed late if the search measured it faster than the winner by this share."""
@@ -146,6 +147,7 @@ def result_of(
         fidelity=str(point.plan.fidelity(study.facts)),
         baseline=again.measurement if again else None,
         baseline_verdict=(baseline.verdict if baseline else None) or Verdict.INTERRUPTED,
+        variation=variation(_of_plan(trials, point.plan), _of_plan(trials, Plan())),
         trials=sum(trial.purpose is Purpose.SEARCH for trial in trials),
         launches=len(launches),
         launches_out_of_memory=len(short),
@@ -168,6 +170,12 @@ def _best_point(
         return next(iter(known), None)
     known += pareto(points(trials, study.budget, study.facts), horizon)
     return next((each for each in known if each.measurement.peak_device <= memory), None)
+
+
+def _of_plan(trials: Sequence[TrialRecord], plan: Plan) -> list[Measurement]:
+    """Return the measurements of ``plan`` at its size: by the search and by confirmation runs."""
+    mine = (trial.measurement for trial in trials if best_plan(trial) == plan)
+    return [each for each in mine if each is not None]
 
 
 def winning(
@@ -226,14 +234,18 @@ def faster_unconfirmed(
 ) -> Plan | None:
     """Return the fastest unconfirmed plan if it may beat the confirmed winner, else ``None``.
 
-    Its trial must be faster by ``CLEARLY_FASTER``, because the speeds of a few steps vary.
+    Its trial must be faster by ``CLEARLY_FASTER`` and by ``margin``, because the speeds of a few
+    steps vary.
     """
     winner = winning(trials, budget, horizon)
     if winner is None or winner.purpose is not Purpose.CONFIRM:
         return None
-    enough = (1 + CLEARLY_FASTER) * _speed(winner, horizon)
-    left = _unconfirmed(trials, budget, horizon)
-    return best_plan(left[0]) if left and _speed(left[0], horizon) > enough else None
+    left = next(iter(_unconfirmed(trials, budget, horizon)), None)
+    if left is None or left.measurement is None or winner.measurement is None:
+        return None
+    more = max(CLEARLY_FASTER, margin(left.measurement, winner.measurement))
+    faster = _speed(left, horizon) > (1 + more) * _speed(winner, horizon)
+    return best_plan(left) if faster else None
 
 
 def _unconfirmed(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[TrialRecord]:

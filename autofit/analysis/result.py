@@ -30,6 +30,8 @@ class Result:
     baseline: Measurement | None
     """The figures of the script without a plan, if it was measured."""
     baseline_verdict: Verdict
+    variation: float
+    """How much the figures vary, as a share: see ``analysis/speeds.py``."""
     trials: int
     launches: int
     """Processes started."""

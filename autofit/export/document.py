@@ -24,6 +24,7 @@ def document(result: Result) -> dict[str, Any]:
         "budget_bytes": result.budget,
         "fidelity": result.fidelity,
         "baseline": _baseline(result),
+        "step_variation": result.variation,
         "trials": result.trials,
         "launches": result.launches,
         "launches_out_of_memory": result.launches_out_of_memory,
@@ -48,6 +49,7 @@ def _script(script: Script) -> dict[str, Any]:
 def _figures(measurement: Measurement) -> dict[str, Any]:
     return {
         "samples_per_second": measurement.samples_per_second,
+        "samples_per_second_spread": measurement.samples_per_second_spread,
         "step_seconds": measurement.seconds,
         "peak_bytes": measurement.peak_device,
         "peak_reserved_bytes": measurement.peak_reserved,

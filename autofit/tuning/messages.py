@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autofit.analysis.verdicts import PHASES, TIE, best_plan, closest, fits
+from autofit.analysis.speeds import margin
+from autofit.analysis.verdicts import PHASES, best_plan, closest, fits
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
@@ -69,10 +70,11 @@ def _why(again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon
         verdict = again[-1].verdict if again else None
         return f"which {_NOT_KEPT.get(verdict, 'failed')} in its confirmation run"
     slower = 1 - old.charged(horizon) / new.charged(horizon)
-    if slower > TIE:
+    same = margin(old, new)
+    if slower > same:
         return f"which was {100 * slower:.0f} % slower in the confirmation runs"
     more = format_size(max(0, old.peak_device - new.peak_device))
-    within = f"within {100 * TIE:.0f} %"
+    within = f"within {100 * same:.0f} %"
     return f"which was as fast in its confirmation run ({within}) and needs {more} more"
 
 

@@ -47,15 +47,18 @@ def facts() -> Facts:
 
 
 @pytest.fixture
-def measure() -> Callable[[float, float], Measurement]:
-    """Return what makes a measurement of so many samples/s with a peak of so many GiB."""
+def measure() -> Callable[..., Measurement]:
+    """Return what makes a measurement of so many samples/s with a peak of so many GiB.
 
-    def make(rate: float, peak: float) -> Measurement:
+    ``spread``: how far the speed may be off, as a share.
+    """
+
+    def make(rate: float, peak: float, spread: float = 0.0) -> Measurement:
         size = int(peak * GIB)
         return Measurement(
             micro_batch=8,
             effective_batch=16,
-            step_seconds=(16 / rate,),
+            step_seconds=tuple(16 / rate * (1 + part * spread) for part in (-1, 0, 0, 0, 1)),
             peak_allocated=size,
             peak_reserved=size,
             peak_device=size,
@@ -66,12 +69,12 @@ def measure() -> Callable[[float, float], Measurement]:
 
 @pytest.fixture
 def measured(
-    measure: Callable[[float, float], Measurement],
-) -> Callable[[Plan, float, float], TrialReport]:
-    """Return what makes the report of a measured plan."""
+    measure: Callable[..., Measurement],
+) -> Callable[..., TrialReport]:
+    """Return what makes the report of a measured plan; ``spread`` as for ``measure``."""
 
-    def make(plan: Plan, rate: float, peak: float) -> TrialReport:
-        measurements = (measure(rate, peak),)
+    def make(plan: Plan, rate: float, peak: float, spread: float = 0.0) -> TrialReport:
+        measurements = (measure(rate, peak, spread),)
         return TrialReport(
             index=0, plan=plan, best=plan, verdict=Verdict.MEASURED, measurements=measurements
         )
@@ -80,7 +83,7 @@ def measured(
 
 
 @pytest.fixture
-def make_result(measure: Callable[[float, float], Measurement]) -> Callable[..., Result]:
+def make_result(measure: Callable[..., Measurement]) -> Callable[..., Result]:
     """Return what makes a result; other fields are fixed but for those given."""
 
     def make(**changed: object) -> Result:
@@ -95,6 +98,7 @@ def make_result(measure: Callable[[float, float], Measurement]) -> Callable[...,
             "fidelity": "rounding",
             "baseline": None,
             "baseline_verdict": Verdict.OUT_OF_MEMORY,
+            "variation": 0.0,
             "trials": 6,
             "launches": 6,
             "launches_out_of_memory": 1,

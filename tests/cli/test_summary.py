@@ -21,7 +21,7 @@ MakeResult = Callable[..., Result]
 
 def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     assert "\n".join(lines(make_result())) == (
-        "20.3 samples/s in 23.1 of 24.0 GiB: bf16, micro 8\n"
+        "20.3 ±0.0 samples/s in 23.1 of 24.0 GiB: bf16, micro 8\n"
         "As it is, the script does not fit; the plan is the same training in lower precision.\n"
         "At the peak: tensors 23.1, cached by torch's allocator 0.0, "
         "outside it (CUDA, libraries) 0.0 GiB.\n"
@@ -32,13 +32,34 @@ def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     )
 
 
-def test_a_script_that_fitted(
-    make_result: MakeResult, measure: Callable[[float, float], Measurement]
-) -> None:
+def test_a_script_that_fitted(make_result: MakeResult, measure: Callable[..., Measurement]) -> None:
     result = make_result(baseline=measure(10.0, 20.0), baseline_verdict=Verdict.MEASURED)
     assert lines(result)[1] == (
-        "2.03 times as fast as the script as it is (10.0 samples/s in 20.0 GiB); "
+        "2.03 ±0.06 times as fast as the script as it is (10.0 ±0.0 samples/s in 20.0 GiB); "
         "the same training in lower precision."
+    )
+
+
+@pytest.mark.parametrize(("spread", "faster"), [(0.02, True), (0.2, False)])
+def test_a_plan_is_faster_only_beyond_the_spread(
+    make_result: MakeResult, measure: Callable[..., Measurement], spread: float, faster: bool
+) -> None:
+    result = make_result(
+        measurement=measure(12.0, 23.1, spread),
+        baseline=measure(10.0, 20.0, spread),
+        baseline_verdict=Verdict.MEASURED,
+    )
+    start = "1.20 ±0.04 times as fast as" if spread < 0.1 else "About as fast as"
+    assert lines(result)[1].startswith(f"{start} the script as it is (10.0 ±")
+    assert faster == ("times" in lines(result)[1])
+
+
+def test_a_noisy_machine_is_said_to_be_one(make_result: MakeResult) -> None:
+    assert not any("vary" in line for line in lines(make_result(variation=0.03)))
+    (said,) = (line for line in lines(make_result(variation=0.231)) if "vary" in line)
+    assert said == (
+        "The step times vary by 23 %: another process may be using this machine. "
+        "Differences smaller than that mean nothing."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -25,9 +26,11 @@ from autofit.tuning.notices import (
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
-Measured = Callable[[Plan, float, float], TrialReport]
+Measured = Callable[..., TrialReport]
 BF16 = Plan.of({"precision": "bf16", "checkpointing": "all", "micro_batch": "8"})
 SPLIT = Plan.of({"checkpointing": "all", "micro_batch": "8"})
+
+PRUNED = "stopped early: slower than the best plan"
 
 OUT = TrialReport(
     index=0,
@@ -74,14 +77,14 @@ PLAIN = """\
 train.py: Hugging Face model LlamaForCausalLM, 1.10 B parameters, 22 blocks, AdamW, 16 samples \
 a step (from the script)
 
-  #  plan                                                samples/s   vs now  peak of 24.0 \
+  #  plan                                                    samples/s   vs now  peak of 24.0 \
 GiB         verdict
-  0  as it is                                                    -        -   > 24.0 \
+  0  as it is                                                        -        -   > 24.0 \
 ##############>  out of memory in backward (2.0 GiB asked)
 not tried: tf32, fp16: no use here
-  1  checkpointing, micro 8                                   18.0      new     23.5 \
+  1  checkpointing, micro 8                                  18.0 ±0.0      new     23.5 \
 ##############   fits  <- best
-  2  bf16, checkpointing, micro 8                             20.3    +13 %     12.0 \
+  2  bf16, checkpointing, micro 8                            20.3 ±0.0    +13 %     12.0 \
 #######          fits  <- best
 confirming in a fresh process: bf16, checkpointing, micro 8
 measured again: 20.3 samples/s
@@ -120,6 +123,23 @@ def test_a_change_is_told_against_the_script_as_it_is(
     assert " now " in first[-1].text
     assert " -16 % " in slower[-1].text
     assert (first[-1].style, slower[-1].style) == ("best", "")
+
+
+def test_a_change_within_the_spread_is_marked(opened: StudyStarted, measured: Measured) -> None:
+    transcript = Transcript()
+    transcript.lines(opened)
+    transcript.lines(ended(0, measured(Plan(), 10.0, 20.0, spread=0.1)))
+    row = transcript.lines(ended(1, measured(SPLIT, 10.5, 9.0, spread=0.1)))[-1]
+    assert " 10.5 ±1.1 " in row.text
+    assert " ~+5 % " in row.text
+
+
+def test_a_plan_that_is_pruned_says_so(opened: StudyStarted, measured: Measured) -> None:
+    transcript = Transcript()
+    transcript.lines(opened)
+    report = replace(measured(SPLIT, 10.0, 9.0), pruned=True, reason=PRUNED)
+    row = transcript.lines(ended(1, report))[-1]
+    assert row.text.endswith(f"  fits ({PRUNED})")
 
 
 def test_facts_are_told_once(opened: StudyStarted, facts: Facts) -> None:

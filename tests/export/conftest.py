@@ -38,6 +38,7 @@ def make_result() -> MakeResult:
             "fidelity": str(plan.fidelity()),
             "baseline": None,
             "baseline_verdict": Verdict.OUT_OF_MEMORY,
+            "variation": 0.0,
             "trials": 4,
             "launches": 3,
             "launches_out_of_memory": 1,

@@ -24,6 +24,7 @@ PLAN = Plan.of({"precision": "bf16", "checkpointing": "all", "micro_batch": "8"}
 KEYS = {
     "plan",
     "samples_per_second",
+    "samples_per_second_spread",
     "step_seconds",
     "peak_bytes",
     "peak_reserved_bytes",
@@ -35,6 +36,7 @@ KEYS = {
     "micro_batch",
     "fidelity",
     "baseline",
+    "step_variation",
     "trials",
     "launches",
     "launches_out_of_memory",
@@ -66,7 +68,7 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
     found = json.loads(FORMATS["json"](result))["baseline"]
     only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
-    only |= {"ranks", "confirmed"}
+    only |= {"ranks", "confirmed", "step_variation"}
     same = KEYS - only - {"baseline", "hardware", "versions"}
     assert set(found) == same | {"verdict"}
     assert set(found["plan"].values()) == {"as_is"}

@@ -165,6 +165,17 @@ class Measurement:
         return medians.spread(self.step_seconds)
 
     @property
+    def variation(self) -> float:
+        """How much single steps vary, as a share: the quartile coefficient of dispersion.
+
+        Unlike ``spread`` it does not shrink with more steps. Below two steps it is zero.
+        """
+        if len(self.step_seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
+        return (high - low) / (high + low)
+
+    @property
     def strained(self) -> bool:
         """Whether the plan barely fits, which may slow it down.
 
@@ -177,6 +188,11 @@ class Measurement:
     def samples_per_second(self) -> float:
         """Samples trained on per second, over all ranks."""
         return self.effective_batch / self.seconds
+
+    @property
+    def samples_per_second_spread(self) -> float:
+        """How far ``samples_per_second`` may be off, up or down."""
+        return self.spread * self.samples_per_second
 
     def charged(self, horizon: int) -> float:
         """Return samples per second with the compile time spread over ``horizon`` steps."""

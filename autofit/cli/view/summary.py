@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from autofit.analysis.result import Result
+from autofit.analysis.speeds import NOISY, is_faster, margin
 from autofit.cli.view import words
 from autofit.storage.url import without_password
 from autofit.units import exact_size, format_duration
@@ -25,11 +26,12 @@ def lines(result: Result, *, storage: str | None = None, memory: int | None = No
 
     ``memory``: the budget in bytes for which this plan was chosen, if it is not the study's best.
     """
-    speed = words.rate(result.measurement.samples_per_second)
+    speed = words.speed(result.measurement)
     peak = words.of_budget(result.budget, result.measurement.peak_device)
     return [
         f"{speed} samples/s in {peak}: {result.plan}",
         _against_baseline(result),
+        *_noise(result),
         *_memory(result),
         _effort(result),
         *_next(result.script, storage, memory),
@@ -44,14 +46,25 @@ def _against_baseline(result: Result) -> str:
         return "No plan is faster than the script as it is: nothing to change."
     if result.baseline is None:
         return f"As it is, {_as_it_is(result.baseline_verdict)}; the plan is {same}."
-    before = result.baseline.samples_per_second
-    factor = result.measurement.samples_per_second / before
-    peak = words.in_unit_of(result.budget, result.baseline.peak_device)
+    new, old = result.measurement, result.baseline
+    factor = new.samples_per_second / old.samples_per_second
+    about = f"{factor:.2f} ±{factor * margin(new, old):.2f} times as fast as"
+    peak = words.in_unit_of(result.budget, old.peak_device)
     unit = words.unit_of(result.budget)[0]
     return (
-        f"{factor:.2f} times as fast as the script as it is ({words.rate(before)} samples/s in "
-        f"{peak} {unit}); {same}."
+        f"{about if is_faster(new, old) else 'About as fast as'} the script as it is "
+        f"({words.speed(old)} samples/s in {peak} {unit}); {same}."
     )
+
+
+def _noise(result: Result) -> list[str]:
+    """Return the line for a machine whose step times vary much; none for another."""
+    if result.variation < NOISY:
+        return []
+    return [
+        f"The step times vary by {100 * result.variation:.0f} %: another process may be using this "
+        "machine. Differences smaller than that mean nothing."
+    ]
 
 
 def _memory(result: Result) -> list[str]:

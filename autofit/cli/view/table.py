@@ -43,9 +43,9 @@ class Columns:
         if width is None:
             return cls()
         bar = width >= _BAR_FROM
-        free = width - (52 if bar else 40)
-        plan = max(10, free * 11 // 20)
-        return cls(plan=plan, verdict=max(10, free - plan), bar=bar)
+        free = width - (56 if bar else 44)
+        plan = max(8, free * 11 // 20)
+        return cls(plan=plan, verdict=max(8, free - plan), bar=bar)
 
 
 def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, best: bool) -> Row:
@@ -56,7 +56,7 @@ def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, bes
     return Row(
         number=str(number),
         plan=str(report.best or report.plan),
-        rate=words.rate(measured.samples_per_second) if measured else "-",
+        rate=words.speed(measured) if measured else "-",
         versus=versus,
         peak=words.in_unit_of(budget, measured.peak_device) if measured else over,
         bar=bar_of(measured.peak_device, budget) if measured else "#" * BAR + ">" if out else "",
@@ -112,7 +112,7 @@ def _line(
     cells = (
         f"{row.number:>3}",
         f"{row.plan if plan is None else plan:<{columns.plan or PLAN}}",
-        f"{row.rate:>9}",
+        f"{row.rate:>13}",
         f"{row.versus:>7}",
         f"{peaks if peak is None else peak:<{BAR + 9 if columns.bar else 11}}",
         row.verdict if verdict is None else verdict,

@@ -19,7 +19,7 @@ from autofit.tuning.notices import (
     TrialEnded,
     TrialStarted,
 )
-from autofit.worker.records.trials import Verdict
+from autofit.worker.records.trials import Measurement, Verdict
 
 
 class StyledLine(NamedTuple):
@@ -38,7 +38,7 @@ class Transcript:
         self._facts_shown: set[str] = set()
         self._has_header = False
         self._first_seen = False
-        self._baseline: float | None = None
+        self._baseline: Measurement | None = None
 
     def lines(self, notice: Notice, width: int | None = None) -> list[StyledLine]:
         """Return the lines to show for ``notice``; notices of running trials have none.
@@ -108,11 +108,11 @@ class Transcript:
         if ended.report.verdict is not Verdict.MEASURED or measurement is None:
             return "-"
         if ended.report.plan.neutral:
-            self._baseline = self._baseline or measurement.samples_per_second
+            self._baseline = self._baseline or measurement
             return "now"
         if self._baseline is None and not self._first_seen:
             return "-"  # the study was resumed: an earlier search showed the baseline
         if self._baseline is None:
-            self._baseline = measurement.samples_per_second
+            self._baseline = measurement
             return "new"
-        return words.change(measurement.samples_per_second / self._baseline)
+        return words.against(measurement, self._baseline)

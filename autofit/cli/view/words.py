@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from autofit.analysis.speeds import is_faster
 from autofit.facts import Facts, RootFacts
 from autofit.strategies import Fidelity, get
 from autofit.tuning.notices import StudyStarted
 from autofit.units import format_duration, format_size
-from autofit.worker.records.trials import OutOfMemory, Script, TrialReport, Verdict
+from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _COUNTS = ((1e9, "B", 2), (1e6, "M", 1), (1e3, "K", 0))
@@ -45,6 +46,19 @@ def rate(samples_per_second: float) -> str:
     """Return samples per second with about three digits, without an exponent."""
     digits = 0 if samples_per_second >= 99.95 else 1 if samples_per_second >= 9.995 else 3
     return f"{samples_per_second:.{digits}f}"
+
+
+def speed(measurement: Measurement) -> str:
+    """Return the speed and how far it may be off: ``"18.0 ±0.3"``, in samples per second."""
+    found = rate(measurement.samples_per_second)
+    digits = len(found.partition(".")[2])
+    return f"{found} ±{measurement.samples_per_second_spread:.{digits}f}"
+
+
+def against(new: Measurement, old: Measurement) -> str:
+    """Return the change of speed: ``"+13 %"``, or ``"~+2 %"`` within what the spreads explain."""
+    about = "" if is_faster(new, old) or is_faster(old, new) else "~"
+    return about + change(new.samples_per_second / old.samples_per_second)
 
 
 def change(factor: float) -> str:
@@ -128,6 +142,7 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
         notes = f" ({size} at a time did not fit)" if size else ""
         if report.measurement and report.measurement.compile_seconds >= 0.5:
             notes += f" (compile {format_duration(report.measurement.compile_seconds)})"
+        notes += f" ({report.reason})" if report.reason else ""
         return f"fits{'  <- best' * best}{notes}"
     if report.verdict is Verdict.OUT_OF_MEMORY:
         return shortage(short) if short else "out of memory"
