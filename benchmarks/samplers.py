@@ -1,0 +1,445 @@
+"""How many device seconds samplers need to find a plan within 5 % of the best of a recorded grid.
+
+    python benchmarks/samplers.py [--seeds N] [--gp-seeds N] [--work vit64 ...] [--out FOLDER]
+
+Needs no GPU: ``recorded.py`` replays the measurements in ``results/grids/``. Each sampler searches
+each grid under each budget, once a seed. All samplers get the same levels, begin with the script as
+it is, and pay the same seconds. The seed sets the noise of the measurements, and the draws of
+Optuna's samplers. Its GP takes part if SciPy is installed. Writes ``samplers.json`` and
+``samplers.md``. On two cores, ``--seeds 40`` takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import optuna
+from optuna.samplers import BaseSampler
+from optuna.trial import TrialState
+from recorded import (
+    CHECK,
+    H200,
+    NOISE,
+    STARTUP,
+    WORKS,
+    Grid,
+    Replay,
+    Trial,
+    best,
+    expectations,
+    load_all,
+)
+
+from autofit.analysis.acquisition import Prospect, Situation, choose, prospects
+from autofit.analysis.candidates import Launch, SearchState
+from autofit.analysis.pruning import waits_for_unsized
+from autofit.plan import Plan
+from autofit.storage.convert import to_json
+from autofit.strategies import AS_IS, NAMES
+from autofit.strategies.micro_batch import AUTO
+from autofit.tuning.attributes import MEMORY, Attribute
+from autofit.tuning.sampler import AutofitSampler, state_of
+from autofit.tuning.starts import FixedStarts
+from autofit.units import format_size
+from autofit.worker.records.trials import HORIZON, Verdict
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ENOUGH = 0.95
+"""Share of the speed of the best plan at which a search has succeeded."""
+FIRST = 4
+"""Random trials of TPE and GP. Their default of 10 would leave little to choose on these grids."""
+FREE = 3
+"""Proposals in a row that cost nothing, after which an untried plan is drawn at random.
+
+A sampler may repeat plans, or propose plans that nobody recorded, for ever."""
+SEEDS = 10
+"""Seeds that a process searches before it takes more work."""
+
+
+class RecordedPlans(AutofitSampler):
+    """autofit's sampler, offered the plans of a grid in place of those that a search combines.
+
+    It skips no plan by rule, because such rules rest on figures of these very works. It does not
+    stop either; ``stopped`` tells whether a search would have ended.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        """Create a sampler that expects of each level what other works measured."""
+        self._grid = grid
+        self.stopped = False
+        super().__init__(expectations=expected_of(grid))
+
+    def _choose(self, state: SearchState, launch: Launch | None) -> Prospect | None:
+        if state.level_sets is not None and not state.fits:
+            return None
+        tried = {trial.plan for trial in state.finished}
+        left = [plan for plan in self._grid.distinct if plan not in tried]
+        waiting = tuple(p for p in left if waits_for_unsized(p, state.finished))
+        situation = Situation(
+            candidates=tuple(p for p in left if p not in waiting),
+            waiting=waiting,
+            finished=state.finished,
+            facts=state.facts,
+            budget=state.budget,
+            cuda=state.cuda,
+            horizon=state.horizon,
+            fixed=launch.fixed if launch is not None else None,
+            expectations=self._expectations,
+        )
+        chosen = choose(situation)
+        if chosen is None and launch is None:
+            self.stopped = True
+            chosen = next(iter(prospects(situation)), None)
+        return chosen
+
+
+@cache
+def expected_of(grid: Grid) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return what other works let one expect of the levels of a grid."""
+    return expectations(grid, grids())
+
+
+def _with_auto(sampler: BaseSampler) -> BaseSampler:
+    """Return ``sampler`` for plans that find their micro-batch size: all but the first one."""
+    return optuna.samplers.PartialFixedSampler({"micro_batch": AUTO}, sampler)
+
+
+SAMPLERS: dict[str, Callable[[Grid, int], BaseSampler]] = {
+    "autofit": lambda grid, seed: RecordedPlans(grid),
+    "TPE": lambda grid, seed: _with_auto(
+        optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST)
+    ),
+    "GP": lambda grid, seed: _with_auto(
+        optuna.samplers.GPSampler(seed=seed, n_startup_trials=FIRST)
+    ),
+    "random": lambda grid, seed: _with_auto(optuna.samplers.RandomSampler(seed=seed)),
+}
+"""Each makes a sampler for a grid and a seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One search, up to the first plan that is fast enough."""
+
+    grid: str
+    budget: str
+    sampler: str
+    seed: int
+    seconds: float
+    """Device seconds."""
+    launches: int
+    alone: bool
+    """Whether the sampler found a plan with ``ENOUGH`` of the best speed before it stopped.
+
+    Only autofit's sampler stops. The search then goes on with what it expects the most of."""
+    plans: tuple[str, ...]
+    """The measured plans, in order."""
+
+
+@cache
+def grids() -> dict[str, Grid]:
+    """Return every recorded grid."""
+    return load_all()
+
+
+def search(name: str, budget: str, sampler: str, seed: int) -> Search:
+    """Search one grid under one budget with one sampler."""
+    grid = grids()[name]
+    replay = Replay(grid, grid.budgets[budget], seed)
+    enough = ENOUGH * best(grid, replay.budget)[1]
+    own = SAMPLERS[sampler](grid, seed)
+    study = optuna.create_study(sampler=own)
+    for key, value in {
+        Attribute.FACTS: to_json(grid.work.facts),
+        Attribute.BUDGET: replay.budget,
+        Attribute.HORIZON: HORIZON,
+        Attribute.DEVICE: H200.device,
+        Attribute.SPACE: {each: [AS_IS] for each in NAMES} | grid.levels,
+    }.items():
+        study.set_user_attr(key, value)
+    draw, free, known = random.Random(seed), 0, dict[Plan, optuna.trial.FrozenTrial]()
+    fastest, reached, alone = 0.0, False, True
+    while not reached and (left := [plan for plan in grid.plans if plan not in known]):
+        start = None if fastest else _start(study, left)
+        if start is None and isinstance(own, RecordedPlans):
+            if replay.fixed is not None and own.choice(study, Launch(replay.fixed)) is None:
+                replay.end()
+            if replay.fixed is None and own.choice(study) is None:
+                start = draw.choice(left)
+            alone = alone and not own.stopped
+        elif start is None and free == FREE:
+            start = draw.choice(left)
+        asked = _ask(study, replay.fixed, start)
+        levels = {each: asked.suggest_categorical(each, grid.levels[each]) for each in grid.levels}
+        plan = _plan((*levels.items(),))
+        if plan in known or not (plan in left or plan.neutral):
+            free += 1
+            _tell_free(study, asked, known.get(plan))
+            continue
+        free = 0
+        trial = replay.measure(plan)
+        known[plan] = _tell(study, asked, trial, replay.budget)
+        found = trial.report.measurement
+        if found is not None and (speed := found.charged(HORIZON)) > fastest:
+            fastest, reached = speed, grid.speed(plan, found.micro_batch) >= enough
+    plans = (*map(str, known),)
+    return Search(
+        name, budget, sampler, seed, replay.seconds, replay.launches, reached and alone, plans
+    )
+
+
+def _start(study: optuna.Study, left: Sequence[Plan]) -> Plan | None:
+    """Return the fixed start that is due, as in every search, while no plan fits."""
+    start, _ = FixedStarts(state_of(study), has_reference=True).due(None)
+    return start if start is not None and (start.neutral or start in left) else None
+
+
+def _ask(study: optuna.Study, fixed: Plan | None, start: Plan | None) -> optuna.Trial:
+    """Ask for a trial: that of a fixed start, or one that the sampler suggests for a launch."""
+    levels = start.levels if start is not None else {}
+    launch = {"fixed": dict(fixed.changes), "fresh": False} if fixed is not None else None
+    choices = study.user_attrs[Attribute.SPACE]
+    study.enqueue_trial(
+        {name: level for name, level in levels.items() if len(choices[name]) > 1},
+        user_attrs={str(Attribute.LAUNCH): launch},
+    )
+    return study.ask()
+
+
+@cache
+def _plan(levels: tuple[tuple[str, str], ...]) -> Plan:
+    return Plan.of(dict(levels))
+
+
+def _tell(
+    study: optuna.Study, asked: optuna.Trial, trial: Trial, budget: int
+) -> optuna.trial.FrozenTrial:
+    """Tell Optuna a measured trial, in the form of a search's own trials."""
+    report = trial.report
+    for key, value in {
+        Attribute.RECORD: asked.number,
+        Attribute.REPORT: to_json(report),
+        "verdict": str(report.verdict),
+        "seconds": trial.seconds,
+    }.items():
+        asked.set_user_attr(key, value)
+    found = report.measurement
+    if report.verdict is not Verdict.MEASURED or found is None:
+        asked.set_constraint(MEMORY, 1.0)
+        return study.tell(asked, state=TrialState.PRUNED)
+    asked.set_constraint(MEMORY, found.peak_device / budget - 1.0)
+    return study.tell(asked, 1.0 / found.charged(HORIZON))
+
+
+def _tell_free(
+    study: optuna.Study, asked: optuna.Trial, before: optuna.trial.FrozenTrial | None
+) -> None:
+    """Tell Optuna a proposal that cost nothing: the known result again, else a failure.
+
+    Optuna's documentation advises to return a known value again.
+    """
+    if before is None:
+        study.tell(asked, state=TrialState.FAIL)
+        return
+    for name, excess in before.constraints.items():
+        asked.set_constraint(name, excess)
+    study.tell(asked, before.value, state=before.state)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Searches for one process."""
+
+    grid: str
+    budget: str
+    sampler: str
+    seeds: range
+
+    def run(self) -> list[Search]:
+        """Run them."""
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        return [search(self.grid, self.budget, self.sampler, seed) for seed in self.seeds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one sampler needed for one grid under one budget: means over all seeds."""
+
+    grid: str
+    budget: str
+    sampler: str
+    seeds: int
+    seconds: float
+    """Device seconds."""
+    launches: float
+    trials: float
+    alone: float
+    """Share of the searches that found a plan with ``ENOUGH`` of the best speed by themselves."""
+
+    @classmethod
+    def of(cls, found: Sequence[Search]) -> Result:
+        """Return the means of the searches of one grid, budget and sampler."""
+        return cls(
+            grid=found[0].grid,
+            budget=found[0].budget,
+            sampler=found[0].sampler,
+            seeds=len(found),
+            seconds=fmean(each.seconds for each in found),
+            launches=fmean(each.launches for each in found),
+            trials=fmean(len(each.plans) for each in found),
+            alone=fmean(each.alone for each in found),
+        )
+
+
+def compare(names: Iterable[str], seeds: dict[str, int]) -> list[Result]:
+    """Search each grid with each sampler of ``seeds``, as often as it says, on all cores."""
+    work = [
+        Chunk(name, budget, sampler, range(first, min(first + SEEDS, count)))
+        for sampler, count in seeds.items()
+        for name in names
+        for budget in grids()[name].budgets
+        for first in range(0, count, SEEDS)
+    ]
+    work.sort(key=lambda each: each.sampler != "GP")  # the slowest first
+    found = dict[tuple[str, str, str], list[Search]]()
+    with ProcessPoolExecutor() as pool:
+        for each in pool.map(Chunk.run, work):
+            key = each[0].grid, each[0].budget, each[0].sampler
+            found.setdefault(key, []).extend(each)
+    keys = ((n, b, s) for n in names for b in grids()[n].budgets for s in seeds)
+    return [Result.of(found[key]) for key in keys]
+
+
+def summary(results: Sequence[Result]) -> dict[str, Result]:
+    """Return the means of each sampler over all grids and budgets."""
+    found = dict[str, list[Result]]()
+    for each in results:
+        found.setdefault(each.sampler, []).append(each)
+    return {
+        sampler: Result(
+            grid="all",
+            budget="all",
+            sampler=sampler,
+            seeds=own[0].seeds,
+            seconds=fmean(each.seconds for each in own),
+            launches=fmean(each.launches for each in own),
+            trials=fmean(each.trials for each in own),
+            alone=fmean(each.alone for each in own),
+        )
+        for sampler, own in found.items()
+    }
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the page for the results."""
+    results = [Result(**each) for each in document["results"]]
+    means = summary(results)
+    lines = [
+        "# Samplers",
+        "",
+        f"Written by `{document['command']}` in {document['seconds']:.0f} s.",
+        "",
+        "Each sampler searches the recorded grids of [`grids/`](grids/README.md).",
+        f"A search ends when the fastest measured plan has {ENOUGH:.0%} of the best speed.",
+        "The first table gives mean device seconds, and mean launches in brackets.",
+        "The last column divides autofit's seconds by those of the better of TPE and GP.",
+        "",
+        "Compilation and steps cost what was recorded.",
+        f"A launch costs {STARTUP:.0f} s more, and a check {CHECK:.0f} s.",
+        f"Measured times have {NOISE:.0%} noise. All samplers start with the script as it is.",
+        f"TPE and GP then draw {FIRST} trials at random.",
+        "A proposal that is known or that was not recorded costs nothing.",
+        f"After {FREE} of them in a row, a plan is drawn at random.",
+        "autofit's sampler expects of each level what works of other models measured.",
+        "",
+        f"| grid | budget | plans | best | {' | '.join(means)} | ratio |",
+        f"|---|---|---|---|{'---|' * len(means)}---|",
+    ]
+    at = {(each.grid, each.budget, each.sampler): each for each in results}
+    for name, budget in dict.fromkeys((each.grid, each.budget) for each in results):
+        grid, own = grids()[name], {sampler: at[name, budget, sampler] for sampler in means}
+        plan, speed = best(grid, grid.budgets[budget])
+        lines.append(
+            f"| {name} | {format_size(grid.budgets[budget])} | {len(grid.plans)} "
+            f"| {plan}: {speed:.1f}/s "
+            f"| {' | '.join(f'{each.seconds:.0f} ({each.launches:.1f})' for each in own.values())} "
+            f"| {_ratio(own)} |"
+        )
+    cells = [f"**{mean.seconds:.0f} ({mean.launches:.1f})**" for mean in means.values()]
+    lines += [
+        f"| all | | | | {' | '.join(cells)} | **{_ratio(means)}** |",
+        "",
+        "Found alone: the sampler found such a plan before it would have ended the search.",
+        "Only autofit's sampler ends a search. Here it then goes on.",
+        "",
+        "| sampler | seeds | device seconds | launches | trials | found alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {mean.seeds} | {mean.seconds:.0f} | {mean.launches:.1f} | {mean.trials:.1f} "
+        f"| {mean.alone:.0%} |"
+        for name, mean in means.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _ratio(of: Mapping[str, Result]) -> str:
+    """Return autofit's seconds, divided by those of the better of TPE and GP."""
+    rivals = [of[name].seconds for name in ("TPE", "GP") if name in of]
+    return f"{of['autofit'].seconds / min(rivals):.2f}" if rivals and "autofit" in of else ""
+
+
+def main() -> None:
+    """Compare the samplers and write the results."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=[*WORKS])
+    default = [each for each in SAMPLERS if each != "GP" or find_spec("scipy")]
+    parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=default)
+    parser.add_argument("--seeds", type=int, default=200, help="searches of each sampler")
+    parser.add_argument(
+        "--gp-seeds", type=int, default=10, help="searches of GP, which takes seconds for each"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes, which share the cores
+    seeds = {
+        name: min(arguments.seeds, arguments.gp_seeds) if name == "GP" else arguments.seeds
+        for name in arguments.sampler
+    }
+    started = time.monotonic()
+    results = compare(arguments.work, seeds)
+    document = {
+        "command": " ".join(["python benchmarks/samplers.py", *sys.argv[1:]]),
+        "seconds": time.monotonic() - started,
+        "versions": {"optuna": optuna.__version__},
+        "results": [asdict(each) for each in results],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "samplers.json").write_text(json.dumps(document, indent=1) + "\n")
+    (arguments.out / "samplers.md").write_text(page(document))
+    sys.stdout.write(page(document))
+
+
+if __name__ == "__main__":
+    main()
