@@ -6,7 +6,7 @@ Needs no GPU: ``recorded.py`` replays the measurements in ``results/grids/``. Ea
 each grid under each budget, once a seed. All samplers get the same levels, begin with the script as
 it is, and pay the same seconds. The seed sets the noise of the measurements, and the draws of
 Optuna's samplers. Its GP takes part if SciPy is installed. Writes ``samplers.json`` and
-``samplers.md``. On two cores, ``--seeds 40`` takes about two minutes.
+``samplers.md``. The default takes some minutes on two cores, and ``--seeds 50`` two minutes.
 """
 
 from __future__ import annotations
@@ -62,10 +62,6 @@ ENOUGH = 0.95
 """Share of the speed of the best plan at which a search has succeeded."""
 FIRST = 4
 """Random trials of TPE and GP. Their default of 10 would leave little to choose on these grids."""
-FREE = 3
-"""Proposals in a row that cost nothing, after which an untried plan is drawn at random.
-
-A sampler may repeat plans, or propose plans that nobody recorded, for ever."""
 SEEDS = 10
 """Seeds that a process searches before it takes more work."""
 
@@ -171,7 +167,7 @@ def search(name: str, budget: str, sampler: str, seed: int) -> Search:
         Attribute.SPACE: {each: [AS_IS] for each in NAMES} | grid.levels,
     }.items():
         study.set_user_attr(key, value)
-    draw, free, known = random.Random(seed), 0, dict[Plan, optuna.trial.FrozenTrial]()
+    draw, known = random.Random(seed), list[Plan]()
     fastest, reached, alone = 0.0, False, True
     while not reached and (left := [plan for plan in grid.plans if plan not in known]):
         start = None if fastest else _start(study, left)
@@ -181,18 +177,13 @@ def search(name: str, budget: str, sampler: str, seed: int) -> Search:
             if replay.fixed is None and own.choice(study) is None:
                 start = draw.choice(left)
             alone = alone and not own.stopped
-        elif start is None and free == FREE:
-            start = draw.choice(left)
-        asked = _ask(study, replay.fixed, start)
-        levels = {each: asked.suggest_categorical(each, grid.levels[each]) for each in grid.levels}
-        plan = _plan((*levels.items(),))
-        if plan in known or not (plan in left or plan.neutral):
-            free += 1
-            _tell_free(study, asked, known.get(plan))
-            continue
-        free = 0
+        asked, plan = _ask(study, grid, replay.fixed, start)
+        if plan not in left and start is None:
+            study.tell(asked, state=TrialState.FAIL)
+            asked, plan = _ask(study, grid, replay.fixed, _nearest(plan, left, draw))
         trial = replay.measure(plan)
-        known[plan] = _tell(study, asked, trial, replay.budget)
+        known.append(plan)
+        _tell(study, asked, trial, replay.budget)
         found = trial.report.measurement
         if found is not None and (speed := found.charged(HORIZON)) > fastest:
             fastest, reached = speed, grid.speed(plan, found.micro_batch) >= enough
@@ -208,16 +199,23 @@ def _start(study: optuna.Study, left: Sequence[Plan]) -> Plan | None:
     return start if start is not None and (start.neutral or start in left) else None
 
 
-def _ask(study: optuna.Study, fixed: Plan | None, start: Plan | None) -> optuna.Trial:
-    """Ask for a trial: that of a fixed start, or one that the sampler suggests for a launch."""
-    levels = start.levels if start is not None else {}
+def _nearest(plan: Plan, left: Sequence[Plan], draw: random.Random) -> Plan:
+    """Return the plan that differs from ``plan`` in the fewest levels; of several, any."""
+    levels = plan.levels
+    differ = {each: sum(each[name] != level for name, level in levels.items()) for each in left}
+    return draw.choice([each for each in left if differ[each] == min(differ.values())])
+
+
+def _ask(
+    study: optuna.Study, grid: Grid, fixed: Plan | None, start: Plan | None
+) -> tuple[optuna.Trial, Plan]:
+    """Ask for a trial and its plan: ``start``, or one that the sampler suggests for a launch."""
+    levels = {name: start[name] for name in grid.levels} if start is not None else {}
     launch = {"fixed": dict(fixed.changes), "fresh": False} if fixed is not None else None
-    choices = study.user_attrs[Attribute.SPACE]
-    study.enqueue_trial(
-        {name: level for name, level in levels.items() if len(choices[name]) > 1},
-        user_attrs={str(Attribute.LAUNCH): launch},
-    )
-    return study.ask()
+    study.enqueue_trial(levels, user_attrs={str(Attribute.LAUNCH): launch})
+    asked = study.ask()
+    levels = {name: asked.suggest_categorical(name, each) for name, each in grid.levels.items()}
+    return asked, _plan((*levels.items(),))
 
 
 @cache
@@ -225,9 +223,7 @@ def _plan(levels: tuple[tuple[str, str], ...]) -> Plan:
     return Plan.of(dict(levels))
 
 
-def _tell(
-    study: optuna.Study, asked: optuna.Trial, trial: Trial, budget: int
-) -> optuna.trial.FrozenTrial:
+def _tell(study: optuna.Study, asked: optuna.Trial, trial: Trial, budget: int) -> None:
     """Tell Optuna a measured trial, in the form of a search's own trials."""
     report = trial.report
     for key, value in {
@@ -240,24 +236,10 @@ def _tell(
     found = report.measurement
     if report.verdict is not Verdict.MEASURED or found is None:
         asked.set_constraint(MEMORY, 1.0)
-        return study.tell(asked, state=TrialState.PRUNED)
-    asked.set_constraint(MEMORY, found.peak_device / budget - 1.0)
-    return study.tell(asked, 1.0 / found.charged(HORIZON))
-
-
-def _tell_free(
-    study: optuna.Study, asked: optuna.Trial, before: optuna.trial.FrozenTrial | None
-) -> None:
-    """Tell Optuna a proposal that cost nothing: the known result again, else a failure.
-
-    Optuna's documentation advises to return a known value again.
-    """
-    if before is None:
-        study.tell(asked, state=TrialState.FAIL)
+        study.tell(asked, state=TrialState.PRUNED)
         return
-    for name, excess in before.constraints.items():
-        asked.set_constraint(name, excess)
-    study.tell(asked, before.value, state=before.state)
+    asked.set_constraint(MEMORY, found.peak_device / budget - 1.0)
+    study.tell(asked, 1.0 / found.charged(HORIZON))
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -366,8 +348,7 @@ def page(document: dict[str, Any]) -> str:
         f"A launch costs {STARTUP:.0f} s more, and a check {CHECK:.0f} s.",
         f"Measured times have {NOISE:.0%} noise. All samplers start with the script as it is.",
         f"TPE and GP then draw {FIRST} trials at random.",
-        "A proposal that is known or that was not recorded costs nothing.",
-        f"After {FREE} of them in a row, a plan is drawn at random.",
+        "If a proposal is known or was not recorded, the nearest untried plan takes its place.",
         "autofit's sampler expects of each level what works of other models measured.",
         "",
         f"| grid | budget | plans | best | {' | '.join(means)} | ratio |",
@@ -418,7 +399,7 @@ def main() -> None:
     parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=default)
     parser.add_argument("--seeds", type=int, default=200, help="searches of each sampler")
     parser.add_argument(
-        "--gp-seeds", type=int, default=10, help="searches of GP, which takes seconds for each"
+        "--gp-seeds", type=int, default=20, help="searches of GP, which computes longest"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
