@@ -41,8 +41,9 @@ def trials(storage: optuna.storages.RDBStorage) -> list[FrozenTrial]:
     return optuna.load_study(study_name=summary.study_name, storage=storage).get_trials()
 
 
-def complete(trials: list[FrozenTrial]) -> list[FrozenTrial]:
-    return [trial for trial in trials if trial.state is TrialState.COMPLETE]
+def launched(trials: list[FrozenTrial], state: TrialState) -> list[FrozenTrial]:
+    """Return the trials in this state, without proposals that needed no launch."""
+    return [t for t in trials if t.state is state and "autofit_trial" in t.user_attrs]
 
 
 def test_a_study_is_found_by_script_and_budget(
@@ -58,7 +59,7 @@ def test_a_study_is_found_by_script_and_budget(
 
 
 def test_values_are_seconds_a_sample(trials: list[FrozenTrial]) -> None:
-    measured = complete(trials)
+    measured = launched(trials, TrialState.COMPLETE)
     assert measured
     for trial in measured:
         assert trial.value == pytest.approx(1 / trial.user_attrs["samples_per_second"])
@@ -67,19 +68,16 @@ def test_values_are_seconds_a_sample(trials: list[FrozenTrial]) -> None:
 
 
 def test_the_constraint_tells_what_fits(trials: list[FrozenTrial], study: StudyRecord) -> None:
-    for trial in complete(trials):
+    for trial in launched(trials, TrialState.COMPLETE):
         share = trial.user_attrs["peak_device_bytes"] / study.budget
         assert trial.constraints["memory"] == pytest.approx(share - 1)
         assert share <= 1
-    pruned = [trial for trial in trials if trial.state is TrialState.PRUNED]
+    pruned = launched(trials, TrialState.PRUNED)
+    assert pruned, "the script does not fit as it is"
     assert {trial.user_attrs["verdict"] for trial in pruned} == {"out_of_memory"}
     assert all(trial.constraints["memory"] > 0 for trial in pruned)
 
 
-STARTS = "the first trials of a search are fixed starts; Optuna is told no parameters for them"
-
-
-@pytest.mark.xfail(reason=STARTS, strict=True)
 def test_each_trial_has_parameters(trials: list[FrozenTrial]) -> None:
     for trial in trials:
         changed = {name: trial.params.get(name) for name in trial.user_attrs["plan"]}
@@ -126,7 +124,7 @@ def test_the_dashboard_shows_what_optuna_has(
     assert shown["directions"] == ["minimize"]
     assert shown["objective_names"] == ["seconds a sample"]
     assert shown["has_intermediate_values"]
-    best = min(complete(trials), key=lambda trial: trial.value or 0.0)
+    best = min(launched(trials, TrialState.COMPLETE), key=lambda trial: trial.value or 0.0)
     assert [trial["number"] for trial in shown["best_trials"]] == [best.number]
     for trial, row in zip(trials, shown["trials"], strict=True):
         assert row["state"] == trial.state.name.capitalize()
@@ -137,7 +135,7 @@ def test_the_dashboard_shows_what_optuna_has(
         if trial.state is TrialState.COMPLETE:
             assert row["values"] == trial.values
         attributes = {each["key"]: each["value"] for each in row["user_attrs"]}
-        assert attributes["description"] == trial.user_attrs["description"]
+        assert attributes.get("description") == trial.user_attrs.get("description")
 
 
 OLD_FORM = "optuna-dashboard 0.21 reads constraints in the form that Optuna had before 5.0"
@@ -146,4 +144,4 @@ OLD_FORM = "optuna-dashboard 0.21 reads constraints in the form that Optuna had 
 @pytest.mark.xfail(reason=OLD_FORM, strict=True)
 def test_the_dashboard_shows_constraints(shown: dict[str, Any], trials: list[FrozenTrial]) -> None:
     for trial, row in zip(trials, shown["trials"], strict=True):
-        assert row["constraints"] == [trial.constraints["memory"]]
+        assert {*row["constraints"]} == {*trial.constraints.values()}
