@@ -307,7 +307,7 @@ class Trial(Session):
         said = self._ranks.figures_at_end(None if window is None else self._figures(window))
         if self._caught:
             self._end_caught()
-        elif window is not None and said and self._is_kept(window):
+        elif window is not None and said and self._counts_at_end(window):
             if len(window.seconds) >= SHORT and window.shortage is None:
                 self._measured.append((window.plan, self._measurement(window, said)))
             if self._measured:
@@ -315,7 +315,7 @@ class Trial(Session):
                 self._end_plan(Verdict.MEASURED, "the script ended first")
         self._reporter.send(Finished(steps=self.steps, stopped=False))
 
-    def _is_kept(self, window: Window) -> bool:
+    def _counts_at_end(self, window: Window) -> bool:
         """Return whether the present plan is reported though the script ended in its last window.
 
         A later plan of the launch gets another launch, unless the window was only to be longer.
