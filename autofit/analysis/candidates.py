@@ -32,7 +32,7 @@ class Launch:
     fresh: bool = False
     """Whether the plan would be the first that runs in its process."""
 
-    def takes(self, plan: Plan, first_in_process: frozenset[Plan]) -> bool:
+    def can_measure(self, plan: Plan, first_in_process: frozenset[Plan]) -> bool:
         """Return whether the launch can measure ``plan``."""
         return plan.follows(self.fixed) and (self.fresh or plan not in first_in_process)
 

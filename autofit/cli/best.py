@@ -10,7 +10,7 @@ from autofit.cli import types
 from autofit.cli.out import say, show, write
 from autofit.cli.script import ScriptCommand, script_argument, some_launch
 from autofit.exceptions import UsageError
-from autofit.export import FORMATS, SUFFIXES
+from autofit.export import FORMATS, SUFFIXES, render
 
 
 @script_argument
@@ -18,7 +18,7 @@ from autofit.export import FORMATS, SUFFIXES
 @click.option(
     "--format",
     "form",
-    type=click.Choice(sorted(FORMATS)),
+    type=click.Choice(FORMATS),
     help="Export format (default: by the suffix of -o, else a summary in plain text).",
 )
 @click.option(
@@ -54,9 +54,9 @@ def command(
     if form is None:
         show(lines(result, storage=storage, memory=memory))
     elif output is None:
-        write(FORMATS[form](result))
+        write(render(form, result))
     else:
-        _write(output, FORMATS[form](result))
+        _write(output, render(form, result))
 
 
 def _form_of(output: str | None) -> str | None:
@@ -64,9 +64,7 @@ def _form_of(output: str | None) -> str | None:
         return None
     suffix = Path(output).suffix
     if suffix not in SUFFIXES:
-        raise UsageError(
-            f"no format goes with {output!r}: add --format {'|'.join(sorted(FORMATS))}"
-        )
+        raise UsageError(f"no format goes with {output!r}: add --format {'|'.join(FORMATS)}")
     return SUFFIXES[suffix]
 
 

@@ -9,7 +9,6 @@ import click
 from autofit.cli import types
 from autofit.cli.out import say
 from autofit.cli.script import ScriptCommand, script_argument, the_launch
-from autofit.export.load import load_plan
 
 
 @script_argument
@@ -58,10 +57,12 @@ def command(
     Instead of SCRIPT, a launch line may follow --, such as: torchrun --nproc-per-node 2 train.py.
     """
     launch = the_launch(script, module)
-    given = None if plan is None else load_plan(Path(plan))
 
+    from autofit.export.load import load_plan
     from autofit.launch_lines.span import differing
     from autofit.running.run import run
+
+    given = None if plan is None else load_plan(Path(plan))
 
     for line in (*launch.lines, *(differing(launch, ranks) if ranks else ())):
         say(line)

@@ -132,13 +132,13 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
 def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
     from autofit.cli.view.render import renderer
     from autofit.cli.view.summary import lines
-    from autofit.export import FORMATS
+    from autofit.export import render
     from autofit.tuning.controller import search
 
     _end_as_by_ctrl_c()
     with renderer(stderr=as_json) as listener:
         result = search(options, listener)
     if as_json:
-        write(FORMATS["json"](result))
+        write(render("json", result))
     else:
         show(["", *lines(result, storage=storage)])

@@ -1,31 +1,27 @@
-"""Exports the best plan: one module for each format, and one line in ``FORMATS``."""
+"""Exports the best plan: one module for each format, ``as_<name>``, and one line in ``FORMATS``.
+
+A format's module is imported when it writes: ``autofit --help`` lists the names only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from autofit.analysis.result import Result
-from autofit.export import (
-    as_accelerate,
-    as_env,
-    as_json,
-    as_python,
-    as_toml,
-    as_torchrun,
-    as_trainer,
+if TYPE_CHECKING:
+    from autofit.analysis.result import Result
+
+FORMATS = (
+    "accelerate",
+    "env",
+    "json",
+    "python",
+    "toml",
+    "torchrun",
+    "trainer",
 )
-from autofit.export.load import load_plan
-
-FORMATS: Mapping[str, Callable[[Result], str]] = {
-    "accelerate": as_accelerate.render,
-    "env": as_env.render,
-    "json": as_json.render,
-    "python": as_python.render,
-    "toml": as_toml.render,
-    "torchrun": as_torchrun.render,
-    "trainer": as_trainer.render,
-}
-"""The function that writes each format, by name; its text ends in a newline."""
+"""The names of the formats."""
 
 SUFFIXES: Mapping[str, str] = {
     ".env": "env",
@@ -36,4 +32,8 @@ SUFFIXES: Mapping[str, str] = {
 }
 """The format for the suffix of a file's name."""
 
-__all__ = ["FORMATS", "SUFFIXES", "load_plan"]
+
+def render(form: str, result: Result) -> str:
+    """Return ``result`` in the format ``form``, one of ``FORMATS``; it ends in a newline."""
+    text: str = importlib.import_module(f"{__name__}.as_{form}").render(result)
+    return text

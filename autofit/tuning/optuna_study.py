@@ -181,7 +181,9 @@ class OptunaStudy:
     def _release(self, launch: Launch | None, state: SearchState) -> Plan | None:
         """Return the plan that waits for a launch, if ``launch`` can measure it."""
         plan = self._held
-        if plan is not None and (launch is None or launch.takes(plan, state.first_in_process)):
+        if plan is not None and (
+            launch is None or launch.can_measure(plan, state.first_in_process)
+        ):
             self._held = None
             return plan
         return None

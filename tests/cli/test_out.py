@@ -16,7 +16,7 @@ import pytest
 import autofit.cli
 from autofit.analysis.result import Result
 from autofit.cli.view.transcript import Transcript
-from autofit.export import FORMATS
+from autofit.export import FORMATS, render
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.storage import Owner, Store, StudyKey
@@ -118,12 +118,12 @@ def test_an_edited_store_writes_nothing_but_text_to_a_terminal(store: Path) -> N
         assert "LD_PRELOAD" not in shown
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", FORMATS)
 def test_no_export_takes_what_loads_code(form: str, store: Path) -> None:
     from autofit.analysis.ranking import best
 
     result: Result = best(str(store / "autofit.db"))[0]
-    text = FORMATS[form](result)
+    text = render(form, result)
     assert "LD_PRELOAD" not in text
     if form == "python":
         assert "evil" not in [

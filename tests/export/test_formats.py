@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from autofit.analysis.result import Result
-from autofit.export import FORMATS, SUFFIXES, load_plan
+from autofit.export import FORMATS, SUFFIXES, render
+from autofit.export.load import load_plan
 from autofit.plan import Plan
 from autofit.strategies import NAMES
 from autofit.worker.records.trials import Verdict
@@ -50,7 +51,7 @@ KEYS = {
 
 
 def test_the_json_contract(make_result: MakeResult) -> None:
-    found = json.loads(FORMATS["json"](make_result(PLAN)))
+    found = json.loads(render("json", make_result(PLAN)))
     assert set(found) == KEYS
     assert set(found["plan"]) == set(NAMES)
     assert found["plan"]["micro_batch"] == "8"
@@ -66,7 +67,7 @@ def test_the_json_contract(make_result: MakeResult) -> None:
 def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> None:
     now = make_result(PLAN).measurement
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
-    found = json.loads(FORMATS["json"](result))["baseline"]
+    found = json.loads(render("json", result))["baseline"]
     only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
     only |= {"ranks", "confirmed", "step_variation"}
     same = KEYS - only - {"baseline", "hardware", "versions"}
@@ -77,8 +78,8 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
 def test_toml_says_what_json_says(make_result: MakeResult) -> None:
     baseline = make_result(PLAN).measurement
     result = make_result(PLAN, baseline=baseline, baseline_verdict=Verdict.MEASURED)
-    as_json = json.loads(FORMATS["json"](result))
-    assert tomllib.loads(FORMATS["toml"](result)) == _without_null(as_json)
+    as_json = json.loads(render("json", result))
+    assert tomllib.loads(render("toml", result)) == _without_null(as_json)
 
 
 def _without_null(value: Any) -> Any:
@@ -89,7 +90,7 @@ def _without_null(value: Any) -> Any:
 
 def test_a_shell_reads_env(make_result: MakeResult, tmp_path: Path) -> None:
     file = tmp_path / "plan.env"
-    file.write_text(FORMATS["env"](make_result(PLAN)))
+    file.write_text(render("env", make_result(PLAN)))
     done = subprocess.run(
         ["sh", "-c", f'set -a; . {file}; set +a; printf %s "$AUTOFIT_PLAN"'],
         capture_output=True,
@@ -99,10 +100,10 @@ def test_a_shell_reads_env(make_result: MakeResult, tmp_path: Path) -> None:
     assert done.stdout == "precision=bf16,checkpointing=all,micro_batch=8"
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("plan", [PLAN, Plan()], ids=["changed", "neutral"])
 def test_every_format_ends_in_one_newline(form: str, plan: Plan, make_result: MakeResult) -> None:
-    text = FORMATS[form](make_result(plan))
+    text = render(form, make_result(plan))
     assert text.endswith("\n")
     assert not text.endswith("\n\n")
 
@@ -116,5 +117,5 @@ def test_every_format_has_a_suffix_of_its_own_or_none() -> None:
 @pytest.mark.parametrize("plan", [PLAN, Plan()], ids=["changed", "neutral"])
 def test_a_plan_comes_back(form: str, plan: Plan, make_result: MakeResult, tmp_path: Path) -> None:
     file = tmp_path / "plan"
-    file.write_text(FORMATS[form](make_result(plan)), encoding="utf-8")
+    file.write_text(render(form, make_result(plan)), encoding="utf-8")
     assert load_plan(file) == plan

@@ -10,7 +10,7 @@ import pytest
 
 from autofit.analysis.result import Result
 from autofit.cli import main
-from autofit.export import FORMATS, SUFFIXES
+from autofit.export import FORMATS, SUFFIXES, render
 from autofit.plan import Plan
 
 pytestmark = pytest.mark.quick
@@ -30,7 +30,7 @@ def test_every_format_and_its_suffix_is_there(formats: str) -> None:
 
 
 def test_every_key_of_a_result_is_there(formats: str, make_result: Callable[..., Result]) -> None:
-    document = json.loads(FORMATS["json"](make_result(Plan())))
+    document = json.loads(render("json", make_result(Plan())))
     keys = {*document, *document["baseline"], *document["script"], *document["hardware"]}
     assert not [key for key in sorted(keys) if f"| `{key}` |" not in formats]
 

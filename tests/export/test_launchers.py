@@ -13,7 +13,7 @@ import pytest
 
 from autofit import strategies
 from autofit.analysis.result import Result
-from autofit.export import FORMATS
+from autofit.export import render
 from autofit.launch_lines import accelerate_line
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, NAMES, Hardware
@@ -54,9 +54,9 @@ def settings(text: str) -> list[str]:
 @pytest.mark.quick
 @pytest.mark.parametrize("form", ["accelerate", "trainer"])
 def test_a_level_is_set_or_named_and_never_lost(form: str, make_result: MakeResult) -> None:
-    plain = settings(FORMATS[form](make_result(Plan())))
+    plain = settings(render(form, make_result(Plan())))
     for plan in every_level():
-        text = FORMATS[form](make_result(plan))
+        text = render(form, make_result(plan))
         ((name, level),) = plan.changes
         named = f"has no setting for it: {name} {level}\n" in text
         environment = all(f"# Set before Python starts: {key}=" in text for key in plan.environment)
@@ -69,7 +69,7 @@ def test_a_level_is_set_or_named_and_never_lost(form: str, make_result: MakeResu
 def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_path: Path) -> None:
     plan = Plan.of({"precision": "bf16", "compile": "regional", "micro_batch": "8"})
     file = tmp_path / "config.yaml"
-    file.write_text(FORMATS["accelerate"](make_result(plan, ranks=2)))
+    file.write_text(render("accelerate", make_result(plan, ranks=2)))
     found = accelerate_line.read(["--config_file", str(file), "train.py"])
     assert found.ranks == 2
     assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -88,7 +88,7 @@ def test_fsdp_of_the_launch_line_comes_back(make_result: MakeResult, tmp_path: P
     )
     plan = Plan.of({"checkpointing": "all"})
     file = tmp_path / "config.yaml"
-    file.write_text(FORMATS["accelerate"](make_result(plan, ranks=2, script=script)))
+    file.write_text(render("accelerate", make_result(plan, ranks=2, script=script)))
     after = accelerate_line.read(["--config_file", str(file), "train.py"])
     changed = dict(before.environment) | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     assert dict(after.environment) == changed
@@ -102,7 +102,7 @@ def test_trainer_takes_the_fields(make_result: MakeResult, tmp_path: Path) -> No
     file = tmp_path / "arguments.yaml"
     plan = PLAN.replace(optimizer="fused", data_loading="workers")
     file.write_text(
-        FORMATS["trainer"](make_result(plan, hardware=CPU)) + f"output_dir: {tmp_path}\n"
+        render("trainer", make_result(plan, hardware=CPU)) + f"output_dir: {tmp_path}\n"
     )
     parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     (found,) = parser.parse_yaml_file(str(file))
@@ -123,7 +123,7 @@ def test_a_shell_starts_the_ranks(plan: Plan, make_result: MakeResult, tmp_path:
         environment=(("SET", "by it"), ("WORLD_SIZE", "1")),
     )
     result = make_result(plan, ranks=2, script=script, hardware=CPU)
-    (tmp_path / "train.sh").write_text(FORMATS["torchrun"](result))
+    (tmp_path / "train.sh").write_text(render("torchrun", result))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", "train.sh"],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autofit.exceptions import UsageError
-from autofit.export import load_plan
+from autofit.export.load import load_plan
 from autofit.plan import Plan
 
 pytestmark = pytest.mark.quick

@@ -456,15 +456,19 @@ def test_an_event_of_a_study_that_is_not_there_is_refused(store: Store, study: S
 def test_the_documented_code_runs(
     path: Path,
     opening: Open,
+    report: Report,
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Store(str(path)) as store:
         study = opening(store)
-        store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+        (trial,) = store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+        store.finish(trial, report(Plan()))
     page = (root / "docs" / "how-to" / "read-the-store.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    trials, points = re.findall(r"```python\n(.*?)```", page, re.S)
     monkeypatch.chdir(path.parent)
-    exec(code, {})
-    assert capsys.readouterr().out == f"{study.id} 0 as it is None\n"
+    exec(trials, {})
+    assert capsys.readouterr().out == f"{study.id} 0 as it is {Verdict.MEASURED}\n"
+    exec(points, {})
+    assert capsys.readouterr().out.startswith("micro 8 213.3")

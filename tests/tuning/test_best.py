@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from autofit.analysis.frontier import Point, frontier
-from autofit.export import FORMATS, load_plan
+from autofit.export import FORMATS
+from autofit.export.load import load_plan
 from autofit.storage import Store
 from autofit.units import exact_size
 
@@ -45,7 +46,7 @@ def test_another_point_of_the_study(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", FORMATS)
 def test_every_format_takes_a_budget(
     form: str, searched_folder: Path, leanest: Point, command: Command
 ) -> None:

@@ -401,8 +401,8 @@ def invented(seed: int) -> Work:
 def test_a_handful_of_trials_finds_what_the_whole_space_holds(work: Work, budget: int) -> None:
     found = run(work, budget, by_model(work, budget))
     assert found.share >= 0.9
-    assert len(found.trials) <= 14  # launches are what costs
-    assert found.launches <= 7  # 12, less those that confirm the winner and settle a doubt
+    assert len(found.trials) <= 20  # a trial in a running launch costs some seconds
+    assert found.launches <= 5  # each costs the start of the script
     fitting = [trial.measurement for trial in found.trials if trial.measurement]
     assert all(each.peak_device <= budget for each in fitting)
 

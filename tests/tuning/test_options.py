@@ -29,6 +29,7 @@ GIVEN: dict[str, Any] = {
     "only": frozenset({"precision", "optimizer"}),
     "without": frozenset({"compile"}),
     "horizon": 500,
+    "sampler": "tpe",
     "headroom": 7.5,
     "gpus": 4,
     "gpus_per_trial": 2,

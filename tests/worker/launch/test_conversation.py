@@ -303,8 +303,9 @@ def test_a_plan_that_is_pruned_costs_no_further_windows(talk: Talk, tmp_path: Pa
 def test_a_window_of_uneven_steps_goes_on_if_that_helps(
     talk: Talk, tmp_path: Path, more: bool
 ) -> None:
-    uneven = "while True:\n    __import__('time').sleep(random.choice((0.0, 0.05)))"
-    (tmp_path / "train.py").write_text("import random\n" + SCRIPT.replace("while True:", uneven))
+    uneven = "for wait in itertools.cycle((0.0, 0.05)):\n    time.sleep(wait)"
+    script = "import itertools, time\n" + SCRIPT.replace("while True:", uneven)
+    (tmp_path / "train.py").write_text(script)
     heard = talk("", harness=HARNESS, goes_on=lambda ended: GoOn(more=more))
     rounds = [event.steps for event in heard if isinstance(event, RoundEnded)]
     told = [step for steps in rounds for step in steps]
