@@ -10,6 +10,7 @@ from typing import Self
 from autofit import strategies
 from autofit.exceptions import UsageError
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory, Strategy
+from autofit.strategies.checkpointing import ALL
 from autofit.strategies.micro_batch import AUTO
 
 
@@ -149,8 +150,36 @@ class Plan:
 
     @property
     def searched(self) -> Self:
-        """This plan with the micro-batch size left open for a trial to find."""
-        return self if self["micro_batch"] == AS_IS else self.replace(micro_batch=AUTO)
+        """This plan with its numbers left open for a trial to find.
+
+        These are the micro-batch size and the number of checkpointed blocks.
+        """
+        return type(self)(tuple((s.name, s.searched(level)) for s, level in self))
+
+    @property
+    def all_blocks(self) -> Self:
+        """This plan with all blocks checkpointed in place of a number of them."""
+        number = self["checkpointing"].isdecimal()
+        return self.replace(checkpointing=ALL) if number else self
+
+    @property
+    def open(self) -> bool:
+        """Whether a trial has to find a number of this plan."""
+        return any(level == AUTO for _, level in self.changes)
+
+    def sized(self, micro_batch: int, checkpointing: str | None) -> Self:
+        """Return this plan with the given numbers in place of ``auto``.
+
+        ``checkpointing``: a level of that strategy; ``None`` if it was not measured.
+        """
+        numbers = {"micro_batch": str(micro_batch), "checkpointing": checkpointing or AUTO}
+        levels = ((name, numbers[name] if level == AUTO else level) for name, level in self.changes)
+        return self.of(dict(levels))
+
+    def is_point_of(self, plan: Plan) -> bool:
+        """Return whether this plan is ``plan`` with numbers in place of ``auto``."""
+        opened = {name: AUTO for name, level in plan.changes if level == AUTO}
+        return self.replace(**opened) == plan
 
     def __str__(self) -> str:
         return ", ".join(s.describe(level) for s, level in self) or "as it is"

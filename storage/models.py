@@ -192,6 +192,8 @@ class Measurement(Base):
     losses: Mapped[list[Any]]
     compile_seconds: Mapped[float] = mapped_column(server_default="0")
     rank_peaks: Mapped[list[Any]] = mapped_column(server_default="[]")
+    checkpointing: Mapped[str | None] = mapped_column(String(16))
+    """The level of ``checkpointing``; null in measurements of older versions."""
 
 
 class Event(Base):

@@ -330,6 +330,19 @@ class Strategy(ABC):
             raise UsageError(f"{unknown}: it was removed in 0.2: use {self.removed[name]}")
         raise UsageError(f"{unknown}; it has {allowed}")
 
+    def searched(self, level: str) -> str:
+        """Return the level of a search that finds ``level``: ``auto`` in place of a number."""
+        return level
+
+    def leaner_levels(self, level: str, facts: Facts) -> tuple[str, ...]:
+        """Return the levels to which a run may fall back from ``level``.
+
+        They need less memory, and are not expected to be faster.
+        """
+        now = self.level(level)
+        found = (each for each in self.levels if each.keeps < now.keeps)
+        return tuple(each.name for each in found if each.slowdown >= max(1.0, now.slowdown))
+
     def samples(self, level: str, batch: int) -> int:
         """Return how many of ``batch`` samples train under ``level``."""
         return batch

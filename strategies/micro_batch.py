@@ -40,6 +40,10 @@ class MicroBatch(Strategy):
         except UsageError as error:
             raise UsageError(f"{error} or a number of samples") from None
 
+    def searched(self, level: str) -> str:
+        """Return ``auto`` for a number of samples."""
+        return AUTO if level.isdecimal() else level
+
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact. If the model has dropout and its batch is split, random draws differ."""
         found = self.level(level).fidelity

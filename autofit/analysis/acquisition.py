@@ -18,6 +18,7 @@ from autofit.analysis.verdicts import fits
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts
+from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import HORIZON, STEPS
 
 GAIN = 0.02
@@ -30,6 +31,8 @@ CLOSING = 2.0
 """A plan that adds a fixed level comes first if it gains this many times as much per second."""
 SEARCHED_STEPS = 3 * STEPS
 """Optimizer steps of a trial that searches a micro-batch size."""
+SOLVED_STEPS = 5 * STEPS
+"""Optimizer steps of a trial that searches a number of blocks to checkpoint."""
 SIZED_STEPS = 2 * STEPS
 """Optimizer steps of a trial at a size that is known, warm-up included."""
 
@@ -148,7 +151,8 @@ def _seconds(
     """
     fixed, start = situation.fixed, situation.start
     here = fixed is not None and plan.follows(fixed)
-    steps = SIZED_STEPS if plan.unsized != plan else SEARCHED_STEPS
+    steps = SOLVED_STEPS if plan["checkpointing"] == AUTO else SEARCHED_STEPS
+    steps = SIZED_STEPS if plan.unsized != plan else steps
     starts = (0.0 if here else 1.0) + (1.0 - likely)
     return starts * start + CHECK + model.compile_seconds(plan) + steps * step
 

@@ -12,9 +12,13 @@ Both predictions have a fixed structure, so that a few trials are enough to fit 
 - ``weights``, ``gradients`` and ``state`` are computed from the facts of the script.
 
 Each level multiplies ``compute`` and the kinds of memory that its strategy lowers by factors of its
-own. Their priors are the strategy's expectations. If the batch is whole, the backward pass frees
-activations while it creates gradients, so the peak has the larger of the two. A plan that trains on
-fewer samples differs only in the size of its batch.
+own. Their priors are the strategy's expectations. If a share ``b`` of the blocks is checkpointed,
+the factor is ``1 + b * (f - 1)``, where ``f`` is the factor for all blocks. A plan that leaves the
+number of blocks open takes the share that makes it fastest.
+
+If the batch is whole, the backward pass frees activations while it creates gradients, so the peak
+has the larger of the two. A plan that trains on fewer samples differs only in the size of its
+batch.
 
 The logarithms of all factors are fitted together by least squares, with a pull towards each prior.
 The residual of a plan is its deviation, whose size the fit estimates. Each size that a trial
@@ -40,6 +44,7 @@ from autofit.space.static_memory import Static, total_bytes
 from autofit.space.static_memory import context as context_of
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
+from autofit.strategies.checkpointing import ALL, Checkpointing
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import HORIZON, Measurement, Verdict
 
@@ -51,10 +56,23 @@ SHORT_WINDOW = 2
 """A window of this many steps or fewer has more noise."""
 KNEE = 4.0
 """Exponent of the smooth maximum of compute and overhead; 1 would be their sum."""
+CHECKPOINTING = Checkpointing()
 EFFECTS = tuple(
-    (strategy, level) for strategy in strategies.REGISTRY for level in strategy.levels[1:]
+    (strategy, level)
+    for strategy in strategies.REGISTRY
+    for level in strategy.levels[1:]
+    if (strategy.name, level.name) != (CHECKPOINTING.name, AUTO)
 )
-"""Every level except the first one of each strategy: the parameters of the fit."""
+"""Every level except the first one of each strategy: the parameters of the fit.
+
+Checkpointing has one parameter, for all blocks.
+"""
+BLOCKS = [(strategy.name, level.name) for strategy, level in EFFECTS].index(
+    (CHECKPOINTING.name, ALL)
+)
+"""Index of that parameter."""
+SHARES = tuple(part / 6 for part in range(7))
+"""Shares of the blocks among which a plan with an open number chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,8 @@ class Point:
     """The measurement of one plan at one micro-batch size."""
 
     plan: Plan
+    blocks: float
+    """Share of the blocks that is checkpointed."""
     samples: float
     """Samples in a chunk."""
     seconds: float
@@ -77,6 +97,8 @@ class Row:
     """A data point of a fit, or a lower bound."""
 
     plan: Plan
+    blocks: float
+    """Share of the blocks that is checkpointed."""
     samples: float
     """Samples in a chunk."""
     whole: float
@@ -117,7 +139,7 @@ class CostModel:
         horizon: int = HORIZON,
         expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None,
     ) -> None:
-        facts = facts or Facts()
+        self._facts = facts = facts or Facts()
         self._finished = finished = tuple(finished)
         points = [point for trial in finished for point in _points(trial, facts)]
         self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
@@ -145,7 +167,8 @@ class CostModel:
         first = points[0] if points else None
         seconds = first.seconds if first else 1.0
         if first is not None:
-            seconds /= float(np.exp(_design([first.plan])[0] @ slowdowns))
+            design = _design([first.plan], [first.blocks])
+            seconds /= float(_factor(slowdowns[None], design)[0, 0])
         self._memory = _Fit(
             self._peak,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
@@ -154,7 +177,7 @@ class CostModel:
                 KEEPS,
                 PRIORS.memory_effects,
             ),
-            [Row(p.plan, p.samples, self._whole(p.plan), p.peak) for p in points],
+            [Row(p.plan, p.blocks, p.samples, self._whole(p.plan), p.peak) for p in points],
             bounds,
         )
         blocks = sum(root.blocks for root in facts.roots) or PRIORS.blocks
@@ -176,47 +199,67 @@ class CostModel:
                 ),
                 _prior_covariance([], widths * KERNELS, PRIORS.launch_effects),
             ),
-            [Row(p.plan, p.samples, self._whole(p.plan), p.seconds, p.noise) for p in points],
+            [
+                Row(p.plan, p.blocks, p.samples, self._whole(p.plan), p.seconds, p.noise)
+                for p in points
+            ],
             [],
         )
 
     def compile_seconds(self, plan: Plan) -> float:
         """Return the seconds that compilation is expected to take under ``plan``."""
-        return float(_design([plan])[0] @ self._compile_seconds)
+        return float(self._designed([plan])[0] @ self._compile_seconds)
 
     def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
         """Return the expected step seconds and peak bytes of a plan with ``samples`` in a chunk."""
-        design, size, whole = _design([plan]), np.array([float(samples)]), self._wholes([plan])
+        design, size, whole = (
+            self._designed([plan]),
+            np.array([float(samples)]),
+            self._wholes([plan]),
+        )
         seconds = self._seconds(self._time.mean[None], design, size, whole)
         peak = self._peak(self._memory.mean[None], design, size, whole)
         return float(seconds[0, 0]), float(peak[0, 0])
 
     def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
-        """Return draws of the outcomes of ``plans``, from the same draws of the parameters."""
-        design = _design(plans)
+        """Return draws of the outcomes of ``plans``, from the same draws of the parameters.
+
+        Plans with an open number of blocks are tried with each of ``SHARES``.
+        """
+        tried = [
+            (column, share)
+            for column, plan in enumerate(plans)
+            for share in (SHARES if plan["checkpointing"] == AUTO else (self._blocks(plan),))
+        ]
+        columns = np.array([column for column, _ in tried], dtype=int)
+        design = _design([plans[column] for column in columns], [share for _, share in tried])
         memory, time = self._memory.draw(self._rng), self._time.draw(self._rng)
         shape = (DRAWS, len(plans))
-        short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))
-        whole = self._wholes(plans)
-        rest = self._peak(memory, design, np.zeros(len(plans)), whole)
-        slope = np.maximum(self._peak(memory, design, np.ones(len(plans)), whole) - rest, 1.0)
-        most = np.array([pruning.max_micro_batch(plan, self._finished) for plan in plans])
+        short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))[:, columns]
+        whole = self._wholes(plans)[columns]
+        rest = self._peak(memory, design, np.zeros(len(tried)), whole)
+        slope = np.maximum(self._peak(memory, design, np.ones(len(tried)), whole) - rest, 1.0)
+        most = np.array([pruning.max_micro_batch(plan, self._finished) for plan in plans])[columns]
         room = (self._budget / short - rest) / slope
         largest = np.floor(np.clip(room, 0.0, np.minimum(most, whole - 1)))
-        splits = np.array([plan["micro_batch"] == AUTO for plan in plans])
+        splits = np.array([plan["micro_batch"] == AUTO for plan in plans])[columns]
         fits = self._peak(memory, design, whole, whole) * short <= self._budget
         samples = np.where(fits & (most >= whole), whole, np.where(splits, largest, 0.0))
-        late = np.exp(self._time.deviation * self._rng.standard_normal(shape))
+        late = np.exp(self._time.deviation * self._rng.standard_normal(shape))[:, columns]
         seconds = self._seconds(time, design, np.maximum(samples, 1.0), whole) * late
         seconds = seconds + design @ self._compile_seconds / self._horizon
-        return Outcomes(tuple(plans), np.where(samples > 0, seconds, np.inf), samples)
+        seconds = np.where(samples > 0, seconds, np.inf)
+        first = np.searchsorted(columns, np.arange(len(plans)))
+        fastest = np.minimum.reduceat(seconds, first, axis=1)
+        chosen = np.where(seconds == fastest[:, columns], samples, 0.0)
+        return Outcomes(tuple(plans), fastest, np.maximum.reduceat(chosen, first, axis=1))
 
     # --- the structure ---------------------------------------------------------------------
 
     def _peak(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
         """Return the peak bytes of each plan of ``design`` for each row of ``theta``."""
         context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
-        factor = {kind: np.exp(theta[:, 3:] @ (design * mask).T) for kind, mask in LOWERS.items()}
+        factor = {kind: _factor(theta[:, 3:], design * mask) for kind, mask in LOWERS.items()}
         weights = self._static.weights * factor[Memory.WEIGHTS]
         gradients = self._static.gradients * factor[Memory.GRADIENTS]
         state_bytes = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
@@ -230,11 +273,18 @@ class CostModel:
         """Return the step seconds of each plan of ``design`` for each row of ``theta``."""
         plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
         effects, launches = np.split(theta[:, 3:], 2, axis=1)
-        compute = plain * np.exp(effects @ design.T)
+        compute = plain * _factor(effects, design)
         share = np.minimum(samples / self._batch, 1.0)
         compute = compute * (1.0 + rerun * (1.0 - np.minimum(samples / whole, 1.0))) * share
-        overhead = overhead * np.exp(launches @ design.T)
+        overhead = overhead * _factor(launches, design)
         return np.asarray((compute**KNEE + overhead**KNEE) ** (1.0 / KNEE) / share)
+
+    def _blocks(self, plan: Plan) -> float:
+        """Return the share of the blocks that is checkpointed under ``plan``."""
+        return CHECKPOINTING.block_share(plan[CHECKPOINTING.name], self._facts)
+
+    def _designed(self, plans: Sequence[Plan]) -> Array:
+        return _design(plans, [self._blocks(plan) for plan in plans])
 
     def _wholes(self, plans: Sequence[Plan]) -> Array:
         return np.array([self._whole(plan) for plan in plans])
@@ -249,10 +299,14 @@ class CostModel:
         if short is None:
             return []
         plan, whole = trial.plan.searched, self._whole(trial.plan)
+        level = short.checkpointing or trial.plan["checkpointing"]
+        out = trial.verdict is Verdict.OUT_OF_MEMORY
+        at_most = ALL if out else AS_IS  # a peak beyond the budget is certain there
+        blocks = CHECKPOINTING.block_share(at_most if level == AUTO else level, self._facts)
         split = trial.plan["micro_batch"]
         smallest = {AS_IS: whole, AUTO: 1.0}.get(split) or float(split)
-        size = short.micro_batch or (smallest if trial.verdict is Verdict.OUT_OF_MEMORY else whole)
-        return [Row(plan, float(size), whole, float(trial.budget))]
+        size = short.micro_batch or (smallest if out else whole)
+        return [Row(plan, blocks, float(size), whole, float(trial.budget))]
 
 
 class _Fit:
@@ -267,7 +321,7 @@ class _Fit:
         bounds: Sequence[Row],
     ) -> None:
         rows = (*points, *bounds)
-        design = _design([row.plan for row in rows])
+        design = _design([row.plan for row in rows], [row.blocks for row in rows])
         samples = np.array([row.samples for row in rows])
         whole = np.array([row.whole for row in rows])
         target = np.log([row.figure for row in rows])
@@ -341,10 +395,23 @@ def _covariance(points: Sequence[Row]) -> Array:
     return same.reshape(len(points), len(points)) + np.diag((noise / PRIORS.deviation) ** 2)
 
 
-def _design(plans: Sequence[Plan]) -> Array:
-    """Return the design matrix: one row a plan, one column an effect, 1 if the plan has it."""
+def _design(plans: Sequence[Plan], blocks: Sequence[float]) -> Array:
+    """Return the design matrix: one row a plan, one column an effect, 1 if the plan has it.
+
+    ``blocks``: for each plan, the share of the blocks that is checkpointed.
+    """
     rows = [[plan[strategy.name] == level.name for strategy, level in EFFECTS] for plan in plans]
-    return np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
+    design = np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
+    design[:, BLOCKS] = blocks
+    return design
+
+
+def _factor(effects: Array, design: Array) -> Array:
+    """Return the product of the effects of each plan, for each row of ``effects``."""
+    others = design.copy()
+    others[:, BLOCKS] = 0.0
+    checkpointed = np.expm1(effects[:, [BLOCKS]]) * design[:, BLOCKS]
+    return np.asarray(np.exp(effects @ others.T) * (1.0 + checkpointed))
 
 
 def _lowers() -> dict[Memory, Array]:
@@ -411,20 +478,21 @@ def _compile_seconds(finished: Sequence[TrialRecord]) -> Array:
 
 
 def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
-    """Return a point for each size that a trial measured; the last measurement of a size counts."""
+    """Return a point for each plan that a trial measured; its last measurement counts."""
     report = trial.report
-    found = {each.micro_batch: each for each in report.measurements} if report else {}
+    found = {each.plan(trial.plan): each for each in report.measurements} if report else {}
     return [
         Point(
             plan=trial.plan.searched,
-            samples=float(size),
+            blocks=CHECKPOINTING.block_share(plan[CHECKPOINTING.name], facts),
+            samples=float(each.micro_batch),
             seconds=each.seconds
             * (facts.effective_batch or each.effective_batch)
             / each.effective_batch,
             noise=max(_noise(each), each.spread),
             peak=float(each.peak_device),
         )
-        for size, each in found.items()
+        for plan, each in found.items()
     ]
 
 

@@ -10,7 +10,7 @@ from autofit.analysis.ranking import ranked_sound
 from autofit.analysis.verdicts import refused, tainted
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
-from autofit.space.order import expected, trades_speed
+from autofit.space.order import expected
 from autofit.space.static_memory import chunk_samples, freed_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, Memory
@@ -76,7 +76,8 @@ def next_fallback(
     Measured plans with a lower peak come first, the fastest of them before the others. Then come
     plans that differ from ``plan`` by one step: half the micro-batch, or one level that trades
     speed for memory. These are sorted in this order: plans that keep the fidelity of ``plan``,
-    plans expected to free ``missing`` bytes, and the smallest expected loss of speed.
+    plans expected to free ``missing`` bytes, plans with more checkpointed blocks if ``plan`` has a
+    number of them, and the smallest expected loss of speed.
 
     Args:
         plan: The plan that ran out of memory.
@@ -86,16 +87,19 @@ def next_fallback(
             optimizer state do not fit.
         missing: Bytes that the fallback should free.
     """
-    seen = {plan, *tried}
-    faithful = max(plan.fidelity(context.facts), Fidelity.REDRAW)
+    seen, facts = {plan, *tried}, context.facts
+    faithful = max(plan.fidelity(facts), Fidelity.REDRAW)
 
     def freed(fallback: Plan) -> float:
-        return freed_bytes(plan, fallback, context.facts, context.budget)
+        return freed_bytes(plan, fallback, facts, context.budget)
 
-    def order(fallback: Plan) -> tuple[bool, bool, float]:
+    def order(fallback: Plan) -> tuple[bool, bool, bool, float]:
         bytes_ = freed(fallback)
-        lower = fallback.fidelity(context.facts) > faithful
-        return lower, bytes_ < missing, -bytes_ if bytes_ < missing else expected(fallback)
+        lower, short = fallback.fidelity(facts) > faithful, bytes_ < missing
+        same = (
+            plan["checkpointing"].isdecimal() and plan["checkpointing"] == fallback["checkpointing"]
+        )
+        return lower, short, same, -bytes_ if short else expected(fallback, facts)
 
     derived = sorted(_derived(plan, context, activations=activations), key=order)
     if not activations:  # arithmetic predicts these bytes: a plan that frees too little cannot help
@@ -149,12 +153,11 @@ def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iter
     for strategy in strategies.REGISTRY:
         if strategy.name == "micro_batch":
             continue
-        now = strategy.level(plan[strategy.name])
-        for level in strategy.levels:
-            lowered = strategy.lowered(level.name)
+        for level in strategy.leaner_levels(plan[strategy.name], context.facts):
+            lowered = strategy.lowered(level)
             helps = bool(lowered if activations else lowered - {Memory.ACTIVATIONS})
-            if helps and trades_speed(level, now) and context.allows(strategy.name, level.name):
-                fallback = plan.replace(**{strategy.name: level.name})
+            if helps and context.allows(strategy.name, level):
+                fallback = plan.replace(**{strategy.name: level})
                 fallback = fallback.unsized if clash(fallback) else fallback
                 if not clash(fallback):
                     yield fallback

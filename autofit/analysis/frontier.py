@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autofit.analysis.verdicts import best_plan, corrected, ramped, tainted
+from autofit.analysis.verdicts import best_plan, corrected, solved, tainted
 from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
@@ -93,12 +93,11 @@ def points(
 
 
 def _sizes(trial: TrialRecord, facts: Facts | None) -> Iterator[tuple[Plan, Measurement]]:
-    """Yield each plan that a trial measured: one for each micro-batch size."""
+    """Yield each plan that a trial measured: one for each pair of numbers that it tried."""
     if trial.verdict is not Verdict.MEASURED or trial.report is None:
         return
     *others, last = trial.report.measurements
-    if ramped(trial.plan):
+    if solved(trial.plan):
         for each in others:
-            plan = trial.plan.replace(micro_batch=str(each.micro_batch))
-            yield plan.whole(facts or Facts()), each
+            yield each.plan(trial.plan).whole(facts or Facts()), each
     yield best_plan(trial), last

@@ -10,6 +10,8 @@ from autofit.plan import Plan
 from autofit.space.order import leaner, only_saves
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS
+from autofit.strategies.checkpointing import ALL
+from autofit.strategies.micro_batch import AUTO
 from autofit.units import parse_size
 from autofit.worker.records.trials import Verdict
 
@@ -41,6 +43,8 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
             return f"{trial.plan} fits with the whole batch, and this plan is slower"
         if trial.verdict is Verdict.OUT_OF_MEMORY and leaner(trial.plan, plan):
             return f"{trial.plan} needs less memory and does not fit"
+        if _includes(trial, plan):
+            return f"{trial.plan} includes it"
     return (
         _allocator_suffices(plan, finished, batch)
         or _data_is_fast_enough(plan, finished)
@@ -67,6 +71,16 @@ def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
         if trial.plan == plan.unsized != plan and not trial.report.reason:  # its ramp was complete
             limits.append(found / plan.sized_keeps)
     return min(limits)
+
+
+def _includes(trial: TrialRecord, plan: Plan) -> bool:
+    """Return whether a complete trial chose the number of blocks, and ``plan`` is all of them."""
+    report = trial.report
+    if report is None or plan["checkpointing"] != ALL:
+        return False
+    measured = report.verdict is Verdict.MEASURED and not report.reason
+    complete = measured or report.verdict is Verdict.OUT_OF_MEMORY
+    return complete and plan.replace(checkpointing=AUTO) == trial.plan
 
 
 def _lacks_size(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:

@@ -17,7 +17,6 @@ from autofit.plan import Plan
 from autofit.space.order import by_cost
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
-from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import CHECK, Measurement, OutOfMemory, TrialReport, Verdict
 
@@ -148,12 +147,12 @@ def best_plan(trial: TrialRecord) -> Plan:
     return (trial.report.best if trial.report else None) or trial.plan
 
 
-def ramped(plan: Plan) -> bool:
-    """Return whether a trial measures ``plan`` itself at several micro-batch sizes.
+def solved(plan: Plan) -> bool:
+    """Return whether a trial measures ``plan`` itself with several numbers in place of ``auto``.
 
-    A plan with levels that are made for one batch size finds the size without these levels.
+    A plan with levels that are made for one batch size finds its numbers without these levels.
     """
-    return plan["micro_batch"] == AUTO and plan.unsized == plan
+    return plan.open and plan.unsized == plan
 
 
 def fits(trial: TrialRecord, budget: int) -> bool:
@@ -167,8 +166,8 @@ def corrected(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> 
     """Return a trial with the result of its confirmation run, if that one was short of memory.
 
     If the plan barely fitted and was slower, the confirmation's measurement replaces the search's.
-    If the plan ran out of memory, the trial counts with the fastest of its smaller micro-batch
-    sizes. Without a smaller size, its verdict becomes ``OUT_OF_MEMORY``.
+    If the plan ran out of memory, the trial counts with the fastest of its measurements in smaller
+    chunks or with more checkpointed blocks. Without one, its verdict becomes ``OUT_OF_MEMORY``.
 
     Args:
         trial: A trial of the search.
@@ -197,11 +196,12 @@ def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) ->
 
 
 def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
-    """Return a report without its winning size, which ran out of memory when confirmed."""
-    size, own = report.measurements[-1].micro_batch, ramped(report.plan)
-    smaller = [each for each in report.measurements if own and each.micro_batch < size]
-    short = replace(short, micro_batch=size)
-    if not smaller:
+    """Return a report without its winning numbers, which ran out of memory when confirmed."""
+    last = report.measurements[-1]
+    size, level, several = last.micro_batch, last.checkpointing, solved(report.plan)
+    short = replace(short, micro_batch=size, checkpointing=level)
+    leaner = [each for each in report.measurements if several and each.leaner(size, level)]
+    if not leaner:
         return replace(
             report,
             verdict=Verdict.OUT_OF_MEMORY,
@@ -210,9 +210,9 @@ def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
             measurements=(),
             out_of_memory=short,
         )
-    smaller.sort(key=lambda each: each.samples_per_second)
-    best = report.plan.replace(micro_batch=str(smaller[-1].micro_batch))
-    return replace(report, best=best, measurements=(*smaller,), out_of_memory=short)
+    leaner.sort(key=lambda each: each.samples_per_second)
+    best = leaner[-1].plan(report.plan)
+    return replace(report, best=best, measurements=(*leaner,), out_of_memory=short)
 
 
 def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[str, str] | None:

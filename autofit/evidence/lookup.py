@@ -44,11 +44,13 @@ class Evidence:
     def holds(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified and the user's modules have not changed since.
 
-        The micro-batch size is ignored, unless a strategy of the plan depends on the batch size.
+        The micro-batch size is ignored, unless a strategy of the plan depends on the batch size. A
+        number of checkpointed blocks was verified if all blocks were.
         """
         if plan.neutral:
             return True
-        held = self._found.get(_plan_key(plan))
+        keys = map(_plan_key, (plan, plan.all_blocks))
+        held = next(filter(None, map(self._found.get, keys)), None)
         if held is None:
             return False
         try:

@@ -9,6 +9,7 @@ from autofit.analysis.fallback import FallbackContext
 from autofit.plan import Plan
 from autofit.space.static_memory import chunk_samples
 from autofit.strategies import AS_IS, Memory
+from autofit.strategies.micro_batch import AUTO
 from autofit.units import format_size
 from autofit.worker.records.trials import CHECK, CHECK_STARVED, OutOfMemory
 
@@ -97,9 +98,9 @@ def _left(kind: Memory, plan: Plan, context: FallbackContext) -> Iterator[str]:
             splits = size is not None and size > 1 and kind in strategy.lowers
             levels = [str(-(-size // 2))] if size is not None and splits else []
         else:
-            names = [level.name for level in strategy.levels]
-            further = names[names.index(plan[strategy.name]) + 1 :]
-            levels = [level for level in further if kind in strategy.lowered(level)]
+            names, now = [level.name for level in strategy.levels], plan[strategy.name]
+            further = names[names.index(now) + 1 :] if now in names else [names[-1]]
+            levels = [e for e in further if e != AUTO and kind in strategy.lowered(e)]
         allowed = (
             level
             for level in levels

@@ -1,12 +1,11 @@
 """Which of two plans is leaner: the only module that orders plans by memory or expected speed.
 
-Five questions need five orders:
+Four questions need four orders:
 
 - ``leaner``: does it always need less memory? A partial order: one trial answers for other plans.
 - ``only_saves``: differs by optional levels that cannot gain speed?
 - ``by_cost``: a sort key over all plans, by the speed that a plan gives up for memory.
 - ``by_activations``: a sort key for plans that keep the same weights, gradients and state.
-- ``trades_speed``: is one level of a strategy a fallback from another one?
 
 A plan that was measured has a peak; ``autofit/analysis`` compares peaks where there are some.
 """
@@ -18,10 +17,13 @@ import math
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.space.static_memory import remaining_share
-from autofit.strategies import AS_IS, Facts, Fidelity, Level, Memory
+from autofit.strategies import AS_IS, Facts, Fidelity, Memory
+from autofit.strategies.micro_batch import AUTO
 
-ORDERED = {"checkpointing": (AS_IS, "third", "half", "all"), "optimizer": ("fused", "eight_bit")}
+ORDERED = {"checkpointing": (AS_IS, AUTO, "all"), "optimizer": ("fused", "eight_bit")}
 """Levels by strategy. Each level needs less memory, and more time, than the levels before it.
+
+A trial of checkpointing ``auto`` finds a number of blocks, from none to all.
 
 Precision is not ordered, because bf16 needs less memory and is faster. The micro-batch is not,
 because each trial searches its size. The fused optimizer needs less memory than the script's own,
@@ -71,8 +73,10 @@ def by_cost(plan: Plan) -> tuple[float, float, float]:
     )
 
 
-def expected(plan: Plan) -> float:
+def expected(plan: Plan, facts: Facts | None = None) -> float:
     """Return the expected step time of a plan, relative to the script without a plan."""
+    if facts is not None:
+        return math.prod(strategy.expected_slowdown(level, facts) for strategy, level in plan)
     return math.prod(strategy.level(level).slowdown for strategy, level in plan)
 
 
@@ -89,8 +93,3 @@ def by_change(plan: Plan, facts: Facts) -> tuple[bool, int, bool, float]:
     """
     others = sum(s.fidelity(level, facts) is Fidelity.RECIPE for s, level in plan)
     return plan["adapters"] != AS_IS, others, plan["micro_batch"] == AS_IS, expected(plan)
-
-
-def trades_speed(level: Level, now: Level) -> bool:
-    """Return whether ``level`` needs less memory than ``now``, and is not expected to be faster."""
-    return level.slowdown >= max(1.0, now.slowdown) and level.keeps < now.keeps

@@ -57,9 +57,15 @@ class Static:
         return self.weights * (math.prod(shares) if cuda else 1.0)
 
 
-def remaining_share(plan: Plan, kind: Memory) -> float:
-    """Return the expected share of a kind of memory that remains under ``plan``."""
+def remaining_share(plan: Plan, kind: Memory, facts: Facts | None = None) -> float:
+    """Return the expected share of a kind of memory that remains under ``plan``.
+
+    With ``facts``, the share of the activations is that in this script.
+    """
     levels = plan.levels
+    if facts is not None and kind is Memory.ACTIVATIONS:
+        lowering = ((s, level) for s, level in plan if kind in s.lowered(level))
+        return math.prod(strategy.expected_share(level, facts) for strategy, level in lowering)
     return math.prod(strategy.keeps(level, kind, levels) for strategy, level in plan)
 
 
@@ -107,7 +113,7 @@ def freed_bytes(plan: Plan, other: Plan, facts: Facts, budget: int) -> float:
     size, smaller = chunk_samples(plan, facts), chunk_samples(other, facts)
     freed = 0.0
     for kind, size_of_kind in held.items():
-        before, after = remaining_share(plan, kind), remaining_share(other, kind)
+        before, after = (remaining_share(each, kind, facts) for each in (plan, other))
         if kind is Memory.ACTIVATIONS and size and smaller:
             after *= smaller / size
         freed += size_of_kind * (before - after) / before

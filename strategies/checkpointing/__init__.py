@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from autofit.exceptions import Refused
+from autofit.exceptions import Refused, UsageError
 from autofit.facts import Facts
 from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import share_of_logits
+from autofit.strategies.micro_batch import AUTO
 
-EVERY = {"third": 3, "half": 2, "all": 1}
-"""Each level's stride over the blocks."""
+ALL = "all"
+PARTS = {"third": 3, "half": 2, ALL: 1}
+"""Levels that checkpoint one block in so many. Plans of earlier versions may hold the first two."""
+UNKNOWN_SHARE = 0.5
+"""Share of the blocks for a number of blocks, where the number of all blocks is not known."""
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Attributes of a Hugging Face model with the handles of its embedding hooks."""
@@ -26,13 +32,18 @@ from torch.utils.checkpoint import checkpoint
 
 # A Hugging Face model does it by itself: model.gradient_checkpointing_enable()
 # Norms in a block that keep statistics of the batches count each of them twice so.
-for block in blocks[::STRIDE]:
+for block in blocks[:COUNT]:
     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 """
 
 
 class Checkpointing(Strategy):
     """Non-reentrant checkpointing of the repeated blocks (Chen et al., 2016).
+
+    Besides the levels listed, every positive integer is a level: the number of blocks, counted from
+    the model's input. Backward begins at the output. The last blocks have freed their activations
+    before the first of these blocks runs again, so the peak is lowest. A search uses ``auto`` and
+    stores the number that it finds.
 
     Hugging Face models use their own checkpointing, which also keeps the key-value cache from
     being written twice. In other models each block runs through ``torch.utils.checkpoint``. It
@@ -43,22 +54,72 @@ class Checkpointing(Strategy):
     summary = "keeps a block's input and recomputes its activations in backward"
     source = "https://arxiv.org/abs/1604.06174"
     lowers = frozenset({Memory.ACTIVATIONS})
-    removed: ClassVar[Mapping[str, str]] = {"selective": "half"}
+    removed: ClassVar[Mapping[str, str]] = {"selective": ALL}
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
-        Level(name="third", summary="every third block", slowdown=1.07, keeps=0.7, refines=True),
-        Level(name="half", summary="every second block", slowdown=1.12, keeps=0.55),
-        Level(name="all", summary="every block", slowdown=1.25, keeps=0.15),
+        Level(
+            name=AUTO,
+            summary="as many blocks as the budget needs, found inside one launch",
+            slowdown=1.12,
+            keeps=0.55,
+        ),
+        Level(name=ALL, summary="every block", slowdown=1.25, keeps=0.15),
     )
+
+    def level(self, name: str) -> Level:
+        """Return the level called ``name``, which may be a number of blocks."""
+        between = super().level(AUTO)
+        if name.isascii() and name.isdigit() and int(name) > 0:
+            return replace(between, name=name, summary=f"the first {int(name)} blocks")
+        if name in PARTS and name != ALL:
+            return replace(between, name=name, summary=f"a {name} of the blocks")
+        try:
+            return super().level(name)
+        except UsageError as error:
+            raise UsageError(f"{error} or a number of blocks") from None
+
+    def searched(self, level: str) -> str:
+        """Return ``auto`` for a number of blocks."""
+        return AUTO if level.isdecimal() else level
+
+    def leaner_levels(self, level: str, facts: Facts) -> tuple[str, ...]:
+        """Return a number halfway between ``level`` and all blocks, then all blocks.
+
+        If less than a third of the blocks is left, all blocks are the only fallback.
+        """
+        if level == ALL:
+            return ()
+        blocks = most_blocks(facts)
+        if not blocks:
+            return ("half", ALL) if level == AS_IS else (ALL,)
+        now = 0 if level == AUTO else count(level, blocks)
+        halfway = (now + blocks + 1) // 2
+        return (str(halfway), ALL) if 3 * (blocks - now) > blocks > halfway else (ALL,)
+
+    def block_share(self, level: str, facts: Facts) -> float:
+        """Return the share of the blocks that run again under ``level``."""
+        if level in (AS_IS, ALL):
+            return float(level == ALL)
+        if level in PARTS:
+            return 1 / PARTS[level]
+        blocks = most_blocks(facts)
+        return count(level, blocks) / blocks if blocks and level != AUTO else UNKNOWN_SHARE
 
     def expected_share(self, level: str, facts: Facts) -> float:
         """The logits remain, whichever blocks are recomputed."""
         logits = share_of_logits(facts) or 0.0
-        return logits + (1.0 - logits) * self.level(level).keeps
+        freed = self.block_share(level, facts) * (1.0 - self.level(ALL).keeps)
+        return logits + (1.0 - logits) * (1.0 - freed)
+
+    def expected_slowdown(self, level: str, facts: Facts) -> float:
+        """Each block that runs again takes its share of the time."""
+        return 1.0 + self.block_share(level, facts) * (self.level(ALL).slowdown - 1.0)
 
     def describe(self, level: str) -> str:
-        """Return ``"checkpointing"``, or ``"checkpointing half"``."""
-        return self.name if level == "all" else f"{self.name} {level}"
+        """Return ``"checkpointing"``, or ``"checkpointing 7 blocks"``."""
+        if level == ALL:
+            return self.name
+        return f"{self.name} {level} blocks" if level.isdecimal() else f"{self.name} {level}"
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The model needs repeated blocks, and the script must not checkpoint."""
@@ -70,21 +131,30 @@ class Checkpointing(Strategy):
             return "the model has no repeated blocks"
         if any(r.norms_again and (r.transformers or r.compiled) for r in facts.roots):
             return "BatchNorm would update its statistics twice"
-        if level == "third" and max(root.blocks for root in facts.roots) < EVERY[level]:
-            return "the model has fewer than three blocks: half is the same"
+        if level == AUTO and most_blocks(facts) < 2:
+            return "the model has one block: all is the same"
         return None
 
-    def by_hand(self, level: str) -> ByHand:
-        """Checkpoint the blocks. A Hugging Face model has its own method."""
-        stride = "" if EVERY[level] == 1 else f"[::{EVERY[level]}]"
-        return ByHand(prepare=PLAIN.replace("[::STRIDE]", stride), blocks=True)
+    def by_hand(self, level: str) -> ByHand | None:
+        """Checkpoint the blocks; ``auto`` has no number yet.
+
+        A Hugging Face model has its own method.
+        """
+        if level == AUTO:
+            return None
+        stop = level if level.isdecimal() else f"-(-len(blocks) // {PARTS[level]})"
+        some = "" if level == ALL else f"[:{stop}]"
+        return ByHand(prepare=PLAIN.replace("[:COUNT]", some), blocks=True)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Checkpoint all blocks, or some of them."""
+        """Checkpoint all blocks, or the first of them. A number has replaced ``auto`` before."""
+        if level == AUTO:
+            raise Refused("auto is for a search: give a number of blocks")
         module = root.module
         if has_own_switch(module):
             return _switch_on(module, level)
-        blocks = repeated_blocks(module)[:: EVERY[level]]
+        blocks = repeated_blocks(module)
+        blocks = blocks[: count(level, len(blocks))]
         if not blocks:
             return None  # another root of this script has the blocks
         if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
@@ -100,6 +170,34 @@ class Checkpointing(Strategy):
                 take_back()
 
         return undo
+
+
+def count(level: str, blocks: int) -> int:
+    """Return how many of ``blocks`` blocks run again under a level other than ``auto``."""
+    if level == AS_IS:
+        return 0
+    return min(int(level), blocks) if level.isdecimal() else -(-blocks // PARTS[level])
+
+
+def level_of(number: int, blocks: int) -> str:
+    """Return the level under which ``number`` of ``blocks`` blocks run again."""
+    return AS_IS if number == 0 else ALL if number >= blocks else str(number)
+
+
+def more_blocks(level: str | None, other: str | None) -> bool:
+    """Return whether ``level`` checkpoints more blocks than ``other``; ``False`` if unknown."""
+
+    numbers = {AS_IS: 0.0, ALL: math.inf}
+
+    def number(level: str | None) -> float:
+        return float(level) if level and level.isdecimal() else numbers.get(level or "", math.nan)
+
+    return number(level) > number(other)
+
+
+def most_blocks(facts: Facts) -> int:
+    """Return the blocks of the root that has most of them; 0 if none are known."""
+    return max((root.blocks for root in facts.roots), default=0)
 
 
 def _in_graph(blocks: Sequence[Any]) -> Undo:
@@ -153,7 +251,7 @@ def _switch_on(module: Any, level: str) -> Undo:
         _drop_input_hooks(each, before)
     layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % EVERY[level] == 0
+        layer.gradient_checkpointing = index < count(level, len(layers))
     _replace_calls(module)
 
     def undo() -> None:
@@ -164,7 +262,7 @@ def _switch_on(module: Any, level: str) -> Undo:
             else:
                 each.gradient_checkpointing = flag
 
-    if EVERY[level] > 1 and not layers:
+    if level != ALL and not layers:
         undo()
         raise Refused("this model's own checkpointing has no switch for each block")
     return undo

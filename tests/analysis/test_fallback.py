@@ -96,16 +96,25 @@ def test_an_allowance_holds() -> None:
     dropping = replace(FACTS, roots=(replace(ROOT, dropout=True),))
     context = replace(GROUND, facts=dropping, allow=Fidelity.EXACT)
     fallbacks = rungs_of(Plan(), context)
-    assert {plan["checkpointing"] for plan in fallbacks} >= {"half", "all"}
+    assert {plan["checkpointing"] for plan in fallbacks} >= {"2", "all"}
     assert {plan.fidelity(dropping) for plan in fallbacks} == {Fidelity.EXACT}
+
+
+def test_more_blocks_come_before_smaller_chunks() -> None:
+    """The search has measured what a block costs; a split batch draws other random numbers."""
+    facts = replace(FACTS, roots=(replace(ROOT, blocks=24),))
+    plan = Plan.of({"checkpointing": "7", "micro_batch": "4"})
+    fallbacks = fallbacks_below(plan, replace(GROUND, facts=facts))
+    found = [(each["checkpointing"], each["micro_batch"]) for each in fallbacks]
+    assert found[:3] == [("16", "4"), ("all", "4"), ("all", "2")]
 
 
 def test_a_rung_leaves_out_what_cannot_stand_beside_it() -> None:
     context = replace(GROUND, facts=replace(FACTS, roots=(replace(ROOT, batch=1),)))
     full, regional = (Plan.of({"compile": level}) for level in ("full", "regional"))
     below = rungs_of(full, context)
-    assert Plan.of({"checkpointing": "half"}) in below
-    assert regional.replace(checkpointing="half") in rungs_of(regional, context)
+    assert Plan.of({"checkpointing": "2"}) in below
+    assert regional.replace(checkpointing="2") in rungs_of(regional, context)
     assert not any(clash(plan) for plan in below)
 
 

@@ -31,7 +31,7 @@ ROOT = RootFacts(
 )
 FACTS = Facts(roots=(ROOT,), optimizers=("SGD",))
 SCRIPT = Script(target="train.py", cwd="/project")
-HALF = Plan.of({"checkpointing": "half"})
+SOME = Plan.of({"checkpointing": "auto"})
 ALL = Plan.of({"checkpointing": "all"})
 SPLIT = Plan.of({"micro_batch": "auto"})
 BF16 = Plan.of({"precision": "bf16"})
@@ -105,9 +105,9 @@ def test_a_split_under_dropout_draws_anew() -> None:
 
 
 def test_what_trials_ruled_out_is_left_out_with_their_reason() -> None:
-    found = tried(refused=[("checkpointing", "half", "it broke")])
-    assert ("checkpointing", "half", "it broke") in found.left_out
-    assert "half" not in dict(found.levels)["checkpointing"]
+    found = tried(refused=[("checkpointing", "auto", "it broke")])
+    assert ("checkpointing", "auto", "it broke") in found.left_out
+    assert "auto" not in dict(found.levels)["checkpointing"]
 
 
 def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
@@ -152,7 +152,7 @@ def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) 
     measured = ended(SPLIT, 4, verdict=Verdict.MEASURED)
     reached = within_reach(found, [measured], budget=100)
     assert {*reached} == {*found.plans(), *found.refinements(SPLIT)}
-    short = [ended(plan, verdict=Verdict.OUT_OF_MEMORY) for plan in (SPLIT, HALF, ALL)]
+    short = [ended(plan, verdict=Verdict.OUT_OF_MEMORY) for plan in (SPLIT, SOME, ALL)]
     assert {*found.refinements(ALL)} <= {*within_reach(found, short, measured.budget)}
 
 
@@ -160,17 +160,17 @@ def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) 
 
 
 def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
-    assert leaner(HALF, Plan())
-    assert leaner(ALL, HALF)
-    assert not leaner(HALF, ALL)
-    assert not leaner(HALF, HALF)
+    assert leaner(SOME, Plan())
+    assert leaner(ALL, SOME)
+    assert not leaner(SOME, ALL)
+    assert not leaner(SOME, SOME)
     assert not leaner(ALL, BF16)
     assert leaner(BF16.replace(checkpointing="all"), BF16)
     eight, fused = (Plan.of({"optimizer": level}) for level in ("eight_bit", "fused"))
     assert leaner(eight, fused)
     assert leaner(eight, Plan())
-    assert leaner(eight.replace(checkpointing="half"), fused)
-    assert not leaner(eight, fused.replace(checkpointing="half"))
+    assert leaner(eight.replace(checkpointing="auto"), fused)
+    assert not leaner(eight, fused.replace(checkpointing="auto"))
     assert not leaner(fused, Plan()), "it is not slower"
 
 
@@ -179,13 +179,13 @@ def test_leaner_goes_further_down_and_changes_nothing_else() -> None:
 
 def test_a_plan_follows_what_it_has_or_can_put_in_place() -> None:
     eight, lora = Plan.of({"optimizer": "eight_bit"}), Plan.of({"adapters": "lora"})
-    half = eight.replace(checkpointing="half")
-    assert ALL.follows(HALF.fixed)
-    assert half.follows(Plan()), "state becomes 8 bits in a running process"
-    assert half.follows(eight.fixed)
-    assert not HALF.follows(eight.fixed), "and does not go back"
+    some = eight.replace(checkpointing="auto")
+    assert ALL.follows(SOME.fixed)
+    assert some.follows(Plan()), "state becomes 8 bits in a running process"
+    assert some.follows(eight.fixed)
+    assert not SOME.follows(eight.fixed), "and does not go back"
     assert not lora.follows(Plan()), "the model was made without"
-    assert not half.replace(adapters="lora").follows(eight.fixed)
+    assert not some.replace(adapters="lora").follows(eight.fixed)
 
 
 def test_a_plan_that_was_refused_fixes_nothing(ended: Ended) -> None:
@@ -223,7 +223,7 @@ def test_it_follows_the_plan_that_finds_the_size() -> None:
 
 def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> None:
     whole = ended(SPLIT, 4, 8, verdict=Verdict.MEASURED)
-    leaner_plan = SPLIT.replace(checkpointing="half")
+    leaner_plan = SPLIT.replace(checkpointing="auto")
     assert dominated(leaner_plan, [whole], 8) is not None
     assert dominated(SPLIT.replace(precision="bf16"), [whole], 8) is None
     cut = ended(SPLIT, 8, 4, verdict=Verdict.MEASURED)  # the winner, last, is not the whole
@@ -240,12 +240,12 @@ def test_samples_are_left_out_where_they_cannot_be_split(ended: Ended) -> None:
 def test_measurements_limit_the_size_of_what_was_not_measured(
     finished: Callable[[TrialReport], TrialRecord], measurement: Callable[..., Measurement]
 ) -> None:
-    half = SPLIT.replace(checkpointing="half")
-    compiled = {level: half.replace(compile=level) for level in ("regional", "budget")}
+    some = SPLIT.replace(checkpointing="auto")
+    compiled = {level: some.replace(compile=level) for level in ("regional", "budget")}
     short = OutOfMemory(phase="forward", message="no memory", micro_batch=5)
     report = TrialReport(
         index=0,
-        plan=half,
+        plan=some,
         verdict=Verdict.MEASURED,
         measurements=(measurement(2), measurement(4)),
         out_of_memory=short,
@@ -255,7 +255,7 @@ def test_measurements_limit_the_size_of_what_was_not_measured(
     assert max_micro_batch(compiled["budget"], trials) == 8, (
         "or what half of its activations leave room for"
     )
-    assert max_micro_batch(SPLIT.replace(checkpointing="third"), trials) == 4, "less than ran out"
+    assert max_micro_batch(SPLIT, trials) == 4, "less than ran out"
     assert max_micro_batch(SPLIT.replace(compile="regional"), trials) == 4, "by what it is without"
     assert max_micro_batch(SPLIT.replace(checkpointing="all"), trials) == math.inf
     whole = finished(replace(report, out_of_memory=replace(short, micro_batch=1)))
@@ -264,17 +264,17 @@ def test_measurements_limit_the_size_of_what_was_not_measured(
     )
     cut = finished(replace(report, reason="the script ended first"))
     assert max_micro_batch(compiled["regional"], [cut]) == math.inf, "larger sizes were not reached"
-    unsplit = [finished(replace(report, plan=HALF, out_of_memory=None))]
-    assert max_micro_batch(HALF.replace(compile="regional"), unsplit) == math.inf, "it runs whole"
+    unsplit = [finished(replace(report, plan=SOME, out_of_memory=None))]
+    assert max_micro_batch(SOME.replace(compile="regional"), unsplit) == math.inf, "it runs whole"
 
 
 def test_plans_that_need_more_than_what_ran_out_are_skipped(ended: Ended) -> None:
     short = ended(ALL, verdict=Verdict.OUT_OF_MEMORY)
-    assert dominated(HALF, [short], 8) is not None
+    assert dominated(SOME, [short], 8) is not None
     assert dominated(ALL.replace(precision="bf16"), [short], 8) is None
-    assert dominated(ALL, [ended(HALF, verdict=Verdict.OUT_OF_MEMORY)], 8) is None
+    assert "includes" in (dominated(ALL, [ended(SOME, verdict=Verdict.OUT_OF_MEMORY)], 8) or "")
     for verdict in (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.TIMED_OUT):
-        assert dominated(HALF, [ended(ALL, verdict=verdict)], 8) is None
+        assert dominated(SOME, [ended(ALL, verdict=verdict)], 8) is None
 
 
 def test_another_allocator_is_tried_where_fragmentation_cost_memory(
@@ -364,14 +364,14 @@ def test_what_turns_out_to_change_more_than_is_allowed(
 
 
 def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:
-    both = BF16.replace(checkpointing="half")
+    both = BF16.replace(checkpointing="auto")
 
     def report(plan: Plan, blamed: str | None = None) -> TrialReport:
         return TrialReport(index=0, plan=plan, verdict=Verdict.PLAN_FAILED, blamed=blamed)
 
     assert culprit(report(BF16)) == ("precision", "bf16")
     assert culprit(report(both)) is None
-    assert culprit(report(both, "checkpointing")) == ("checkpointing", "half")
+    assert culprit(report(both, "checkpointing")) == ("checkpointing", "auto")
     fused = Plan.of({"optimizer": "fused"})
     assert culprit(report(fused)) == ("optimizer", "fused")
     assert culprit(report(BF16.replace(optimizer="fused"))) == ("precision", "bf16")
@@ -380,30 +380,30 @@ def test_the_culprit_is_the_one_blamed_or_the_only_one() -> None:
 
 def test_what_a_plan_that_went_well_lacks_is_the_culprit_of_one_that_failed(ended: Ended) -> None:
     well = ended(BF16, 4, verdict=Verdict.MEASURED)
-    short = ended(HALF, 4, verdict=Verdict.OUT_OF_MEMORY)
+    short = ended(SOME, 4, verdict=Verdict.OUT_OF_MEMORY)
     failed = TrialReport(
-        index=3, plan=BF16.replace(checkpointing="half"), verdict=Verdict.PLAN_FAILED
+        index=3, plan=BF16.replace(checkpointing="auto"), verdict=Verdict.PLAN_FAILED
     )
-    assert culprit(failed, [short, well]) == ("checkpointing", "half")
+    assert culprit(failed, [short, well]) == ("checkpointing", "auto")
     assert culprit(failed, [short]) is None
 
 
 def test_what_made_one_plan_drift_is_not_tried_in_another(ended: Ended) -> None:
-    both = BF16.replace(checkpointing="half", micro_batch="4")
+    both = BF16.replace(checkpointing="auto", micro_batch="4")
 
     def drifted(plan: Plan) -> list[TrialReport]:
         return [TrialReport(index=0, plan=plan, verdict=Verdict.DRIFTED)]
 
-    compared = [ended(HALF.replace(micro_batch="4"), 4, verdict=Verdict.MEASURED)]
+    compared = [ended(SOME.replace(micro_batch="4"), 4, verdict=Verdict.MEASURED)]
     assert not tainted(BF16, drifted(both), [])  # it may be the checkpointing
     assert tainted(both.replace(micro_batch="8", optimizer="fused"), drifted(both), [])
     assert tainted(BF16, drifted(both), compared)
-    assert not tainted(HALF, drifted(both), compared)
+    assert not tainted(SOME, drifted(both), compared)
     assert not tainted(BF16, drifted(Plan()), [])
 
 
 def test_what_was_refused_is_not_tried_with_more_beside_it(ended: Ended) -> None:
-    both = BF16.replace(checkpointing="half", optimizer="fused")
+    both = BF16.replace(checkpointing="auto", optimizer="fused")
 
     def reports(blamed: str | None = None) -> list[TrialReport]:
         trial = ended(both, verdict=Verdict.REFUSED)
@@ -413,7 +413,7 @@ def test_what_was_refused_is_not_tried_with_more_beside_it(ended: Ended) -> None
     more = both.replace(compile="regional", micro_batch="4", optimizer="as_is")
     assert tainted(more, reports(), [])
     assert not tainted(BF16, reports(), [])
-    assert not tainted(HALF, reports(), [ended(BF16, 4, verdict=Verdict.MEASURED)])
+    assert not tainted(SOME, reports(), [ended(BF16, 4, verdict=Verdict.MEASURED)])
     assert tainted(BF16, reports("precision"), [])
     assert not tainted(both.replace(precision="as_is"), reports("precision"), [])
 
@@ -423,11 +423,11 @@ def test_closest_came_furthest_into_a_step(ended: Ended) -> None:
         return ended(plan, verdict=Verdict.OUT_OF_MEMORY, phase=phase)
 
     unmade, as_is = short(ALL, "outside the model"), short(Plan(), "forward")
-    half, lean = short(HALF, "forward"), short(ALL, "forward")
+    some, lean = short(SOME, "forward"), short(ALL, "forward")
     stepping = short(BF16, "optimizer step")
     fitting = ended(SPLIT, 8, verdict=Verdict.MEASURED)
-    assert closest([unmade, as_is, stepping, lean, half, fitting]) is stepping
-    assert closest([unmade, as_is, lean, half, fitting]) is lean
+    assert closest([unmade, as_is, stepping, lean, some, fitting]) is stepping
+    assert closest([unmade, as_is, lean, some, fitting]) is lean
     assert closest([unmade, as_is]) is as_is
     assert closest([fitting]) is None
 
@@ -440,7 +440,7 @@ def test_a_later_step_is_closer_than_a_later_part_of_the_first(ended: Ended) -> 
         return replace(trial, report=replace(trial.report, out_of_memory=found))
 
     first, unknown = short(ALL, "optimizer step", 0), short(ALL, "backward", None)
-    second, third = short(HALF, "forward", 1), short(BF16, "backward", 2)
+    second, third = short(SOME, "forward", 1), short(BF16, "backward", 2)
     whole = short(Plan(), "the whole step", None)
     assert closest([first, second, unknown]) is second
     assert closest([third, first, second]) is third
@@ -462,19 +462,19 @@ def test_within_the_noise_the_leaner_plan_is_kept(
 
     search = [
         measured(BF16, 1.0, 100, Purpose.SEARCH),
-        measured(HALF, 1.02, 90, Purpose.SEARCH),  # ties, and is leaner
+        measured(SOME, 1.02, 90, Purpose.SEARCH),  # ties, and is leaner
         measured(SPLIT, 1.02, 98, Purpose.SEARCH),  # ties, and is hardly leaner
         measured(ALL, 1.1, 50, Purpose.SEARCH),  # is slower
     ]
-    assert [trial.plan for trial in rivals(search, search[0], 100)] == [HALF]
+    assert [trial.plan for trial in rivals(search, search[0], 100)] == [SOME]
     assert winning(search, 100) is search[0]
     assert winning(search, 95) is search[1], "the fastest that fits"
     again = [
         measured(BF16, 1.0, 100, Purpose.CONFIRM),
-        measured(HALF, 1.02, 90, Purpose.CONFIRM),
+        measured(SOME, 1.02, 90, Purpose.CONFIRM),
     ]
     assert winning([*search, *again], 100) is again[1]
-    slow = measured(HALF, 1.05, 90, Purpose.CONFIRM)
+    slow = measured(SOME, 1.05, 90, Purpose.CONFIRM)
     assert winning([*search, again[0], slow], 100) is again[0]
 
 
@@ -489,8 +489,8 @@ def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
         figures = (measurement(8, seconds, 50),)
         return replace(trial, report=replace(trial.report, measurements=figures))
 
-    whole = BF16.replace(checkpointing="half")
-    search = [measured(whole, 0.4), measured(BF16, 0.5), measured(HALF, 0.9), measured(Plan(), 1.0)]
+    whole = BF16.replace(checkpointing="auto")
+    search = [measured(whole, 0.4), measured(BF16, 0.5), measured(SOME, 0.9), measured(Plan(), 1.0)]
     drifted = replace(ended(BF16, verdict=Verdict.DRIFTED), purpose=Purpose.CONFIRM)
     assert winning(search, 100) is search[0]
     assert ranked_sound([*search, drifted], 100) == search[2:]

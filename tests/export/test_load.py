@@ -42,7 +42,7 @@ def test_a_plan_by_hand(text: str, tmp_path: Path) -> None:
         ('{"plan": {"precison": "bf16"}}', "there is no strategy 'precison'"),
         ('{"plan": {"precision": "bf17"}}', "precision has no level 'bf17'"),
         ('{"plan": {"optimizer": "paged"}}', "'paged': it was removed in 0.2: use fused"),
-        ('{"plan": {"checkpointing": "selective"}}', "it was removed in 0.2: use half"),
+        ('{"plan": {"checkpointing": "selective"}}', "it was removed in 0.2: use all"),
     ],
 )
 def test_no_plan_is_a_usage_error(text: str, said: str, tmp_path: Path) -> None:

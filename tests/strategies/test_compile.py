@@ -156,7 +156,7 @@ def test_half_precision_of_the_script_is_rounded_less_often() -> None:
 
 @quick
 def test_one_graph_has_no_blocks_to_checkpoint() -> None:
-    for level in ("half", "all"):
+    for level in ("auto", "2", "all"):
         for whole in ("full", "budget"):
             assert "blocks" in (clash(Plan.of({"compile": whole, "checkpointing": level})) or "")
         assert clash(Plan.of({"compile": "regional", "checkpointing": level})) is None

@@ -302,7 +302,7 @@ def blocks() -> nn.Module:
 
 ON_ROOT = {
     "precision": ("bf16",),
-    "checkpointing": ("half", "all"),
+    "checkpointing": ("2", "all"),
     "micro_batch": ("8",),
 }
 

@@ -25,9 +25,11 @@ from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import Owner, Purpose, State, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, RootFacts
+from autofit.strategies.checkpointing import Checkpointing, level_of
 from autofit.strategies.micro_batch import AUTO
 from autofit.tuning.reference import leading
-from autofit.worker.harness.measurement.size_search import ramp
+from autofit.worker.harness.measurement.block_search import solve
+from autofit.worker.harness.measurement.size_search import Ramp, ramp
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -37,13 +39,6 @@ H200 = Hardware(device="cuda", name="a GPU", total_bytes=140 * GiB, capability=(
 CARD = 132 * GiB
 SCATTER = 0.04
 """Of a plan from what its levels make of it."""
-CHECKPOINTED = {
-    "as_is": (0.0, 0.0),
-    "third": (1 / 3, 1 / 3),
-    "half": (1 / 2, 1 / 2),
-    "all": (1.0, 1.0),
-}
-"""Of all activations and of all work, the shares that are dropped and that are done again."""
 OFFLOADED = {"as_is": (1.0, 1.0), "half": (0.6, 1.5), "all": (0.2, 2.1)}
 """The share of the activations that stays on the device, and what that makes of the time."""
 
@@ -104,11 +99,9 @@ class Work:
 
     def peak(self, plan: Plan, size: int) -> float:
         """Return the bytes on the device."""
-        done = CHECKPOINTED[plan["checkpointing"]][0]
+        done = min(self.again(plan), 1 - 1 / self.blocks)  # the last block is held while it runs
         activations = self.activations * self.smaller.get(plan["precision"], 1.0)
-        activations *= (
-            (1 - done * (1 - self.kept)) * OFFLOADED[plan["activation_offload"]][0] * size
-        )
+        activations *= (1 - done * self.dropped) * OFFLOADED[plan["activation_offload"]][0] * size
         activations *= 0.6 if plan["compile"] == "budget" else 1.0
         weights = 4 * self.parameters
         state = {"AdamW": 8, "SGD": 0}[self.optimizer] * self.parameters
@@ -116,8 +109,23 @@ class Work:
             state *= 0.27
         held = max(activations, weights) if size == self.batch else activations + weights
         at_step = weights * (2 if plan["optimizer"] == "as_is" else 1)
-        scatter = 1 + SCATTER * self.noise("peak", plan) + 0.02 * self.noise("peak", plan, size)
+        alike = self.alike(plan)
+        scatter = 1 + SCATTER * self.noise("peak", alike) + 0.02 * self.noise("peak", alike, size)
         return self.context + (weights + state + max(held, at_step)) * self.lost(plan) * scatter
+
+    def alike(self, plan: Plan) -> Plan:
+        """Return the plan that names the interaction of its levels, for any number of blocks."""
+        few = plan["checkpointing"] != AS_IS
+        return plan.searched.replace(checkpointing="all") if few else plan.searched
+
+    def again(self, plan: Plan) -> float:
+        """Return the share of the blocks that run again."""
+        return Checkpointing().block_share(plan["checkpointing"], self.facts)
+
+    @property
+    def dropped(self) -> float:
+        """The share of all activations that would be dropped if the last block's were, too."""
+        return (1 - self.kept) / (1 - 1 / self.blocks)
 
     def lost(self, plan: Plan) -> float:
         """Return what fragmentation makes of the memory that tensors hold."""
@@ -125,7 +133,7 @@ class Work:
 
     def step(self, plan: Plan, size: int) -> float:
         """Return the seconds of a step."""
-        again = self.recompute * CHECKPOINTED[plan["checkpointing"]][1]
+        again = self.recompute * self.again(plan)
         chunks = math.ceil(self.batch / size)
         compute = self.seconds * self.faster.get(plan["precision"], 1.0)
         compute *= (1 + again) * OFFLOADED[plan["activation_offload"]][1] / self.batch
@@ -135,21 +143,24 @@ class Work:
         launch *= {"as_is": 1.0, "regional": 0.5, "full": 0.4, "budget": 0.45}[plan["compile"]]
         total = chunks * max(compute * self.batch / chunks, launch) + twice * compute
         per = {"as_is": 3e-11, "fused": 1e-11, "eight_bit": 5e-11}[plan["optimizer"]]
-        alike = plan.replace(allocator="as_is")
-        scatter = 1 + SCATTER * self.noise("time", alike) + 0.02 * self.noise("time", plan, size)
+        alike = self.alike(plan)
+        one = alike.replace(allocator="as_is")
+        scatter = 1 + SCATTER * self.noise("time", one) + 0.02 * self.noise("time", alike, size)
         return (total + per * self.parameters) * scatter
 
     def measure(self, plan: Plan, budget: int, *, whole_fits: bool) -> TrialReport:
         """Return what a trial would report."""
-        found: list[tuple[int, Measurement]] = []
-        failed: list[int] = []
+        found: list[Measurement] = []
+        failed: list[Plan] = []
 
-        def window(size: int, steps: int) -> Measurement | None:
-            peak, seconds = int(self.peak(plan, size)), self.step(plan, size)
+        def window(sized: Plan, steps: int) -> Measurement | None:
+            size = self.batch if sized["micro_batch"] == AS_IS else int(sized["micro_batch"])
+            alike = sized.replace(micro_batch=plan["micro_batch"])
+            peak, seconds = int(self.peak(alike, size)), self.step(alike, size)
             if peak > budget:
-                failed.append(size)
+                failed.append(sized)
                 return None
-            jitter = [seconds * (1 + 0.005 * self.noise(plan, size, i)) for i in range(steps)]
+            jitter = [seconds * (1 + 0.005 * self.noise(alike, size, i)) for i in range(steps)]
             result = Measurement(
                 micro_batch=size,
                 effective_batch=self.batch,
@@ -158,32 +169,31 @@ class Work:
                 peak_reserved=peak,
                 peak_device=peak,
                 compile_seconds=COMPILING[plan["compile"]],
+                checkpointing=sized["checkpointing"],
             )
-            found.append((size, result))
+            found.append(result)
             return result
 
         winner: Measurement | None = None
-        if plan["micro_batch"] == AUTO:
-            asked = ramp(
-                self.batch,
-                budget,
-                5,
-                whole_fits=whole_fits,
-                even=lambda: self.inside,
-                gradients=int(4 * self.parameters),
-            )
+        if plan.open:
+            asked = self.search(plan, budget, whole_fits=whole_fits)
             try:
                 ask = next(asked)
                 while True:
-                    ask = asked.send(window(ask.micro_batch, ask.steps))
+                    blocks = None if ask.blocks is None else level_of(ask.blocks, self.blocks)
+                    sized = plan.sized(ask.micro_batch, blocks)
+                    ask = asked.send(window(sized, ask.steps))
             except StopIteration as end:
                 winner = end.value
         else:
-            size = plan["micro_batch"]
-            winner = window(self.batch if size == AS_IS else int(size), 5)
-        others = [each for _, each in found if each is not winner]
+            winner = window(plan, 5)
+        others = [each for each in found if each is not winner]
+        last = failed[-1] if failed else plan
         short = OutOfMemory(
-            phase="forward", message="no memory", micro_batch=failed[-1] if failed else None
+            phase="forward",
+            message="no memory",
+            micro_batch=int(last["micro_batch"]) if last["micro_batch"].isdecimal() else None,
+            checkpointing=last["checkpointing"],
         )
         return TrialReport(
             index=0,
@@ -191,6 +201,30 @@ class Work:
             verdict=Verdict.MEASURED if winner else Verdict.OUT_OF_MEMORY,
             measurements=(*others, winner) if winner else (),
             out_of_memory=short if failed else None,
+        )
+
+    def search(self, plan: Plan, budget: int, *, whole_fits: bool) -> Ramp:
+        """Return the search of a launch for the numbers that ``plan`` leaves open."""
+        weights = int(4 * self.parameters)
+        if plan["checkpointing"] != AUTO:
+            return ramp(
+                self.batch,
+                budget,
+                5,
+                whole_fits=whole_fits,
+                even=lambda: self.inside,
+                gradients=weights,
+            )
+        return solve(
+            self.batch,
+            self.blocks,
+            budget,
+            5,
+            splits=plan["micro_batch"] == AUTO,
+            whole_fits=whole_fits,
+            even=lambda: self.inside,
+            gradients=weights,
+            held=weights,
         )
 
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autofit.strategies.micro_batch import AUTO
 from autofit.worker.launch import rank_environment
 from autofit.worker.launch.child import EXIT_SECONDS, Child, python
 from autofit.worker.launch.environment import child_environment
@@ -346,8 +345,8 @@ class _Account:
             return None
         done = sorted(sizes, key=lambda each: each.seconds, reverse=True)
         best = plan
-        if plan["micro_batch"] == AUTO:
-            best = plan.replace(micro_batch=str(done[-1].micro_batch))
+        if plan.open:
+            best = done[-1].plan(plan)
         report = self._report(Verdict.MEASURED, reason)
         return replace(report, measurements=tuple(done), best=best)
 
@@ -377,9 +376,10 @@ class _Account:
             self.taken = self._guard.takers([])  # memory ran out before CUDA had started
             return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
-        smaller = [m for m in self._measurements if m.micro_batch < (shortage.micro_batch or 0)]
+        size, level = shortage.micro_batch, shortage.checkpointing
+        leaner = [each for each in self._measurements if each.leaner(size, level)]
         report = self._report(Verdict.OUT_OF_MEMORY, shortage.message)
-        return self._so_far("", smaller) or report
+        return self._so_far("", leaner) or report
 
     def _failed(self, reason: str, traceback: str) -> TrialReport:
         neutral = self._plans[self._index].neutral

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from autofit.facts import Facts
 from autofit.plan import Plan
+from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.traces import Trace
 
@@ -86,6 +87,8 @@ class OutOfMemory:
     requested: int | None = None
     """Bytes that the failed allocation requested, if the error states them."""
     micro_batch: int | None = None
+    checkpointing: str | None = None
+    """The level of ``checkpointing``, for a plan that was being measured."""
     place: Place | None = None
     """The deepest line of the script's own code, for an error that ended the script."""
     held: int | None = None
@@ -153,6 +156,23 @@ class Measurement:
     """Seconds spent compiling, before the window and in it."""
     rank_peaks: tuple[int, ...] = ()
     """``peak_device`` of each rank, with several ranks; ``peak_device`` is the largest."""
+    checkpointing: str | None = None
+    """The level of ``checkpointing``: how many blocks ran again. ``None`` in older measurements."""
+
+    def plan(self, searched: Plan) -> Plan:
+        """Return the plan that was measured: ``searched`` with the measured numbers."""
+        return searched.sized(self.micro_batch, self.checkpointing)
+
+    def leaner(self, micro_batch: int | None, checkpointing: str | None) -> bool:
+        """Return whether it needs less memory than other numbers of the same plan.
+
+        ``micro_batch``: ``None`` for the same size.
+        """
+        if more_blocks(checkpointing, self.checkpointing):
+            return False
+        if micro_batch is None or micro_batch == self.micro_batch:
+            return more_blocks(self.checkpointing, checkpointing)
+        return self.micro_batch < micro_batch
 
     @property
     def seconds(self) -> float:
@@ -370,6 +390,8 @@ class Raised:
     """As in ``OutOfMemory``, when it left the script."""
     micro_batch: int | None = None
     """The micro-batch size that was being measured."""
+    checkpointing: str | None = None
+    """The level of ``checkpointing`` that was being measured."""
     follows: bool = False
     """Whether it only reports that another rank has ended."""
 
@@ -381,6 +403,7 @@ class Raised:
             message=self.message,
             requested=self.requested,
             micro_batch=self.micro_batch,
+            checkpointing=self.checkpointing,
             place=self.place,
             held=self.held,
             started=self.started,

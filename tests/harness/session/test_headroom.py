@@ -22,7 +22,7 @@ from autofit.worker.harness.measurement.window import (
     RefusedAllocations,
     Step,
     Window,
-    smaller_shortage,
+    leaner_shortage,
 )
 from autofit.worker.harness.session.real_run import RealRun
 from autofit.worker.launch.launcher import launch
@@ -263,9 +263,9 @@ def test_of_two_shortages_the_smaller_size_says_more() -> None:
     small, large, whole = (
         OutOfMemory(phase="forward", message="no memory", micro_batch=size) for size in (2, 8, None)
     )
-    assert smaller_shortage(None, large) is large
-    assert smaller_shortage(large, small) is small
-    assert smaller_shortage(small, large) is small
-    assert smaller_shortage(small, whole) is whole
+    assert leaner_shortage(None, large) is large
+    assert leaner_shortage(large, small) is small
+    assert leaner_shortage(small, large) is small
+    assert leaner_shortage(small, whole) is whole
     again = OutOfMemory(phase="backward", message="no memory", micro_batch=2)
-    assert smaller_shortage(small, again) is again
+    assert leaner_shortage(small, again) is again

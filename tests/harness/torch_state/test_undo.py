@@ -182,4 +182,4 @@ def test_smaller_sizes_of_the_plan_itself_count(ran_out: str, kept: list[int]) -
 
     measured = [one(plain, 1, 1.0), one(plan, 4, 2.0), one(plan, 2, 3.0)]
     stage = Window(plan.replace(micro_batch=ran_out), steps=2)
-    assert [each.micro_batch for _, each in stage.smaller(plan, measured)] == kept
+    assert [each.micro_batch for _, each in stage.leaner(plan, measured)] == kept

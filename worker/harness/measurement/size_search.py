@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autofit.worker.records.medians import spread
 from autofit.worker.records.trials import STEPS, Measurement
@@ -40,8 +41,11 @@ class Ask:
 
     micro_batch: int
     steps: int
+    blocks: int | None = None
+    """Blocks to checkpoint; ``None`` for as many as the plan says."""
 
 
+Key = TypeVar("Key")
 Ramp = Generator[Ask, Measurement | None, Measurement | None]
 """Receives ``None`` if memory ran out; returns the winner, or ``None`` if no size fits."""
 
@@ -67,20 +71,20 @@ def ramp(
         if whole is not None:
             found[batch] = whole
             yield from _downwards(batch, whole, found)
-            return (yield from _winner(found, steps))
-    line = yield from _line(batch, found)
+            return (yield from winner(found, steps, Ask))
+    line = yield from two_sizes(batch, found)
     if line is None:
         if gradients and not whole_fits and 1 < batch <= FEW:
             whole = yield Ask(batch, steps)
             if whole is not None:
                 found[batch] = whole
-        return (yield from _winner(found, steps))
+        return (yield from winner(found, steps, Ask))
     whole_needs = line.at(batch) - gradients
     if not whole_fits and whole_needs <= budget:
         whole = yield Ask(batch, steps)
         if whole is not None:
             found[batch] = whole
-            return (yield from _winner(found, steps))
+            return (yield from winner(found, steps, Ask))
     for size in _candidates(batch, line, budget, even()):
         if size in found:
             break
@@ -93,7 +97,7 @@ def ramp(
         whole = yield Ask(batch, steps)
         if whole is not None:
             found[batch] = whole
-    return (yield from _winner(found, steps))
+    return (yield from winner(found, steps, Ask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ def settled(seconds: Sequence[float], steps: int) -> bool:
     return len(seconds) >= MOST or spread(seconds) <= TIE
 
 
-def _line(
+def two_sizes(
     batch: int, found: dict[int, Measurement]
 ) -> Generator[Ask, Measurement | None, Line | None]:
     """Measure two small sizes; return the line through their peaks, ``None`` if one is missing."""
@@ -191,17 +195,20 @@ def _downwards(
         best = measured.seconds
 
 
-def _winner(found: dict[int, Measurement], steps: int) -> Ramp:
-    """Return the fastest size after a full window; among ties, the one with the lowest peak."""
+def winner(found: dict[Key, Measurement], steps: int, ask: Callable[[Key, int], Ask]) -> Ramp:
+    """Return the fastest after a full window; among ties, the one with the lowest peak.
+
+    ``ask`` makes the request for a window of so many steps from a key of ``found``.
+    """
     while found:
         fastest = min(each.seconds for each in found.values())
-        ties = [size for size, each in found.items() if each.seconds <= fastest * (1 + TIE)]
-        size = min(ties, key=lambda tie: found[tie].peak_device)
-        if enough(found[size].step_seconds, steps):
-            return found[size]
-        longer = yield Ask(size, steps)
+        ties = [key for key, each in found.items() if each.seconds <= fastest * (1 + TIE)]
+        best = min(ties, key=lambda tie: found[tie].peak_device)
+        if enough(found[best].step_seconds, steps):
+            return found[best]
+        longer = yield ask(best, steps)
         if longer is None:
-            del found[size]
+            del found[best]
         else:
-            found[size] = longer
+            found[best] = longer
     return None

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,13 +17,17 @@ from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
+from autofit.strategies.checkpointing import ALL, Checkpointing, level_of, most_blocks
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.batch.layout import equal_cuts
+from autofit.worker.harness.measurement.block_search import solve
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.size_search import (
     LONG,
     SHORT,
+    Ask,
+    Ramp,
     enough,
     ramp,
     round_ended,
@@ -34,8 +39,7 @@ from autofit.worker.harness.measurement.window import (
     RefusedAllocations,
     Step,
     Window,
-    is_size_of,
-    smaller_shortage,
+    leaner_shortage,
 )
 from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
@@ -110,8 +114,8 @@ class Trial(Session):
         self._pruned = False
         """The present plan is clearly slower than the best one of the search."""
         self._shortage: OutOfMemory | None = None
-        self._found: dict[Plan, int] = {}
-        """The best size of each plan."""
+        self._found: dict[Plan, Measurement] = {}
+        """The best measurement of each plan with numbers to find."""
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
@@ -132,6 +136,11 @@ class Trial(Session):
     def size(self) -> int | None:
         """The samples in a chunk in the present window."""
         return self._current.size if self._current is not None else None
+
+    @property
+    def checkpointing(self) -> str | None:
+        """The level of ``checkpointing`` in the present window."""
+        return self._current.plan["checkpointing"] if self._current is not None else None
 
     # --- the schedule ----------------------------------------------------------------------
 
@@ -171,56 +180,88 @@ class Trial(Session):
         return self.steps == 0 and len(self.roots) == 1 and first_call
 
     def _sizes(self, plan: Plan) -> Schedule:
-        if plan["micro_batch"] != AUTO:
+        if not plan.open:
             yield from self._measure(plan, self._request.steps)
         elif plan.unsized != plan:
             yield from self._at_its_size(plan, plan.unsized)
         else:
-            yield from self._ramp(plan)
+            yield from self._solve(plan)
 
     def _at_its_size(self, plan: Plan, unsized: Plan) -> Schedule:
-        """Measure ``plan`` at the best size of ``unsized``, its part without a fixed size.
+        """Measure ``plan`` at the best numbers of ``unsized``, its part without a fixed size.
 
-        If the plan keeps fewer activations, start with a larger size that may fit.
+        If the plan keeps fewer activations, start with a larger size that may fit. After a
+        shortage, checkpoint all blocks if the plan leaves their number open; then halve the size.
         """
         if unsized not in self._found:
-            yield from self._ramp(unsized)
+            yield from self._solve(unsized)
             self._measured = []
-        size = round(self._found.get(unsized, 0) / plan.sized_keeps)
+        if unsized not in self._found:
+            return
+        found = self._found[unsized]
+        size, level = round(found.micro_batch / plan.sized_keeps), found.checkpointing
         while size:
             first, last = equal_cuts(plan.samples(self.facts.batch or size), size)[-1]
             size = last - first
-            sized = plan.replace(micro_batch=str(size))
+            sized = plan.sized(size, level)
             if (yield from self._measure(sized, self._request.steps)) is not None:
                 return
-            size //= 2
+            if plan["checkpointing"] == AUTO and level != ALL:
+                level = ALL
+            elif plan["micro_batch"] == AUTO:
+                size //= 2
+            else:
+                return
 
-    def _ramp(self, plan: Plan) -> Schedule:
-        """Search the fastest size that fits."""
-        request = self._request
-        sizes = ramp(
-            plan.samples(self.facts.batch or 1),
-            request.budget,
-            request.steps,
-            whole_fits=self._whole_fits,
-            even=lambda: self._ranks.even_chunks(self.roots),
-            gradients=self._gradient_bytes() if self.facts.calls_per_step == 1 else 0,
-        )
-        measurement = None
+    def _solve(self, plan: Plan) -> Schedule:
+        """Search the fastest numbers of ``plan`` that fit."""
+        search, measurement = self._search(plan), None
         while True:
             try:
-                ask = sizes.send(measurement)
+                ask = search.send(measurement)
             except StopIteration as end:
                 winner = end.value
                 self._measured.sort(key=lambda pair: pair[1] is winner)
                 if winner is not None:
-                    self._found[plan] = winner.micro_batch
+                    self._found[plan] = winner
                 return
-            sized = plan.replace(micro_batch=str(ask.micro_batch))
+            sized = plan.sized(ask.micro_batch, self._level(ask))
             measurement = yield from self._measure(sized, ask.steps)
             if self._pruned:
                 self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
                 return
+
+    def _search(self, plan: Plan) -> Ramp:
+        """Return the search for the numbers that ``plan`` leaves open."""
+        request, gradients = self._request, self._gradient_bytes()
+        batch = plan.samples(self.facts.batch or 1)
+        beside_forward = gradients if self.facts.calls_per_step == 1 else 0
+        if plan["checkpointing"] != AUTO:
+            return ramp(
+                batch,
+                request.budget,
+                request.steps,
+                whole_fits=self._whole_fits,
+                even=lambda: self._ranks.even_chunks(self.roots),
+                gradients=beside_forward,
+            )
+        if reason := Checkpointing().inapplicable(AUTO, self.facts):
+            raise Refused(reason, Checkpointing.name)
+        return solve(
+            batch if plan["micro_batch"] in (AS_IS, AUTO) else int(plan["micro_batch"]),
+            most_blocks(self.facts),
+            request.budget,
+            request.steps,
+            splits=plan["micro_batch"] == AUTO,
+            whole_fits=self._whole_fits,
+            even=lambda: self._ranks.even_chunks(self.roots),
+            gradients=beside_forward,
+            held=gradients,
+        )
+
+    def _level(self, ask: Ask) -> str | None:
+        """Return the level of ``checkpointing`` that a search asks for."""
+        return None if ask.blocks is None else level_of(ask.blocks, most_blocks(self.facts))
 
     def _measure(self, plan: Plan, steps: int) -> Generator[Window, None, Measurement | None]:
         """Measure one window; return ``None`` if memory ran out.
@@ -237,11 +278,11 @@ class Trial(Session):
             # A new error: the frames of the first hold the batch.
             raise Refused(str(window.refusal), window.refusal.strategy)
         if window.shortage is not None:
-            self._shortage = smaller_shortage(self._shortage, window.shortage)
+            self._shortage = leaner_shortage(self._shortage, window.shortage)
             return None
         measurement = self._measurement(window)
         if (short := window.does_not_hold(measurement, self._request.budget)) is not None:
-            self._shortage = smaller_shortage(self._shortage, short)
+            self._shortage = leaner_shortage(self._shortage, short)
             self._pruned = False  # its speed says nothing: a smaller size is used
             return None
         self._measured.append((plan, measurement))
@@ -405,6 +446,7 @@ class Trial(Session):
         # A real run continues an evaluation in parts, so such a shortage does not count.
         in_parts = found.phase == evaluation.PHASE and (found.micro_batch or 0) > 1
         if self._current is not None and self._current.shortage is None and not in_parts:
+            found = replace(found, checkpointing=self._current.plan["checkpointing"])
             self._current.end_short(found)
             self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
@@ -436,7 +478,7 @@ class Trial(Session):
         """End the plan whose shortage the script caught; smaller sizes that fitted count."""
         assert self._current is not None
         self._shortage = self._current.shortage
-        self._measured = self._current.smaller(self._given[self.index], self._measured)
+        self._measured = self._current.leaner(self._given[self.index], self._measured)
         verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
         self._end_plan(verdict, "", leaves=True)
 
@@ -556,7 +598,7 @@ class Trial(Session):
         A part of a plan that is only measured to find its size is not compared with other plans.
         """
         more = not settled(window.seconds, window.steps)
-        compared = is_size_of(window.plan, self._given[self.index])
+        compared = window.plan.is_point_of(self._given[self.index])
         if not (self._request.converses and compared and window.steps == STEPS):
             return more
         ended = RoundEnded(

@@ -11,6 +11,7 @@ from autofit.exceptions import Refused
 from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
+from autofit.strategies.checkpointing import more_blocks
 from autofit.units import format_size
 from autofit.worker.harness.parent.agreement import Figures
 from autofit.worker.meter import Meter, Peak
@@ -118,6 +119,7 @@ class Window:
             losses=tuple(step.loss for step in self.counted),
             compile_seconds=max(each.compiled for each in ranks),
             rank_peaks=tuple(each.peak.device for each in ranks) if len(ranks) > 1 else (),
+            checkpointing=self.plan["checkpointing"],
         )
 
     def unreported(self, first: int) -> tuple[tuple[int, float], ...]:
@@ -160,13 +162,13 @@ class Window:
         size = self.plan["micro_batch"]
         return None if size == AS_IS else int(size)
 
-    def smaller(
+    def leaner(
         self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
     ) -> list[tuple[Plan, Measurement]]:
-        """Return the measurements of ``plan`` in smaller chunks than this one, fastest last."""
-        own = [pair for pair in measured if is_size_of(pair[0], plan)]
-        smaller = [pair for pair in own if pair[1].micro_batch < (self.size or 0)]
-        return sorted(smaller, key=lambda pair: pair[1].seconds, reverse=True)
+        """Return the measurements of ``plan`` that need less memory than this, the fastest last."""
+        own = [pair for pair in measured if pair[0].is_point_of(plan)]
+        leaner = [pair for pair in own if pair[1].leaner(self.size, self.plan["checkpointing"])]
+        return sorted(leaner, key=lambda pair: pair[1].seconds, reverse=True)
 
     def figures(self, peak: Peak, compiled: float, refused: int) -> Figures:
         """Return the figures of this rank.
@@ -203,6 +205,7 @@ class Window:
             message=message,
             requested=asked,
             micro_batch=measurement.micro_batch,
+            checkpointing=measurement.checkpointing,
         )
 
     def keep_traced(self, step: Step, peak: Peak) -> None:
@@ -221,13 +224,11 @@ class Window:
         self.traced.clear()
 
 
-def is_size_of(sized: Plan, plan: Plan) -> bool:
-    """Return whether ``sized`` is ``plan`` at some micro-batch size."""
-    return sized.replace(micro_batch=plan["micro_batch"]) == plan
-
-
-def smaller_shortage(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:
-    """Return the more informative shortage: the one at the smaller size, else ``now``."""
-    sizes = before.micro_batch if before else None, now.micro_batch
+def leaner_shortage(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:
+    """Return the more informative shortage: smaller chunks, else more blocks, else ``now``."""
+    if before is None:
+        return now
+    sizes = before.micro_batch, now.micro_batch
     smaller = sizes[0] is not None and sizes[1] is not None and sizes[0] < sizes[1]
-    return before if before is not None and smaller else now
+    more = sizes[0] == sizes[1] and more_blocks(before.checkpointing, now.checkpointing)
+    return before if smaller or more else now

@@ -119,6 +119,7 @@ class ScriptLifecycle:
                 started=self._session is None or bool(self._session.roots),
                 room=self._meter.available() if "torch" in sys.modules else None,
                 micro_batch=self._session.size if self._session is not None else None,
+                checkpointing=self._session.checkpointing if self._session is not None else None,
                 follows=found.follows,
             )
         )

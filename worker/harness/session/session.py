@@ -106,6 +106,11 @@ class Session:
         """The samples in a chunk that are being measured; ``None`` outside a measurement."""
         return None
 
+    @property
+    def checkpointing(self) -> str | None:
+        """The level of ``checkpointing`` that is being measured; ``None`` outside a measurement."""
+        return None
+
     # --- decisions of a subclass ------------------------------------------------------------
 
     def policy(self, module: nn.Module) -> RunPolicy:

@@ -1,0 +1,276 @@
+"""Finds how many blocks to checkpoint, inside one running process. Imports no torch.
+
+If the plan leaves the micro-batch size open too, both are found together. ``solve`` is a generator
+like ``size_search.ramp``: it yields the windows that it needs, and receives their measurements.
+
+The blocks that run again are the first ones. At the end of forward, each other block holds its
+activations, so the peak falls by the same bytes for each further block. The last block is an
+exception: while it runs again it holds them all the same. So all blocks need as much as all but
+one. The peak is therefore linear in three quantities: the samples in a chunk, the product of these
+samples and the blocks that do not run again, and a constant. Three short windows give its line,
+and windows at the numbers that should be fastest confirm it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autofit.worker.harness.measurement.size_search import (
+    HOPE,
+    SHORT,
+    TIE,
+    Ask,
+    Line,
+    Ramp,
+    two_sizes,
+    winner,
+)
+from autofit.worker.records.trials import Measurement
+
+MARGIN = 0.02
+"""Share of the budget that a predicted peak leaves free: the line is not exact."""
+WINDOWS = 4
+"""Most windows for one size."""
+SIZES = 3
+"""Most sizes that are measured, of those that should be fastest."""
+PRIOR = 0.2
+"""Share of a step in which all blocks run again, if no window could measure it."""
+
+Windows = Generator[Ask, Measurement | None, None]
+
+
+class Point(NamedTuple):
+    """What a window measures."""
+
+    size: int
+    """Samples in a chunk."""
+    blocks: int
+    """Blocks that are checkpointed."""
+
+
+def _ask(point: Point, steps: int) -> Ask:
+    return Ask(point.size, steps, point.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Peak bytes and step seconds as functions of a point."""
+
+    batch: int
+    blocks: int
+    line: Line
+    """Peak bytes with all blocks checkpointed."""
+    block_bytes: float
+    """Bytes of a sample in a block that is not checkpointed, beyond those of its input."""
+    gradients: int
+    """Bytes that a batch in one chunk needs less."""
+    seconds: float = 1.0
+    """Seconds of a step in one chunk without checkpointing."""
+    block_seconds: float = 0.0
+    """Seconds that a block takes to run again, in a step."""
+    chunk_seconds: float = 0.0
+    """Seconds that a further chunk costs."""
+    reruns: bool = False
+    """All chunks but one run forward twice."""
+
+    def peak(self, point: Point) -> float:
+        """Return the expected peak of a window."""
+        kept = max(0, self.blocks - 1 - point.blocks)
+        whole = point.size == self.batch
+        rest = self.line.at(point.size) - self.gradients * whole
+        return rest + self.block_bytes * point.size * kept
+
+    def time(self, point: Point) -> float:
+        """Return the expected seconds of a step."""
+        chunks = self.batch / point.size
+        again = self.blocks * self.block_seconds * (1 - 1 / chunks) if self.reruns else 0.0
+        compute = self.seconds + self.block_seconds * point.blocks + again
+        return compute + self.chunk_seconds * (chunks - 1)
+
+    def fewest(self, size: int, budget: int) -> Point | None:
+        """Return the point with the fewest blocks that should fit; ``None`` if none should.
+
+        One chunk is tried even if it needs a little more: see ``size_search.HOPE``.
+        """
+        all_blocks = Point(size, self.blocks)
+        hope = HOPE if size == self.batch else 1.0
+        if self.peak(all_blocks) > hope * budget:
+            return None
+        points = (Point(size, blocks) for blocks in range(self.blocks))
+        most = (1 - MARGIN) * budget
+        return next((each for each in points if self.peak(each) <= most), all_blocks)
+
+
+def solve(
+    batch: int,
+    blocks: int,
+    budget: int,
+    steps: int,
+    *,
+    splits: bool,
+    whole_fits: bool,
+    even: Callable[[], bool] = lambda: False,
+    gradients: int = 0,
+    held: int = 0,
+) -> Ramp:
+    """Search the fastest number of checkpointed blocks within ``budget`` bytes.
+
+    Args:
+        batch: Samples of a call; the only size unless the plan ``splits`` the batch.
+        blocks: Blocks of the model, at least two.
+        budget: Bytes of the device.
+        steps: The length of the deciding windows.
+        splits: Whether the size is to be found too.
+        whole_fits: Whether the script fits without a plan, so that no block is tried first.
+        even: Tells whether the measured steps ran in even chunks.
+        gradients: As for ``ramp``.
+        held: Bytes that are certainly no activations.
+    """
+    found: dict[Point, Measurement] = {}
+    if whole_fits:
+        yield from _measure(Point(batch, 0), steps, found)
+        if found:
+            return (yield from winner(found, steps, _ask))
+    device = yield from _lines(batch, blocks, budget, found, splits=splits, held=held)
+    if device is None:
+        return (yield from winner(found, steps, _ask))
+    device = replace(device, gradients=gradients if splits else 0, reruns=splits and not even())
+    sizes = _sizes(device, budget) if splits else {batch}
+    for _ in range(SIZES):
+        device = _fitted(device, found)
+        points = [each for size in sizes if (each := device.fewest(size, budget)) is not None]
+        point = min(points, key=lambda each: (device.time(each), -each.size), default=None)
+        best = min((each.seconds for each in found.values()), default=math.inf)
+        if point is None or device.time(point) > best:
+            break
+        yield from _settle(point, device, budget, steps, found)
+        sizes.discard(point.size)
+    return (yield from winner(found, steps, _ask))
+
+
+def _measure(point: Point, steps: int, found: dict[Point, Measurement]) -> Windows:
+    """Measure a point, and keep the measurement if it fits."""
+    measured = yield _ask(point, steps)
+    if measured is not None:
+        found[point] = measured
+
+
+def _lines(
+    batch: int,
+    blocks: int,
+    budget: int,
+    found: dict[Point, Measurement],
+    *,
+    splits: bool,
+    held: int,
+) -> Generator[Ask, Measurement | None, Device | None]:
+    """Measure the lines of the peak; return ``None`` if a point of them does not fit."""
+    line: Line | None
+    if splits:
+        sizes: dict[int, Measurement] = {}
+        line = yield from _checkpointed(two_sizes(batch, sizes), blocks)
+        found.update({Point(size, blocks): each for size, each in sizes.items()})
+        size = max(sizes, default=batch)
+    else:
+        size = batch
+        yield from _measure(Point(size, blocks), SHORT, found)
+        line = Line(found[Point(size, blocks)].peak_device, 0.0) if found else None
+    if line is None:
+        return None
+    peak = found[Point(size, blocks)].peak_device
+    room = max(0, budget - peak) / max(1, peak - held)  # all activations are in one block at worst
+    fewer = min(blocks, max(2, 1 + int(room)))
+    point = Point(size, blocks - fewer)
+    yield from _measure(point, SHORT, found)
+    if point not in found:
+        return Device(batch, blocks, line, max(1.0, budget - peak) / size, 0)
+    more = max(0, found[point].peak_device - peak)
+    return Device(batch, blocks, line, more / (fewer - 1) / size, 0)
+
+
+def _checkpointed(
+    sizes: Generator[Ask, Measurement | None, Line | None], blocks: int
+) -> Generator[Ask, Measurement | None, Line | None]:
+    """Answer the requests of ``sizes`` with measurements under checkpointing of all blocks."""
+    measured = None
+    while True:
+        try:
+            ask = sizes.send(measured)
+        except StopIteration as end:
+            line: Line | None = end.value
+            return line
+        measured = yield replace(ask, blocks=blocks)
+
+
+def _fitted(device: Device, found: dict[Point, Measurement]) -> Device:
+    """Return ``device`` with the bytes and times of the measurements, those of large chunks first.
+
+    A line through small chunks can be far off for large ones, whose time is that of the computation
+    and not that to launch kernels.
+    """
+    by_size = [
+        sorted(point for point in found if point.size == size)
+        for size in sorted({point.size for point in found}, reverse=True)
+    ]
+    ends = next(((each[0], each[-1]) for each in by_size if len(each) > 1), None)
+    last = by_size[0][-1]
+    again = PRIOR * found[last].seconds / device.blocks
+    if ends is not None:
+        few, many = ends
+        saved = found[many].seconds - found[few].seconds
+        again = max(0.0, saved) / (many.blocks - few.blocks)
+        kept = min(many.blocks, device.blocks - 1) - few.blocks
+        freed = found[few].peak_device - found[many].peak_device
+        if kept > 0:
+            device = replace(device, block_bytes=max(0, freed) / kept / few.size)
+    device = replace(device, seconds=0.0, chunk_seconds=0.0, block_seconds=again)
+    rests = [(each[-1], found[each[-1]].seconds - device.time(each[-1])) for each in by_size]
+    if len(rests) > 1:
+        (large, less), (small, more) = rests[:2]
+        chunks = device.batch / small.size - device.batch / large.size
+        device = replace(device, chunk_seconds=max(0.0, more - less) / chunks)
+    return replace(device, seconds=max(0.0, found[last].seconds - device.time(last)))
+
+
+def _sizes(device: Device, budget: int) -> set[int]:
+    """Return the sizes among which to choose: those of even chunks, and the largest that fits."""
+    batch = device.batch
+    sizes = {-(-batch // chunks) for chunks in range(1, batch + 1)}
+    if device.reruns and batch > 1:
+        sizes.add(min(batch - 1, max(1, device.line.largest(batch - 1, budget))))
+    return sizes
+
+
+def _settle(
+    point: Point, device: Device, budget: int, steps: int, found: dict[Point, Measurement]
+) -> Windows:
+    """Measure a size at ``point`` and correct the number of blocks, within ``WINDOWS`` windows.
+
+    After a shortage more blocks are checkpointed. If the measured peak leaves room for fewer, and
+    these would save time, they are tried.
+    """
+    size, blocks = point
+    short, fits = -1, device.blocks + 1
+    for _ in range(WINDOWS):
+        measured = found.get(Point(size, blocks))
+        if measured is None or len(measured.step_seconds) <= SHORT:
+            yield from _measure(Point(size, blocks), steps, found)
+            measured = found.get(Point(size, blocks))
+        if measured is None:
+            short = blocks
+            more = blocks + max(1, (device.blocks - blocks + 2) // 3)
+            blocks = min(more, fits - 1)
+        else:
+            fits = blocks
+            room = (1 - MARGIN) * budget - measured.peak_device
+            device = _fitted(device, found)
+            each = max(1.0, device.block_bytes * size)
+            fewer = min(blocks - short - 1, int(max(0.0, room) // each))
+            if fewer * device.block_seconds <= TIE * measured.seconds:
+                return
+            blocks -= fewer
+        if not short < blocks < fits:
+            return
