@@ -14,6 +14,7 @@ and windows at the numbers that should be fastest confirm it.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -32,6 +33,10 @@ from autofit.worker.records.trials import Measurement
 
 MARGIN = 0.02
 """Share of the budget that a predicted peak leaves free: the line is not exact."""
+DOUBT = 0.1
+"""Share of the bytes beyond those measured by which a prediction may be too low."""
+SAVED = 32
+"""A block holds at most so many times the bytes of its input."""
 WINDOWS = 4
 """Most windows for one size."""
 SIZES = 3
@@ -65,30 +70,40 @@ class Device:
     """Peak bytes with all blocks checkpointed."""
     block_bytes: float
     """Bytes of a sample in a block that is not checkpointed, beyond those of its input."""
-    gradients: int
+    measured: float = 0.0
+    """Most bytes in blocks that are not checkpointed, of all measured points."""
+    gradients: int = 0
     """Bytes that a batch in one chunk needs less."""
-    seconds: float = 1.0
-    """Seconds of a step in one chunk without checkpointing."""
+    seconds: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
+    """Number of chunks, and seconds of a step without what runs again; fewest chunks first."""
     block_seconds: float = 0.0
     """Seconds that a block takes to run again, in a step."""
-    chunk_seconds: float = 0.0
-    """Seconds that a further chunk costs."""
     reruns: bool = False
     """All chunks but one run forward twice."""
 
     def peak(self, point: Point) -> float:
-        """Return the expected peak of a window."""
-        kept = max(0, self.blocks - 1 - point.blocks)
+        """Return the expected peak of a window, with an allowance for what is not measured."""
         whole = point.size == self.batch
-        rest = self.line.at(point.size) - self.gradients * whole
-        return rest + self.block_bytes * point.size * kept
+        kept = self.block_bytes * point.size * max(0, self.blocks - 1 - point.blocks)
+        allowance = DOUBT * max(0.0, kept - self.measured)
+        return self.line.at(point.size) - self.gradients * whole + kept + allowance
 
     def time(self, point: Point) -> float:
-        """Return the expected seconds of a step."""
+        """Return the expected seconds of a step, linear in the chunks between measured sizes.
+
+        Many small chunks take the time to launch kernels, few large ones that of the computation.
+        """
         chunks = self.batch / point.size
-        again = self.blocks * self.block_seconds * (1 - 1 / chunks) if self.reruns else 0.0
-        compute = self.seconds + self.block_seconds * point.blocks + again
-        return compute + self.chunk_seconds * (chunks - 1)
+        after = bisect(self.seconds, chunks, key=lambda each: each[0])
+        after = min(max(after, 1), len(self.seconds) - 1)
+        (few, less), (many, more) = self.seconds[after - 1], self.seconds[after]
+        slope = max(0.0, more - less) / (many - few) if many > few else 0.0
+        return max(0.0, less + slope * (chunks - few)) + self.again(point)
+
+    def again(self, point: Point) -> float:
+        """Return the expected seconds of what runs again in a step."""
+        rerun = self.blocks * (1 - point.size / self.batch) if self.reruns else 0.0
+        return self.block_seconds * (point.blocks + rerun)
 
     def fewest(self, size: int, budget: int) -> Point | None:
         """Return the point with the fewest blocks that should fit; ``None`` if none should.
@@ -181,14 +196,12 @@ def _lines(
     if line is None:
         return None
     peak = found[Point(size, blocks)].peak_device
-    room = max(0, budget - peak) / max(1, peak - held)  # all activations are in one block at worst
+    # At worst all activations but the blocks' inputs are in the block that runs again.
+    room = max(0, budget - peak) / max(1, peak - held) * (1 + blocks / SAVED)
     fewer = min(blocks, max(2, 1 + int(room)))
     point = Point(size, blocks - fewer)
     yield from _measure(point, SHORT, found)
-    if point not in found:
-        return Device(batch, blocks, line, max(1.0, budget - peak) / size, 0)
-    more = max(0, found[point].peak_device - peak)
-    return Device(batch, blocks, line, more / (fewer - 1) / size, 0)
+    return Device(batch, blocks, line, block_bytes=max(1.0, budget - peak) / size)
 
 
 def _checkpointed(
@@ -208,8 +221,7 @@ def _checkpointed(
 def _fitted(device: Device, found: dict[Point, Measurement]) -> Device:
     """Return ``device`` with the bytes and times of the measurements, those of large chunks first.
 
-    A line through small chunks can be far off for large ones, whose time is that of the computation
-    and not that to launch kernels.
+    A line through small chunks can be far off for large ones.
     """
     by_size = [
         sorted(point for point in found if point.size == size)
@@ -225,14 +237,12 @@ def _fitted(device: Device, found: dict[Point, Measurement]) -> Device:
         kept = min(many.blocks, device.blocks - 1) - few.blocks
         freed = found[few].peak_device - found[many].peak_device
         if kept > 0:
-            device = replace(device, block_bytes=max(0, freed) / kept / few.size)
-    device = replace(device, seconds=0.0, chunk_seconds=0.0, block_seconds=again)
-    rests = [(each[-1], found[each[-1]].seconds - device.time(each[-1])) for each in by_size]
-    if len(rests) > 1:
-        (large, less), (small, more) = rests[:2]
-        chunks = device.batch / small.size - device.batch / large.size
-        device = replace(device, chunk_seconds=max(0.0, more - less) / chunks)
-    return replace(device, seconds=max(0.0, found[last].seconds - device.time(last)))
+            more = max(0.0, freed / kept / few.size)
+            device = replace(device, block_bytes=more, measured=max(0, freed))
+    device = replace(device, block_seconds=again)
+    largest = (each[-1] for each in by_size)
+    rests = ((device.batch / p.size, found[p].seconds - device.again(p)) for p in largest)
+    return replace(device, seconds=tuple(rests))
 
 
 def _sizes(device: Device, budget: int) -> set[int]:
@@ -261,8 +271,8 @@ def _settle(
             measured = found.get(Point(size, blocks))
         if measured is None:
             short = blocks
-            more = blocks + max(1, (device.blocks - blocks + 2) // 3)
-            blocks = min(more, fits - 1)
+            third = short + max(1, (device.blocks - short + 2) // 3)
+            blocks = third if fits > device.blocks else (short + fits + 1) // 2
         else:
             fits = blocks
             room = (1 - MARGIN) * budget - measured.peak_device
