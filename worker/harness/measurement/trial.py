@@ -191,7 +191,7 @@ class Trial(Session):
         """Measure ``plan`` at the best numbers of ``unsized``, its part without a fixed size.
 
         If the plan keeps fewer activations, start with a larger size that may fit. After a
-        shortage, checkpoint all blocks if the plan leaves their number open; then halve the size.
+        shortage, checkpoint more blocks if the plan leaves their number open; then halve the size.
         """
         if unsized not in self._found:
             yield from self._solve(unsized)
@@ -206,8 +206,9 @@ class Trial(Session):
             sized = plan.sized(size, level)
             if (yield from self._measure(sized, self._request.steps)) is not None:
                 return
-            if plan["checkpointing"] == AUTO and level != ALL:
-                level = ALL
+            more = Checkpointing().leaner_levels(level or ALL, self.facts)
+            if plan["checkpointing"] == AUTO and more:
+                level = more[0]
             elif plan["micro_batch"] == AUTO:
                 size //= 2
             else:
