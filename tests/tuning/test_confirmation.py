@@ -39,9 +39,9 @@ ROOT = RootFacts(
     blocks=4,
 )
 PLANS = [
-    *(Plan.of({"checkpointing": name}) for name in ("half", "third")),
+    *(Plan.of({"checkpointing": name}) for name in ("2", "1")),
     Plan.of({"precision": "tf32"}),
-    Plan.of({"checkpointing": "all"}),
+    Plan.of({"optimizer": "eight_bit"}),
 ]
 SHORT = OutOfMemory(phase="forward", message="no memory")
 
@@ -233,7 +233,7 @@ def test_a_size_stays_where_a_level_needs_a_split_or_a_batch_is_not_known() -> N
 @pytest.fixture
 def ramped(history: History, measurement: Callable[..., Measurement]) -> list[Plan]:
     """One plan, measured with 1, 2 and 4 samples at a time; beside it a slower one."""
-    split = Plan.of({"checkpointing": "half", "micro_batch": "auto"})
+    split = Plan.of({"checkpointing": "all", "micro_batch": "auto"})
     plans = [split.replace(micro_batch=size) for size in ("1", "2", "4")]
     sizes = tuple(measurement(n, time, n * GIB) for n, time in [(1, 1.6), (2, 1.2), (4, 1.0)])
     (trial,) = history.store.add_trials(history.study, [split], launch=1, owner=Owner.current())

@@ -633,9 +633,9 @@ def test_without_any_exact_plan_only_losses_that_are_not_finite_are_noticed() ->
 
 @pytest.mark.quick
 def test_the_leanest_exact_plan_leads_until_it_has_run_out_of_memory() -> None:
-    half = Plan.of({"checkpointing": "half"})
+    some = Plan.of({"checkpointing": "auto"})
     lean = Plan.of({"checkpointing": "all", "precision": "bf16"})
-    assert leading([half, lean, CHECKPOINTING, BF16], (), None, cuda=True) == CHECKPOINTING
+    assert leading([some, lean, CHECKPOINTING, BF16], (), None, cuda=True) == CHECKPOINTING
     assert leading([BF16], (), None, cuda=True) is None
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 BUDGET = 1000
 PRECISIONS = ("as_is", "bf16")
-CHECKPOINTING = ("as_is", "half", "all")
+CHECKPOINTING = ("as_is", "auto", "all")
 SPACE = Space(
     levels=(
         ("precision", PRECISIONS),

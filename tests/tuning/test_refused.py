@@ -96,7 +96,7 @@ def test_a_refused_technique_is_left_out_at_once_with_its_reason(history: Histor
 
 def test_what_is_refused_only_together_is_not_tried_with_more_beside_it(history: History) -> None:
     """Neither is left out by itself."""
-    searched(history, Refusing(frozenset({("precision", "bf16"), ("checkpointing", "half")})))
+    searched(history, Refusing(frozenset({("precision", "bf16"), ("micro_batch", "auto")})))
     assert len(refusals(history)) == 1, [str(plan) for plan in refusals(history)]
     assert history.study.left_out == ()
     assert Verdict.MEASURED in {trial.verdict for trial in history.finished()}
