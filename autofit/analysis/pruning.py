@@ -56,8 +56,9 @@ def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
     """Return an upper bound on the micro-batch size of ``plan``, from the finished trials.
 
     If a leaner plan ran out of memory at a size, ``plan`` needs a smaller size. A plan with levels
-    made for one size, such as ``compile``, uses the size that its ``unsized`` plan found. Both
-    bounds grow if such levels lower the activations. The bound is infinite if the batch is whole.
+    made for one size, such as ``compile``, begins with a size that its ``unsized`` plan found; that
+    it may find room for a larger one is not counted. Both bounds grow if such levels lower the
+    activations. The bound is infinite if the batch is whole.
     """
     limits = [math.inf]
     for trial in finished if plan["micro_batch"] != AS_IS else ():

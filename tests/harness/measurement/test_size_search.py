@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -10,11 +11,14 @@ from autofit.worker.harness.measurement.size_search import (
     FEWEST,
     LONG,
     MOST,
+    RECOMPILE,
     Ask,
     enough,
+    larger_size,
     ramp,
     round_ended,
     settled,
+    size_to_compile,
 )
 from autofit.worker.records.trials import Measurement
 
@@ -249,3 +253,33 @@ def test_many_samples_are_not_tried_in_one_chunk_for_that(drive: Drive) -> None:
     winner, asked = drive(50, line(100, 10), gradients=200)
     assert winner is None
     assert sizes(asked) == [8, 4, 2, 1]
+
+
+def test_a_plan_is_compiled_at_the_largest_size_that_is_nearly_as_fast(
+    measurement: Callable[..., Measurement],
+) -> None:
+    sizes = {
+        size: measurement(size, seconds)
+        for size, seconds in ((8, 1.2), (16, 1.0), (32, 1.04), (64, 1.1))
+    }
+    assert size_to_compile(sizes, sizes[16]) == 32
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [
+        (260, 64),  # 100 + 10 a sample: all 64 need 740
+        (420, 32),  # 20 a sample: 32 need 740, 64 need 1380
+        (740, None),  # 40 a sample, as without compiling
+    ],
+)
+def test_fused_kernels_leave_room_for_a_larger_size(
+    measurement: Callable[..., Measurement], peak: int, expected: int | None
+) -> None:
+    sizes = {size: measurement(size, peak=100 + 40 * size) for size in (4, 8, 16)}
+    compiled = replace(measurement(16, peak=peak), compile_seconds=RECOMPILE)
+    assert larger_size(sizes, compiled, BATCH, budget=800) == expected
+    slow = replace(measurement(16, peak=peak), compile_seconds=RECOMPILE + 1)
+    assert larger_size(sizes, slow, BATCH, budget=800) is None
+    whole = replace(measurement(BATCH, peak=peak), compile_seconds=RECOMPILE)
+    assert larger_size(sizes, whole, BATCH, budget=800) is None

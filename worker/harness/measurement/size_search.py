@@ -12,7 +12,7 @@ chunk is special: no gradients of earlier chunks exist during its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,6 +29,10 @@ TIE = 0.02
 """Relative difference below which two times are a tie; the leaner size then wins."""
 LONG = 8.0
 """Seconds after which a window ends early, so that a trial does not take too long."""
+NEAR = 0.05
+"""A plan is compiled at a larger size if the size search found it at most this share slower."""
+RECOMPILE = 30.0
+"""Seconds to compile up to which a plan is compiled again at a larger size."""
 HOPE = 1.1
 """One chunk is tried if its expected peak is at most this multiple of the budget."""
 FEW = 8
@@ -212,3 +216,33 @@ def winner(found: dict[Key, Measurement], steps: int, ask: Callable[[Key, int], 
         else:
             found[best] = longer
     return None
+
+
+def size_to_compile(sizes: Mapping[int, Measurement], best: Measurement) -> int:
+    """Return the size at which to compile a plan, given the sizes measured without compiling.
+
+    Each chunk has costs that no compiler lowers. So the largest size comes first among those that
+    were at most ``NEAR`` slower than ``best``.
+    """
+    slowest = best.seconds * (1 + NEAR)
+    return max(size for size, each in sizes.items() if each.seconds <= slowest)
+
+
+def larger_size(
+    sizes: Mapping[int, Measurement], compiled: Measurement, batch: int, budget: int
+) -> int | None:
+    """Return the largest size for which a compiled plan should have room; ``None`` if it has none.
+
+    Compiled kernels are fused, and keep fewer activations. Without compiling, ``sizes`` were
+    measured: the line through their peaks gives the bytes that do not depend on the size. The peak
+    of ``compiled`` then gives the bytes a sample.
+    """
+    size, smallest, largest = compiled.micro_batch, min(sizes), max(sizes)
+    if size >= batch or compiled.compile_seconds > RECOMPILE or smallest == largest:
+        return None
+    rise = sizes[largest].peak_device - sizes[smallest].peak_device
+    slope = max(0.0, rise / (largest - smallest))
+    base = sizes[largest].peak_device - slope * largest
+    line = Line(base, max(0.0, compiled.peak_device - base) / size)
+    even = (-(-batch // chunks) for chunks in range(1, -(-batch // size)))
+    return next((each for each in even if line.at(each) <= budget), None)

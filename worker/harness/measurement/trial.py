@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -29,9 +29,11 @@ from autofit.worker.harness.measurement.size_search import (
     Ask,
     Ramp,
     enough,
+    larger_size,
     ramp,
     round_ended,
     settled,
+    size_to_compile,
 )
 from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.tracer import Tracer
@@ -114,8 +116,8 @@ class Trial(Session):
         self._pruned = False
         """The present plan is clearly slower than the best one of the search."""
         self._shortage: OutOfMemory | None = None
-        self._found: dict[Plan, Measurement] = {}
-        """The best measurement of each plan with numbers to find."""
+        self._found: dict[Plan, list[Measurement]] = {}
+        """The measurements of each plan with numbers to find, the best one last."""
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
@@ -188,23 +190,27 @@ class Trial(Session):
             yield from self._solve(plan)
 
     def _at_its_size(self, plan: Plan, unsized: Plan) -> Schedule:
-        """Measure ``plan`` at the best numbers of ``unsized``, its part without a fixed size.
+        """Measure ``plan`` at a size that suits ``unsized``, its part without a fixed size.
 
         If the plan keeps fewer activations, start with a larger size that may fit. After a
         shortage, checkpoint more blocks if the plan leaves their number open; then halve the size.
+        If the measured peak leaves room for a larger size, measure that one too.
         """
         if unsized not in self._found:
             yield from self._solve(unsized)
             self._measured = []
         if unsized not in self._found:
             return
-        found = self._found[unsized]
-        size, level = round(found.micro_batch / plan.sized_keeps), found.checkpointing
+        best = self._found[unsized][-1]
+        level = best.checkpointing
+        sizes = {m.micro_batch: m for m in self._found[unsized] if m.checkpointing == level}
+        size = round(size_to_compile(sizes, best) / plan.sized_keeps)
         while size:
             first, last = equal_cuts(plan.samples(self.facts.batch or size), size)[-1]
             size = last - first
             sized = plan.sized(size, level)
-            if (yield from self._measure(sized, self._request.steps)) is not None:
+            if (measured := (yield from self._measure(sized, self._request.steps))) is not None:
+                yield from self._at_larger_size(plan, sizes, measured)
                 return
             more = Checkpointing().leaner_levels(level or ALL, self.facts)
             if plan["checkpointing"] == AUTO and more:
@@ -213,6 +219,17 @@ class Trial(Session):
                 size //= 2
             else:
                 return
+
+    def _at_larger_size(
+        self, plan: Plan, sizes: Mapping[int, Measurement], measured: Measurement
+    ) -> Schedule:
+        """Measure a compiled plan at a larger size too, if it leaves room for one."""
+        batch, budget = plan.samples(self.facts.batch or 1), self._request.budget
+        larger = larger_size(sizes, measured, batch, budget)
+        if larger is None or plan["micro_batch"] != AUTO or self._pruned:
+            return
+        yield from self._measure(plan.sized(larger, measured.checkpointing), self._request.steps)
+        self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
 
     def _solve(self, plan: Plan) -> Schedule:
         """Search the fastest numbers of ``plan`` that fit."""
@@ -224,7 +241,7 @@ class Trial(Session):
                 winner = end.value
                 self._measured.sort(key=lambda pair: pair[1] is winner)
                 if winner is not None:
-                    self._found[plan] = winner
+                    self._found[plan] = [measured for _, measured in self._measured]
                 return
             sized = plan.sized(ask.micro_batch, self._level(ask))
             measurement = yield from self._measure(sized, ask.steps)
