@@ -26,7 +26,8 @@ from grid import EXAMPLES, HERE, RESULTS, WORKS, Work, command_line, merged, sto
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
-from autofit.strategies import Strategy
+from autofit.strategies import Level, Strategy
+from autofit.strategies.micro_batch import AUTO
 from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
@@ -45,8 +46,8 @@ COMPANY = {"precision": "bf16", "optimizer": "fused"}
 """What people use first; a level takes the place of what it cannot stand beside."""
 TOO_LARGE = frozenset({"decoder"})
 """Works that do not fit a card as they are: nothing is measured alone."""
-UNSIZED = {"micro_batch": "4"}
-"""A size in the place of a level that asks for one."""
+NUMBERS = {"micro_batch": "4", "checkpointing": "8"}
+"""A number in the place of a level that asks for one."""
 OWN = {
     ("vit", "gradient_release"): ("--no-clip",),
     ("decoder", "gradient_release"): ("--no-clip",),
@@ -103,7 +104,12 @@ def trials(work: Work, names: Sequence[str], *, alone: bool) -> Iterator[Trial]:
         for strategy in strategies.REGISTRY:
             for level in strategy.levels[1:]:
                 if not names or strategy.name in names:
-                    yield _beside(strategy, UNSIZED.get(strategy.name, level.name), company)
+                    yield _beside(strategy, number_of(strategy, level), company)
+
+
+def number_of(strategy: Strategy, level: Level) -> str:
+    """Return the level to measure: a number in the place of ``auto``."""
+    return NUMBERS[strategy.name] if level.name == AUTO else level.name
 
 
 def _beside(strategy: Strategy, level: str, company: dict[str, str]) -> Trial:

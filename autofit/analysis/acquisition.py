@@ -31,7 +31,7 @@ CLOSING = 2.0
 """A plan that adds a fixed level comes first if it gains this many times as much per second."""
 SEARCHED_STEPS = 3 * STEPS
 """Optimizer steps of a trial that searches a micro-batch size."""
-SOLVED_STEPS = 5 * STEPS
+SOLVED_STEPS = 4 * STEPS
 """Optimizer steps of a trial that searches a number of blocks to checkpoint."""
 SIZED_STEPS = 2 * STEPS
 """Optimizer steps of a trial at a size that is known, warm-up included."""

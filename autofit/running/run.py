@@ -18,8 +18,9 @@ from autofit.plan import Plan
 from autofit.running.advice import PROCESS, where
 from autofit.running.foreground import Foreground, Silent, started
 from autofit.running.supervisor import ATTEMPT, Ended, supervise
-from autofit.storage import EvidenceKey, State, Store, StudyRecord
+from autofit.storage import EvidenceKey, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts, Fidelity
+from autofit.strategies.checkpointing import more_blocks
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch import rank_environment as rank
@@ -30,6 +31,7 @@ from autofit.worker.records.trials import (
     ChildSpec,
     LaunchRequest,
     Learned,
+    Measurement,
     OutOfMemory,
     PlanEnded,
     Pressed,
@@ -169,12 +171,28 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
 def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
     """Yield the study's verified plans with their peaks in bytes, the fastest first.
 
+    A plan is followed by those that checkpoint more blocks, as far as its trial has measured them.
     The unchanged script comes last, with 0 for an unknown peak.
     """
     for trial in ranked_sound(context.trials, context.budget)[:FALLBACKS]:
-        if trial.measurement is not None and evidence.holds(found := best_plan(trial)):
-            yield found, trial.measurement.peak_device
+        if trial.measurement is None:
+            continue
+        found = {best_plan(trial): trial.measurement}
+        found |= {each.plan(trial.plan).whole(context.facts): each for each in _more_blocks(trial)}
+        for plan, measured in found.items():
+            if evidence.holds(plan):
+                yield plan, measured.peak_device
     yield Plan(), 0
+
+
+def _more_blocks(trial: TrialRecord) -> list[Measurement]:
+    """Return what a trial measured at its best size with more blocks, the fastest first."""
+    last, report = trial.measurement, trial.report
+    if last is None or report is None:
+        return []
+    same = (each for each in report.measurements if each.micro_batch == last.micro_batch)
+    more = (each for each in same if more_blocks(each.checkpointing, last.checkpointing))
+    return sorted(more, key=lambda each: each.seconds)
 
 
 def _check_devices(device: str, ranks: int) -> None:

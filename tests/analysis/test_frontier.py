@@ -26,7 +26,7 @@ ROOT = RootFacts(
 )
 BF16 = Plan.of({"precision": "bf16", "micro_batch": "auto"})
 TF32 = Plan.of({"precision": "tf32", "micro_batch": "auto"})
-HALF = Plan.of({"checkpointing": "half", "micro_batch": "auto"})
+TWO = Plan.of({"checkpointing": "2", "micro_batch": "auto"})
 COMPILED = Plan.of({"compile": "full", "micro_batch": "auto"})
 SHORT = OutOfMemory(phase="forward", message="no memory")
 
@@ -117,7 +117,7 @@ def searched(studied: Callable[..., Searched]) -> Searched:
     searched = studied()
     searched.trial(Plan(), (16, 10, 900))
     searched.trial(BF16, (4, 12, 300), (8, 16, 500), (16, 20, 800))
-    searched.trial(HALF, (4, 6, 200), (16, 9, 600))
+    searched.trial(TWO, (4, 6, 200), (16, 9, 600))
     searched.trial(Plan.of({"precision": "bf16"}), (16, 19, 790), purpose=Purpose.CONFIRM)
     return searched
 
@@ -127,7 +127,7 @@ def test_each_size_is_a_point_and_dominated_points_are_left_out(searched: Search
         ("bf16", 19, 790),
         ("bf16, micro 8", 16, 500),
         ("bf16, micro 4", 12, 300),
-        ("checkpointing half, micro 4", 6, 200),
+        ("checkpointing 2 blocks, micro 4", 6, 200),
     ]
     confirmed = [point.confirmed for point in frontier(searched.store, searched.study)]
     assert confirmed == [True, False, False, False]
@@ -152,7 +152,7 @@ def test_a_size_that_was_short_of_memory_again_is_left_out(searched: Searched) -
 def test_levels_that_were_ruled_out_later_are_left_out(
     searched: Searched, verdict: Verdict, purpose: Purpose
 ) -> None:
-    searched.trial(Plan.of({"checkpointing": "half"}), verdict=verdict, purpose=purpose)
+    searched.trial(Plan.of({"checkpointing": "2"}), verdict=verdict, purpose=purpose)
     assert [peak for _, _, peak in searched.shape()] == [790, 500, 300]
 
 
@@ -199,8 +199,8 @@ def test_a_study_of_exactly_this_budget_is_preferred(
     searched: Searched, studied: Callable[..., Searched]
 ) -> None:
     smaller = studied(600)
-    smaller.trial(HALF, (16, 9, 580))
-    smaller.trial(Plan.of({"checkpointing": "half"}), (16, 9, 580), purpose=Purpose.CONFIRM)
+    smaller.trial(TWO, (16, 9, 580))
+    smaller.trial(Plan.of({"checkpointing": "2"}), (16, 9, 580), purpose=Purpose.CONFIRM)
     result, said = searched.best(600)
     assert result.study == smaller.study.id
     assert said == []
@@ -213,7 +213,7 @@ def test_nothing_known_fits(searched: Searched) -> None:
         searched.best(100)
     assert str(caught.value) == (
         "no known plan fits 100.0 MiB: the one with the lowest peak, 200.0 MiB, is checkpointing"
-        " half, micro 4; try `autofit search` with --memory 100MiB"
+        " 2 blocks, micro 4; try `autofit search` with --memory 100MiB"
     )
 
 

@@ -108,7 +108,7 @@ def test_every_level_by_hand_trains_the_same(
 def test_all_of_a_plan_at_once(
     make_result: MakeResult, plain: tuple[dict[str, torch.Tensor], list[float]]
 ) -> None:
-    plan = Plan.of({"precision": "bf16", "checkpointing": "half", "micro_batch": "3"})
+    plan = Plan.of({"precision": "bf16", "checkpointing": "2", "micro_batch": "3"})
     text = render("python", make_result(plan))
     assert "inputs.split(3)" in text
     assert "torch.bfloat16" in text

@@ -29,7 +29,7 @@ BESIDE: list[dict[str, str]] = [
     {"precision": "bf16"},
     {"precision": "tf32"},
     {"checkpointing": "all"},
-    {"checkpointing": "half", "precision": "bf16"},
+    {"checkpointing": "2", "precision": "bf16"},
     {"micro_batch": "4"},
     {"micro_batch": "4", "checkpointing": "all", "precision": "bf16"},
 ]

@@ -16,7 +16,7 @@ from tests.loops.recipe import CHOICES, Recipe
 
 LEVELS = (
     *(("micro_batch", str(size)) for size in range(1, 8)),
-    *(("checkpointing", level) for level in ("all", "half", "third")),
+    *(("checkpointing", level) for level in ("all", "1", "2")),
     *(("activation_offload", level) for level in ("all", "half")),
     *(("optimizer", level) for level in ("fused", "single")),
     ("gradient_release", "released"),

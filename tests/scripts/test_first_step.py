@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from autofit.strategies import REGISTRY
+from autofit.strategies.micro_batch import AUTO
 from tests.scripts._runner import Asked, Runs
 
 PARTS = 2
 ROUNDING = 1e-6
 """Largest relative difference of a number that compiled code may make."""
-SPLIT = ("micro_batch", "4")
+SPLIT, SOME = ("micro_batch", "4"), ("checkpointing", "3")
+NUMBERS = dict((SPLIT, SOME))
 ALL = [
-    SPLIT if strategy.name == "micro_batch" else (strategy.name, level.name)
+    (strategy.name, NUMBERS[strategy.name] if level.name == AUTO else level.name)
     for strategy in REGISTRY
     for level in strategy.levels[1:]
 ]
@@ -25,8 +27,7 @@ CALLED_AGAIN = {
     SPLIT: {"model": 2 * PARTS - 1, "hook": 2 * PARTS - 1, "hook of a block": 2 * PARTS - 1}
     | {"block": 4 * (2 * PARTS - 1)},
     # Blocks of the four that are recomputed in backward.
-    ("checkpointing", "third"): {"block": 4 + 2},
-    ("checkpointing", "half"): {"block": 4 + 2},
+    SOME: {"block": 4 + 3},
     ("checkpointing", "all"): {"block": 4 + 4},
 }
 STATEFUL = [*CALLED_AGAIN, ("activation_offload", "all"), ("compile", "full")]

@@ -23,7 +23,6 @@ from autofit.space.catalogue import clash
 from autofit.space.pairs import Pair, pairs
 from autofit.strategies import REGISTRY, Fidelity, compile, get, loss
 from autofit.strategies.activation_offload import saved_tensors
-from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.optimizer_offload import host_steps
 from tests.strategies.contract import HARDWARE, Case, is_a_line
 from tests.strategies.models import loss_outside, padded
@@ -91,7 +90,7 @@ def test_two_levels_stand_together_or_are_refused(
         reasons = [get(name).unavailable(level, each) for each in HARDWARE]
         if all(reasons):
             pytest.skip(f"not here: {reasons[0]}")
-    plan = pair.plan if pair.plan["micro_batch"] != AUTO else pair.plan.replace(micro_batch="2")
+    plan = pair.plan.sized(2, "2")
     torch.manual_seed(3)
     case = make(torch.randint(32, (5, 10)))
     case.module.train()

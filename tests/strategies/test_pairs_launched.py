@@ -19,7 +19,6 @@ from autofit.space.catalogue import clash
 from autofit.space.pairs import Pair, pairs
 from autofit.strategies import Facts, Strategy
 from autofit.strategies.compile import Compile
-from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import (
@@ -85,8 +84,8 @@ def chosen(device: str) -> list[Pair]:
 
 
 def plan_of(pair: Pair) -> Plan:
-    """Return the plan of a pair, with a size for the parts of a batch."""
-    return pair.plan if pair.plan["micro_batch"] != AUTO else pair.plan.replace(micro_batch="4")
+    """Return the plan of a pair, with numbers in place of ``auto``."""
+    return pair.plan.sized(4, "2")
 
 
 def left_out(strategy: Strategy, plan: Plan, hardware: meter.Hardware, facts: Facts) -> str | None:

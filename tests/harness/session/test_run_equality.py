@@ -121,7 +121,7 @@ def plans_of(setting: Setting) -> list[dict[str, str]]:
     return [
         {"micro_batch": setting.micro_batch},
         {"checkpointing": "all"},
-        {"micro_batch": setting.micro_batch, "checkpointing": "half"},
+        {"micro_batch": setting.micro_batch, "checkpointing": "2"},
     ]
 
 

@@ -491,7 +491,7 @@ def test_plans_that_run_out_in_one_call_are_each_shown_the_statistics_they_find(
 ) -> None:
     """What ran of a call before memory ran out in it has moved them: it is no plan's doing."""
     (tmp_path / "train.py").write_text(STARVED)
-    levels = [{"checkpointing": "all"}, {"checkpointing": "half"}, {"precision": "bf16"}]
+    levels = [{"checkpointing": "all"}, {"checkpointing": "2"}, {"precision": "bf16"}]
     request = LaunchRequest(
         script=Script(target="train.py", cwd=str(tmp_path)),
         plans=tuple(Plan.of(each) for each in levels),
