@@ -171,17 +171,18 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
 def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
     """Yield the study's verified plans with their peaks in bytes, the fastest first.
 
-    A plan is followed by those that checkpoint more blocks, as far as its trial has measured them.
-    The unchanged script comes last, with 0 for an unknown peak.
+    A plan is followed by those that checkpoint more blocks. The unchanged script comes last. An
+    unknown peak is 0.
     """
     for trial in ranked_sound(context.trials, context.budget)[:FALLBACKS]:
         if trial.measurement is None:
             continue
-        found = {best_plan(trial): trial.measurement}
-        found |= {each.plan(trial.plan).whole(context.facts): each for each in _more_blocks(trial)}
-        for plan, measured in found.items():
-            if evidence.holds(plan):
-                yield plan, measured.peak_device
+        plan, more = best_plan(trial), _more_blocks(trial)
+        found = {plan: trial.measurement.peak_device}
+        found |= {each.plan(trial.plan).whole(context.facts): each.peak_device for each in more}
+        found.setdefault(plan.all_blocks, 0)
+        if evidence.holds(plan):  # each block is checked by itself, so more of them are too
+            yield from found.items()
     yield Plan(), 0
 
 

@@ -116,9 +116,16 @@ class PlainCall:
 class Standby:
     """Notes the calls of a run's roots, and finishes them in chunks when memory runs out."""
 
-    def __init__(self, seams: Seams, is_shortage: Callable[[BaseException], bool]) -> None:
+    def __init__(
+        self,
+        seams: Seams,
+        is_shortage: Callable[[BaseException], bool],
+        has_fallback: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``has_fallback``: whether a forward runs again under another plan, and not in chunks."""
         self._seams = seams
         self._is_shortage = is_shortage
+        self._has_fallback = has_fallback
         self._tensors: dict[int, list[torch.Tensor]] = {}
         """Parameters and buffers of each root that was called, keyed by the root's ``id``."""
         self._leaves: list[torch.Tensor] = []
@@ -144,7 +151,7 @@ class Standby:
         try:
             output = root.run_whole(args, kwargs)
         except Exception as error:
-            if not self._is_shortage(error):
+            if self._has_fallback() or not self._is_shortage(error):
                 raise
             failure = error
         else:

@@ -16,6 +16,7 @@ from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
+from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
@@ -68,7 +69,7 @@ class RealRun(Session):
         """Retries of the allocator after each of the last steps."""
         self._retries_before = 0
         """Retries up to the first step, or up to the last step with a check."""
-        self._standby = Standby(self.seams, self._is_shortage)
+        self._standby = Standby(self.seams, self._is_shortage, lambda: bool(self._more_blocks()))
         self._start: RandomState | None = None
         """Random state at the start of the present call."""
         self._open_graphs = 0
@@ -120,7 +121,25 @@ class RealRun(Session):
             return False
         peak = self._peaks[self.index]
         leaner = [n for n in self._left if 0 < self._peaks[n] < LEANER * peak] if peak else []
-        return self._falls_back(_first_line(error), None, leaner)
+        return self._falls_back(_first_line(error), None, self._more_blocks() or leaner)
+
+    def _more_blocks(self) -> list[int]:
+        """Return the fallbacks that only checkpoint more blocks, if a forward may run again."""
+        if self._open_graphs > 1 or self.facts.world_size > 1:
+            return []
+        now, peak = self.plan, self._peaks[self.index]
+        level = now["checkpointing"]
+        return [
+            n
+            for n in self._left
+            if more_blocks(self._plans[n]["checkpointing"], level)
+            and self._plans[n].replace(checkpointing=level) == now
+            and self._peaks[n] < LEANER * peak
+        ]
+
+    def can_shrink(self, phase: str) -> bool:
+        """Return ``False`` for a forward that runs again with more checkpointed blocks."""
+        return not (phase == "forward" and self._more_blocks())
 
     def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
         """Repeat a failed call without a plan, to find out whether the plan is at fault."""
