@@ -153,8 +153,15 @@ def grids() -> dict[str, Grid]:
     return load_all()
 
 
-def search(name: str, budget: str, sampler: str, seed: int) -> Search:
-    """Search one grid under one budget with one sampler."""
+def search(
+    name: str,
+    budget: str,
+    sampler: str,
+    seed: int,
+    *,
+    read: Callable[[optuna.Study], None] = lambda study: None,
+) -> Search:
+    """Search one grid under one budget with one sampler; ``read`` gets the study at the end."""
     grid = grids()[name]
     replay = Replay(grid, grid.budgets[budget], seed)
     enough = ENOUGH * best(grid, replay.budget)[1]
@@ -188,6 +195,7 @@ def search(name: str, budget: str, sampler: str, seed: int) -> Search:
         found = trial.report.measurement
         if found is not None and (speed := found.charged(HORIZON)) > fastest:
             fastest, reached = speed, grid.speed(plan, found.micro_batch) >= enough
+    read(study)
     plans = (*map(str, known),)
     return Search(
         name, budget, sampler, seed, replay.seconds, replay.launches, reached and alone, plans
