@@ -331,6 +331,37 @@ def test_a_plan_of_another_version_is_a_clear_error(store: Store, study: StudyRe
     assert store.trials(study) == ()
 
 
+def test_the_number_of_checkpointed_blocks_is_kept(
+    store: Store, study: StudyRecord, report: Report
+) -> None:
+    plan = Plan.of({"checkpointing": "auto", "micro_batch": "auto"})
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    given = report(plan)
+    measured = tuple(dataclasses.replace(m, checkpointing="7") for m in given.measurements)
+    store.finish(trial, dataclasses.replace(given, measurements=measured))
+    (kept,) = store.trials(study)
+    assert kept.measurement == measured[-1]
+    assert kept.measurement.plan(plan)["checkpointing"] == "7"
+
+
+@pytest.mark.parametrize("level", ["third", "half"])
+def test_a_trial_of_a_share_of_the_blocks_still_loads(
+    path: Path, opening: Open, report: Report, level: str
+) -> None:
+    """Searches of earlier versions tried a third or half of the blocks."""
+    with Store(str(path)) as store:
+        study = opening(store)
+        (trial,) = store.add_trials(study, [Plan()], launch=0, owner=Owner.current())
+        store.finish(trial, report(Plan()))
+        with sqlite3.connect(path) as other:
+            other.execute("UPDATE trial SET plan = ?", (json.dumps({"checkpointing": level}),))
+    with Store(str(path)) as store:
+        (old,) = store.trials(study)
+        assert old.plan == Plan.of({"checkpointing": level})
+        assert old.measurement is not None
+        assert old.measurement.checkpointing is None
+
+
 def test_a_study_with_a_removed_level_opens(
     path: Path, opening: Open, plan: Plan, report: Report
 ) -> None:
