@@ -167,6 +167,12 @@ class Plan:
         """Whether a trial has to find a number of this plan."""
         return any(level == AUTO for _, level in self.changes)
 
+    def refuse_open(self) -> None:
+        """Raise ``UsageError`` if a trial has to find a number of this plan."""
+        for strategy, level in self:
+            if level == AUTO:
+                raise UsageError(f"{strategy.name} auto is for a search: give a number")
+
     def sized(self, micro_batch: int, checkpointing: str | None) -> Self:
         """Return this plan with the given numbers in place of ``auto``.
 

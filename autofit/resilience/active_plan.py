@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, REGISTRY, Facts
-from autofit.strategies.micro_batch import AUTO
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,8 +145,8 @@ def staying(plan: Plan) -> Plan:
 
 def check_given(plan: Plan | None) -> None:
     """Raise ``UsageError`` for a plan that cannot be applied in a running process."""
-    if plan is not None and plan["micro_batch"] == AUTO:
-        raise UsageError("micro_batch auto is for a search: give a number of samples")
+    if plan is not None:
+        plan.refuse_open()
     if plan is not None and plan.environment:
         names = ", ".join(plan.environment)
         raise UsageError(

@@ -80,8 +80,10 @@ def run(
     budget of the search, if it was given. ``resume``: arguments to add when the script is started
     again after it ran out of memory, see ``supervisor``. ``ranks``: processes to start; by default
     as many as the plan was searched with, or one for a given plan. Raises ``UsageError`` if no plan
-    is stored, or if there are fewer devices than ranks.
+    is stored, if ``plan`` leaves a number open, or if there are fewer devices than ranks.
     """
+    if plan is not None:
+        plan.refuse_open()
     device = meter.default_device()
     context = FallbackContext(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
     diary = _Diary(storage)

@@ -117,9 +117,9 @@ class Checkpointing(Strategy):
 
     def describe(self, level: str) -> str:
         """Return ``"checkpointing"``, or ``"checkpointing 7 blocks"``."""
-        if level == ALL:
-            return self.name
-        return f"{self.name} {level} blocks" if level.isdecimal() else f"{self.name} {level}"
+        if level.isdecimal():
+            return f"{self.name} {level} block{'s' * (int(level) != 1)}"
+        return self.name if level == ALL else f"{self.name} {level}"
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The model needs repeated blocks, and the script must not checkpoint."""

@@ -11,7 +11,13 @@ from autofit.cli.view import words
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts
 from autofit.tuning.notices import StudyStarted
-from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
+from autofit.worker.records.trials import (
+    Measurement,
+    OutOfMemory,
+    Script,
+    TrialReport,
+    Verdict,
+)
 
 pytestmark = pytest.mark.quick
 MIB = 1 << 20
@@ -114,3 +120,25 @@ def test_what_was_compiled_says_how_long_that_took(
         index=0, plan=Plan(), verdict=Verdict.MEASURED, measurements=(measured,), best=Plan()
     )
     assert words.verdict(report, best=True) == "fits  <- best (compile 9.0 s)"
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("as_is", "fits (16 at a time without checkpointing did not fit)"),
+        ("3", "fits (16 at a time with checkpointing 3 blocks did not fit)"),
+    ],
+)
+def test_what_did_not_fit_has_both_numbers(
+    level: str, said: str, measurement: Callable[..., Measurement]
+) -> None:
+    plan = Plan.of({"checkpointing": "auto", "micro_batch": "auto"})
+    short = OutOfMemory(phase="forward", message="none", micro_batch=16, checkpointing=level)
+    report = TrialReport(
+        index=0,
+        plan=plan,
+        verdict=Verdict.MEASURED,
+        measurements=(measurement(16),),
+        out_of_memory=short,
+    )
+    assert words.verdict(report) == said

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from autofit.analysis.speeds import is_faster
 from autofit.facts import Facts, RootFacts
-from autofit.strategies import Fidelity, get
+from autofit.plan import Plan
+from autofit.strategies import AS_IS, Fidelity, get
+from autofit.strategies.micro_batch import AUTO
 from autofit.tuning.notices import StudyStarted
 from autofit.units import format_duration, format_size
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
@@ -138,8 +140,7 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
     """Return the verdict of a trial in a few words; the ``best`` so far has an arrow."""
     short = report.out_of_memory
     if report.verdict is Verdict.MEASURED:
-        size = short.micro_batch if short else None
-        notes = f" ({size} at a time did not fit)" if size else ""
+        notes = _too_large(short, report.plan) if short else ""
         if report.measurement and report.measurement.compile_seconds >= 0.5:
             notes += f" (compile {format_duration(report.measurement.compile_seconds)})"
         notes += f" ({report.reason})" if report.reason else ""
@@ -149,6 +150,14 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
     blamed = f" ({report.blamed})" if report.blamed else ""
     reason = f": {report.reason.splitlines()[0]}" if report.reason else ""
     return f"{_FAILED[report.verdict]}{blamed}{reason}"
+
+
+def _too_large(short: OutOfMemory, plan: Plan) -> str:
+    """Return a note on the numbers at which a measured plan ran out of memory."""
+    level = short.checkpointing if plan["checkpointing"] == AUTO else None
+    blocks = f" with {get('checkpointing').describe(level)}" if level else ""
+    blocks = " without checkpointing" if level == AS_IS else blocks
+    return f" ({short.micro_batch} at a time{blocks} did not fit)" if short.micro_batch else ""
 
 
 def shortage(short: OutOfMemory) -> str:
