@@ -63,7 +63,7 @@ def test_the_ladder_of_a_model_that_is_applied() -> None:
 
     with pytest.raises(RuntimeError, match="allocate"):
         train()
-    assert tried[:4] == ["as it is", "micro 2", "micro 1", "checkpointing half, micro 1"]
+    assert tried[:4] == ["as it is", "micro 2", "micro 1", "checkpointing 1 block, micro 1"]
     assert "checkpointing, micro 1" in tried
     rounding = [each for each in tried if "bf16" in each or "8-bit" in each]
     assert not rounding or tried.index(rounding[0]) > tried.index("checkpointing, micro 1")

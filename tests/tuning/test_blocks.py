@@ -128,11 +128,11 @@ def test_a_run_that_is_short_of_memory_checkpoints_more(
     searched: tuple[Path, dict[str, str], int], command: Command
 ) -> None:
     """It goes on in the same process, from the call that did not fit."""
-    folder, _, _ = searched
+    folder, plan, _ = searched
     ran = command("run", "train.py", cwd=folder, env={**os.environ, "MORE": "1"})
     assert "continuing under checkpointing" in ran.stderr
     assert "attempt" not in ran.stderr
-    assert calls_of(ran) == 2 * BLOCKS
+    assert BLOCKS + int(plan["checkpointing"]) < calls_of(ran) <= 2 * BLOCKS
 
 
 def test_levels_of_an_earlier_version_still_run(
