@@ -105,14 +105,13 @@ class Device:
         rerun = self.blocks * (1 - point.size / self.batch) if self.reruns else 0.0
         return self.block_seconds * (point.blocks + rerun)
 
-    def fewest(self, size: int, budget: int) -> Point | None:
+    def fewest(self, size: int, budget: int, hope: float = 1.0) -> Point | None:
         """Return the point with the fewest blocks that should fit; ``None`` if none should.
 
-        One chunk is tried even if it needs a little more: see ``size_search.HOPE``.
+        ``hope``: the multiple of the budget up to which one chunk is worth a try.
         """
         all_blocks = Point(size, self.blocks)
-        hope = HOPE if size == self.batch else 1.0
-        if self.peak(all_blocks) > hope * budget:
+        if self.peak(all_blocks) > (hope if size == self.batch else 1.0) * budget:
             return None
         points = (Point(size, blocks) for blocks in range(self.blocks))
         most = (1 - MARGIN) * budget
@@ -154,12 +153,13 @@ def solve(
         return (yield from winner(found, steps, _ask))
     device = replace(device, gradients=gradients if splits else 0, reruns=splits and not even())
     sizes = _sizes(device, budget) if splits else {batch}
-    for _ in range(SIZES):
+    for tried in range(SIZES):
         device = _fitted(device, found)
-        points = [each for size in sizes if (each := device.fewest(size, budget)) is not None]
+        hope, gain = (HOPE, TIE) if tried else (1.0, 0.0)
+        points = filter(None, (device.fewest(size, budget, hope) for size in sizes))
         point = min(points, key=lambda each: (device.time(each), -each.size), default=None)
         best = min((each.seconds for each in found.values()), default=math.inf)
-        if point is None or device.time(point) > best:
+        if point is None or device.time(point) > (1 - gain) * best:
             break
         yield from _settle(point, device, budget, steps, found)
         sizes.discard(point.size)
@@ -263,7 +263,7 @@ def _settle(
     these would save time, they are tried.
     """
     size, blocks = point
-    short, fits = -1, device.blocks + 1
+    short, fits, least = -1, device.blocks + 1, 0.0
     for _ in range(WINDOWS):
         measured = found.get(Point(size, blocks))
         if measured is None or len(measured.step_seconds) <= SHORT:
@@ -273,13 +273,18 @@ def _settle(
             short = blocks
             third = short + max(1, (device.blocks - short + 2) // 3)
             blocks = third if fits > device.blocks else (short + fits + 1) // 2
+            if fits < device.blocks and (fits - blocks) * device.block_seconds <= least:
+                return
         else:
             fits = blocks
             room = (1 - MARGIN) * budget - measured.peak_device
             device = _fitted(device, found)
             each = max(1.0, device.block_bytes * size)
-            fewer = min(blocks - short - 1, int(max(0.0, room) // each))
-            if fewer * device.block_seconds <= TIE * measured.seconds:
+            fewer, least = (
+                min(blocks - short - 1, int(max(0.0, room) // each)),
+                TIE * measured.seconds,
+            )
+            if fewer * device.block_seconds <= least:
                 return
             blocks -= fewer
         if not short < blocks < fits:
