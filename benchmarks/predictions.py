@@ -112,7 +112,9 @@ def main() -> None:
     given = parser.parse_args().store
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    sys.stdout.write(table([each for url in given for each in of_store(url)] if given else of_grids()) + "\n")
+    sys.stdout.write(
+        table([each for url in given for each in of_store(url)] if given else of_grids()) + "\n"
+    )
 
 
 if __name__ == "__main__":
