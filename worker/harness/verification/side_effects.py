@@ -80,21 +80,27 @@ def _fraction(tensor: torch.Tensor) -> bool:
 
 
 def state_updates(
-    start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot
+    start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot, *, draws: bool
 ) -> tuple[Place, ...]:
     """Return the state that each call updates; raise ``Refused`` if the update depends on the
     samples.
 
     ``after`` is the state after ``whole`` has run from ``start``. A table that only the first call
     creates, such as one of positions, does not count; a switch that the first call sets does.
+    ``draws``: the forward draws random numbers, so that another call may update something else.
     """
-    again = _after(start.module, whole, forward)
-    first, every = changes(start, after), changes(after, again)
-    start.restore()
+    first = changes(start, after)
+    again = _after(start.module, whole, forward) if first or draws else after
+    every = changes(after, again)
+    steady = not first and not every
+    if not steady:
+        start.restore()
 
     def compare() -> list[Key]:
         other = _after(start.module, chunk, forward)
         differing = [key for key in changes(after, other) if not _is_table(key, after, other)]
+        if steady:  # the chunk would start from the same state after the whole
+            return differing
         start.restore()
         _after(start.module, whole, forward)
         return differing + changes(again, _after(start.module, chunk, forward))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from traceback import clear_frames
 from typing import Any
 
@@ -49,6 +50,7 @@ from autofit.worker.harness.verification.split_rules import (
     Comparison,
     Criterion,
     Doubt,
+    Progress,
     Runner,
     Undecided,
     is_number,
@@ -67,7 +69,7 @@ HALF_SCALE = 2.0**12
 
 _SINGLE = torch.finfo(torch.float32).eps
 
-Ask = Callable[[Comparison], Layout]
+Ask = Callable[[Comparison, Progress], Layout]
 """A question to a comparison: which rules hold, or whether a layout holds."""
 
 Leanly = Callable[[], AbstractContextManager[object]]
@@ -183,6 +185,8 @@ class _SplitCheck:
         """Stores autograd's saved tensors in host memory; ``None`` if they fit on the device."""
         self.sharp = True
         """Leave the script's autocast if the model can run without it."""
+        self.rounds = False
+        """Rounding was the reason of a difference: what follows is compared in float64 at once."""
         self.with_graph: dict[Key, Any] = {}
         """The state that a forward with a graph and its backward have changed, if they could
         run."""
@@ -230,6 +234,7 @@ class _SplitCheck:
 
     def _look(self, layout: Layout, part: Batch, start: Snapshot) -> Layout:
         start.restore()
+        self.rounds = False
         seen = Observer()
         before, set_out = versions(part), weights(self.module)
         with seen:
@@ -240,7 +245,7 @@ class _SplitCheck:
         chunk = Batch(layout.select(part, (0, 1)), part.spec)
         state = Snapshot(self.module, copies=False)
         refuse_changes_in_backward(start, state, self.with_graph)
-        updates = state_updates(start, part, chunk, self.forward, state)
+        updates = state_updates(start, part, chunk, self.forward, state, draws=draws)
         dtypes = self._refuse_escapes(part)
         layout = replace(layout, draws=draws, updates=updates)
         if layout.draws and not self.gradients and self.module.training:
@@ -287,7 +292,8 @@ class _SplitCheck:
         with torch.no_grad():
             self.forward(*args, **kwargs)
         chunk = Batch(layout.select(part, (0, 1)), part.spec)
-        return state_updates(start, part, chunk, self.forward, Snapshot(self.module, copies=False))
+        after = Snapshot(self.module, copies=False)
+        return state_updates(start, part, chunk, self.forward, after, draws=layout.draws)
 
     def _rehearse(self, part: Batch, start: Snapshot) -> None:
         """Run the step that needs most memory first, so that a shortage ends the check early.
@@ -331,31 +337,60 @@ class _SplitCheck:
         dtypes: set[torch.dtype],
         ask: Ask,
     ) -> Layout:
-        """Return the answer to ``ask``; compare in float64 if rounding may be the reason of a
-        difference.
+        """Return the answer to ``ask``; float64 decides what may differ by rounding.
 
         Each comparison starts from ``start``, because the first call may do what later calls do
-        not. If the model cannot run in float64, the chunks' coefficients in the gradients decide.
+        not. What the script's own precision has settled is not compared again, unless float64 then
+        refuses the rest.
         """
+        settled = Progress()
         epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
         own = DOUBLE if epsilon < _SINGLE else SINGLE
-        start.restore()
-        if epsilon <= _SINGLE:
+        if own is DOUBLE or (epsilon <= _SINGLE and not self.rounds):
+            start.restore()
             try:
-                return self._compare(layout, part, self.batch, seen, own, ask)
+                return self._compare(layout, part, self.batch, seen, own, ask, settled)
             except (Doubt, Undecided) as refusal:
                 if own is DOUBLE:
                     raise
+                if isinstance(refusal, Undecided):
+                    settled = Progress()
                 clear_frames(refusal.__traceback__)
+        rest = partial(self._sharply, layout, part, start, seen, dtypes, ask)
+        if settled.candidates is not None:
+            try:
+                return rest(settled)
+            except Refused as refusal:
+                clear_frames(refusal.__traceback__)
+        return rest(Progress())
+
+    def _sharply(
+        self,
+        layout: Layout,
+        part: Batch,
+        start: Snapshot,
+        seen: Observer,
+        dtypes: set[torch.dtype],
+        ask: Ask,
+        settled: Progress,
+    ) -> Layout:
+        """Return the answer to ``ask`` in float64.
+
+        If the model cannot run in it, the chunks' coefficients in the gradients decide.
+        """
         start.restore()
-        if (found := self._in_float64(layout, part, seen, ask)) is not None:
+        if (found := self._in_float64(layout, part, seen, ask, settled)) is not None:
+            self.rounds = True
             return found
         start.restore()
+        epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
         scale = HALF_SCALE if torch.float16 in dtypes else 1.0
         shares = Criterion(tolerance(epsilon), None, LAST_BITS * epsilon, scale)
-        return self._compare(layout, part, self.batch, seen, shares, ask)
+        return self._compare(layout, part, self.batch, seen, shares, ask, settled)
 
-    def _in_float64(self, layout: Layout, part: Batch, seen: Observer, ask: Ask) -> Layout | None:
+    def _in_float64(
+        self, layout: Layout, part: Batch, seen: Observer, ask: Ask, settled: Progress
+    ) -> Layout | None:
         """Return the answer to ``ask`` in float64; ``None`` if the model cannot run in it.
 
         Autograd's saved tensors go to host memory if they do not fit otherwise.
@@ -364,7 +399,7 @@ class _SplitCheck:
         def compare() -> Layout:
             with in_float64(self.module) as twins:
                 batches = widened_batch(part), widened_batch(self.batch)
-                return self._compare(layout, *batches, seen, DOUBLE, ask, twins)
+                return self._compare(layout, *batches, seen, DOUBLE, ask, settled, twins)
 
         for hooks in (nullcontext(), saved_on_host([])):
             with hooks:
@@ -381,6 +416,7 @@ class _SplitCheck:
         seen: Observer,
         criterion: Criterion,
         ask: Ask,
+        settled: Progress,
         twins: Twins | None = None,
     ) -> Layout:
         """Return the answer to ``ask``; ``twins`` are the parameters that the model runs with."""
@@ -391,7 +427,7 @@ class _SplitCheck:
                 for name, parameter in self.module.named_parameters()
                 if parameter.requires_grad and self.gradients
             }
-            found = ask(Comparison(runner, part, whole, parameters, criterion, seen))
+            found = ask(Comparison(runner, part, whole, parameters, criterion, seen), settled)
             if draws is not None and draws.unknown:
                 names = ", ".join(sorted(draws.unknown))
                 raise Refused(f"the model draws random numbers that cannot be fixed: {names}")
@@ -411,7 +447,7 @@ class _SplitCheck:
         return before != RandomState.now(), Batch.of(args, kwargs)
 
 
-def _confirmed(comparison: Comparison) -> Layout:
+def _confirmed(comparison: Comparison, _: Progress) -> Layout:
     comparison.confirm()
     return comparison.layout
 

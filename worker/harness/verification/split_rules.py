@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,7 +25,12 @@ from autofit.worker.harness.verification.gradient_digest import (
     digest,
     pattern,
 )
-from autofit.worker.harness.verification.loss_weights import Observer, possible_divisors, variants
+from autofit.worker.harness.verification.loss_weights import (
+    Observer,
+    Variant,
+    possible_divisors,
+    variants,
+)
 from autofit.worker.harness.verification.perturbation import last_bits_perturbed
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.attempt import attempt, attempt_model
@@ -133,6 +137,24 @@ class Runner:
         return Output.of(self.forward(*args, **kwargs))
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a search for the rules has settled, so that float64 can decide the rest alone."""
+
+    candidates: Candidates | None = None
+    """The rules that hold on a few samples and their variants; ``None`` until they are known."""
+    differentiable: list[bool] = field(default_factory=list)
+    """Which outputs have a gradient."""
+    alike: list[list[Join]] = field(default_factory=list)
+    """For each output, the rules by which samples in another order would have passed as well."""
+    sizes: bool = False
+    """The candidates hold for the whole batch too."""
+    gradients: bool = False
+    """The gradients of the samples add up."""
+    unchecked: list[int] = field(default_factory=list)
+    """The variants whose gradients have yet to be compared, by their positions."""
+
+
 class Comparison:
     """Finds the rules; raises ``Refused`` if none hold."""
 
@@ -159,28 +181,67 @@ class Comparison:
         self.labels = seen.labels(part, self.layout)
         self.divisors = possible_divisors(part, self.layout, seen)
 
-    def find(self) -> Layout:
-        """Return the layout with a rule for each output."""
-        candidates, differentiable = self._expected()
-        masked = [self.part]
-        for variant in variants(self.part, self.whole, self.layout, self.labels, self.seen):
+    def find(self, progress: Progress) -> Layout:
+        """Return the layout with a rule for each output.
+
+        ``progress``: what an earlier search has settled; this search settles the rest.
+        """
+        if progress.candidates is None:
+            self._settle_candidates(progress)
+        assert progress.candidates is not None
+        if not progress.sizes:
+            progress.candidates = self._same_in_all_sizes(progress.candidates)
+            progress.sizes = True
+        joins = tuple(map(self._choose, progress.candidates, progress.differentiable))
+        layout = replace(self.layout, joins=joins)
+        if self.parameters:
+            self._settle_gradients(layout, progress)
+            self._refuse_alike(layout, progress)
+        return layout
+
+    def _settle_candidates(self, progress: Progress) -> None:
+        """Find the rules that hold on the few samples and on their variants."""
+        whole, chunks = self._expected()
+        candidates = [self._possible(leaf) for leaf in whole.leaves]
+        try:
+            candidates = self._holding(candidates, self.part, whole, chunks)
+        except Doubt:
+            self._refuse_without_graph(whole)
+            raise
+        differentiable = [is_number(leaf) and leaf.requires_grad for leaf in whole.leaves]
+        alike = [
+            [join for join in joins if differs and self._is_alike(join, leaf, column)]
+            for leaf, differs, joins, column in zip(
+                whole.leaves, differentiable, candidates, _columns(chunks), strict=True
+            )
+        ]
+        unchanged, unchecked = chunks[:-1], []
+        del whole, chunks
+        for index, variant in enumerate(self._variants()):
             try:
-                narrower = self._on(candidates, variant.batch)
+                narrower = self._on(candidates, variant.batch, unchanged)
             except Doubt:
                 if not variant.shows or self.criterion is SINGLE:
                     raise
                 continue  # a batch with this trait is verified when it comes
             if narrower is not None:
                 candidates = narrower
-                masked += [variant.batch] if variant.masked else []
-        candidates = self._same_in_all_sizes(candidates)
-        joins = tuple(map(self._choose, candidates, differentiable))
-        layout = replace(self.layout, joins=joins)
-        if self.parameters:
-            for part in masked:
-                self._check_gradients(layout, part)
-            self._check_power(layout)
-        return layout
+                unchecked += [index] if variant.masked else []
+        progress.candidates, progress.differentiable = candidates, differentiable
+        progress.alike, progress.unchecked = alike, unchecked
+
+    def _settle_gradients(self, layout: Layout, progress: Progress) -> None:
+        """Compare the gradients of the samples and of those variants that have other labels."""
+        if not progress.gradients:
+            self._check_gradients(layout, self.part)
+            progress.gradients = True
+        for index, variant in enumerate(self._variants()):
+            if index in progress.unchecked:
+                self._check_gradients(layout, variant.batch)
+                progress.unchecked.remove(index)
+
+    def _variants(self) -> Iterator[Variant]:
+        return variants(self.part, self.whole, self.layout, self.labels, self.seen)
 
     def confirm(self) -> None:
         """Raise ``Doubt`` unless the layout's own rules hold here too.
@@ -206,51 +267,25 @@ class Comparison:
         return not all(map(self.close, found.leaves, expected.leaves))
 
     def _confirm(self) -> None:
-        with torch.no_grad():
-            whole, chunks = self._outputs(self.part)
+        whole, expected = self._with_gradients(self.layout, self.part, (0, self.size))
         if not _finite(whole):
             return
-        for index, (join, expected) in enumerate(zip(self.layout.joins, whole.leaves, strict=True)):
-            column = [chunk.leaves[index] for chunk in chunks]
+        found = [self._with_gradients(self.layout, self.part, cut) for cut in self.cuts]
+        columns = _columns([chunk for chunk, _ in found])
+        for join, leaf, column in zip(self.layout.joins, whole.leaves, columns, strict=True):
             varies = join.rule is not Rule.SAME
-            if varies and not self._holds(join, self.part, self.cuts, column, expected):
-                raise Doubt(_mismatch(expected))
-        if self.parameters:
-            with suppress(Undecided):
-                self._check_gradients(self.layout, self.part)
+            if varies and not self._holds(join, self.part, self.cuts, column, leaf):
+                raise Doubt(_mismatch(leaf))
+        self._compare_gradients(expected, [gradients for _, gradients in found])
 
-    def _expected(self) -> tuple[Candidates, list[bool]]:
-        """Return the rules that hold, and which outputs have a gradient; keep no output.
+    def _expected(self) -> tuple[Output, list[Output]]:
+        """Return the outputs of the samples with a graph, and those of their chunks without one.
 
-        The outputs' memory is needed for the comparison of gradients.
+        The comparison of both also shows whether the model answers alike without a graph.
         """
-        whole, chunks = self._outputs(self.part)
-        self._refuse_without_graph(whole)
-        candidates = [self._possible(leaf) for leaf in whole.leaves]
-        candidates = self._holding(candidates, self.part, whole, chunks)
-        differentiable = [is_number(leaf) and leaf.requires_grad for leaf in whole.leaves]
-        return candidates, differentiable
-
-    def _on(self, candidates: Candidates, part: Batch) -> Candidates | None:
-        """Return the rules that hold on a variant; ``None`` if the model cannot run on it."""
-        found = self._try(part)
-        return None if found is None else self._holding(candidates, part, *found)
-
-    def _outputs(self, part: Batch, cuts: Sequence[Cut] = ()) -> tuple[Output, list[Output]]:
-        whole = self.runner.run(part, (0, self.layout.size(part))).without_graph()
-        chunks = [self.runner.run(part, cut).without_graph() for cut in cuts or self.cuts]
-        if any(chunk.spec != whole.spec for chunk in chunks):
-            raise Refused("the model's output has another structure for a part of the batch")
-        return whole, chunks
-
-    def _try(self, part: Batch) -> tuple[Output, list[Output]] | None:
-        """Return the outputs of a variant; ``None`` if the model cannot run on it."""
+        whole = self.runner.run(self.part, (0, self.size)).without_graph()
         with torch.no_grad():
-            outcome = attempt_model(lambda: self._outputs(part))
-        if outcome.failure is not None:
-            return None
-        found = outcome.result()
-        return found if _finite(found[0]) else None
+            return whole, self._chunks(whole, self.part, self.cuts)
 
     def _refuse_without_graph(self, whole: Output) -> None:
         with torch.no_grad():
@@ -258,6 +293,32 @@ class Comparison:
         for one, other in zip(again.leaves, whole.leaves, strict=True):
             if is_number(other) and not (is_number(one) and self.close(one, other)):
                 raise Doubt("the model answers differently without gradients")
+
+    def _on(
+        self, candidates: Candidates, part: Batch, unchanged: Sequence[Output]
+    ) -> Candidates | None:
+        """Return the rules that hold on a variant; ``None`` if the model cannot run on it.
+
+        ``unchanged``: the outputs of all chunks but the last, which alone differs.
+        """
+        with torch.no_grad():
+            outcome = attempt_model(lambda: self._varied(part))
+        if outcome.failure is not None or (found := outcome.result()) is None:
+            return None
+        whole, last = found
+        return self._holding(candidates, part, whole, [*unchanged, *last])
+
+    def _varied(self, part: Batch) -> tuple[Output, list[Output]] | None:
+        """Return the outputs of a variant and of its last chunk; ``None`` if not finite."""
+        whole = self.runner.run(part, (0, self.size))
+        return (whole, self._chunks(whole, part, self.cuts[-1:])) if _finite(whole) else None
+
+    def _chunks(self, whole: Output, part: Batch, cuts: Sequence[Cut]) -> list[Output]:
+        """Return the outputs of some chunks of ``part``, whose output is ``whole``."""
+        chunks = [self.runner.run(part, cut).without_graph() for cut in cuts]
+        if any(chunk.spec != whole.spec for chunk in chunks):
+            raise Refused("the model's output has another structure for a part of the batch")
+        return chunks
 
     # --- rules -----------------------------------------------------------------------------
 
@@ -334,7 +395,7 @@ class Comparison:
         size = self.layout.size(self.whole)
         while size > self.size:
             part = Batch(self.layout.select(self.whole, (0, size)), self.whole.spec)
-            run = partial(self._holding_on, candidates, part, growing(size))
+            run = partial(self._holding_on, candidates, part, growing(self.size, size))
             try:
                 outcome = attempt(run)
             except Refused as refusal:
@@ -347,8 +408,8 @@ class Comparison:
     def _holding_on(self, candidates: Candidates, part: Batch, cuts: Sequence[Cut]) -> Candidates:
         """Return the candidates that hold for ``part`` in the chunks ``cuts``, by outputs only."""
         with torch.no_grad():
-            outputs = self._outputs(part, cuts)
-            return self._holding(candidates, part, *outputs, cuts)
+            whole = self.runner.run(part, (0, self.layout.size(part)))
+            return self._holding(candidates, part, whole, self._chunks(whole, part, cuts), cuts)
 
     def _choose(self, holding: list[Join], differentiable: bool) -> Join:
         rules = {join.rule for join in holding}
@@ -364,43 +425,50 @@ class Comparison:
 
     # --- gradients -------------------------------------------------------------------------
 
-    def _check_power(self, layout: Layout) -> None:
-        """Raise ``Undecided`` if samples in another order would have passed as well.
+    def _is_alike(self, join: Join, leaf: torch.Tensor, column: Sequence[torch.Tensor]) -> bool:
+        """Return whether samples in another order would have passed as well.
 
         If a sum is almost the same for all samples, it tells them apart only if the chunks' outputs
         are much closer to their own samples'.
         """
-        with torch.no_grad():
-            whole, chunks = self._outputs(self.part)
-        for index, (leaf, join) in enumerate(zip(whole.leaves, layout.joins, strict=True)):
-            if not join.rows or join.detached:
-                continue
-            view, dim = join.by_sample(leaf, self.size)
-            turned = view.roll(1, dim)
-            if not self.close(turned, view):
-                continue
-            found = joined(join, [chunk.leaves[index] for chunk in chunks], self.cuts, [])
-            apart, size = _distance(turned, view)
-            rounding = size * self.criterion.rounding
-            if apart <= max(CLOSER * _distance(found, leaf)[0], rounding):
+        if not join.rows:
+            return False
+        view, dim = join.by_sample(leaf, self.size)
+        turned = view.roll(1, dim)
+        if not self.close(turned, view):
+            return False
+        apart, size = _distance(turned, view)
+        rounding = size * self.criterion.rounding
+        found = joined(join, column, self.cuts, [])
+        return apart <= max(CLOSER * _distance(found, leaf)[0], rounding)
+
+    def _refuse_alike(self, layout: Layout, progress: Progress) -> None:
+        for join, alike in zip(layout.joins, progress.alike, strict=True):
+            if not join.detached and join in alike:
                 raise Undecided(
                     "the model's outputs are alike for all samples, so the split cannot be verified"
                 )
 
     def _check_gradients(self, layout: Layout, part: Batch) -> None:
-        expected = self._digest(layout, part, (0, self.size))
-        found = [self._digest(layout, part, cut) for cut in self.cuts]
-        if expected is None or all(each is None for each in found):
-            return
-        pieces = [each for each in found if each is not None]
-        arguments = len(expected) - len(self.parameters)
-        self.criterion.refuse(pieces, expected, [*self.parameters, *["an argument"] * arguments])
-        if part is self.part and not any(bool(each.any()) for each in expected):
+        expected = self._with_gradients(layout, part, (0, self.size))[1]
+        found = [self._with_gradients(layout, part, cut)[1] for cut in self.cuts]
+        self._compare_gradients(expected, found)
+        if part is self.part and expected is not None and not any(map(_reaches, expected)):
             raise Undecided("no gradient reaches the weights, so the split cannot be verified")
 
-    def _digest(self, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
-        """Return the digest of the gradients of some samples; ``None`` if no output has a
-        gradient."""
+    def _compare_gradients(self, expected: Digest | None, found: Sequence[Digest | None]) -> None:
+        """Raise ``Doubt`` unless the chunks' gradients add up to those of the samples."""
+        pieces = [each for each in found if each is not None]
+        if expected is None or not pieces:
+            return
+        arguments = len(expected) - len(self.parameters)
+        self.criterion.refuse(pieces, expected, [*self.parameters, *["an argument"] * arguments])
+
+    def _with_gradients(
+        self, layout: Layout, part: Batch, cut: Cut
+    ) -> tuple[Output, Digest | None]:
+        """Return the output of some samples and the digest of their gradients; ``None`` if no
+        output has a gradient."""
         output = self.runner.run(part, cut)
         outputs, cotangents = [], []
         for leaf, join in zip(output.leaves, layout.joins, strict=True):
@@ -416,16 +484,26 @@ class Comparison:
                 view, dim = join.by_sample(leaf, cut[1] - cut[0])
                 cotangents.append(join.flat(pattern(view, dim, cut[0])))
         if not outputs:
-            return None
+            return output.without_graph(), None
         scaled = [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
         arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
-        return digest(outputs, scaled, [*self.parameters.values(), *arguments])
+        found = digest(outputs, scaled, [*self.parameters.values(), *arguments])
+        return output.without_graph(), found
 
 
 def _marked(leaf: Any) -> Any:
     if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
         return leaf
     return leaf.detach().requires_grad_()
+
+
+def _columns(outputs: Sequence[Output]) -> list[list[Any]]:
+    """Return, for each output of the model, its values in all chunks."""
+    return [list(column) for column in zip(*(each.leaves for each in outputs), strict=True)]
+
+
+def _reaches(gradient: torch.Tensor) -> bool:
+    return bool(gradient.any())
 
 
 def _finite(output: Output) -> bool:
@@ -472,9 +550,9 @@ def uneven(samples: int) -> list[Cut]:
     return [(0, first), *((start, start + 1) for start in range(first, samples))]
 
 
-def growing(samples: int) -> list[Cut]:
-    """Cut into 1, 1, 2, 4, 8, ... samples, so that chunks of all sizes occur."""
-    bounds = [0, 1]
+def growing(first: int, samples: int) -> list[Cut]:
+    """Cut so that chunks of ``first``, twice ``first``, four times ``first``, ... samples occur."""
+    bounds = [0, first]
     while bounds[-1] < samples:
         bounds.append(min(2 * bounds[-1], samples))
     return list(pairwise(bounds))
