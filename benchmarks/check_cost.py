@@ -276,7 +276,7 @@ def cost(model: str, check: str, device: str) -> Cost | None:
     synchronize(device)
     seconds = time.perf_counter() - begun
     root.take_back()
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
     return Cost(model, check, seconds, tuple(steps.get() for _ in range(steps.qsize())))
 
 
@@ -326,24 +326,17 @@ def table(before: list[Cost], now: list[Cost]) -> Iterator[str]:
     """Yield a line of Markdown for each check; ``before`` may be empty."""
     yield "| model | check | passes | in float64 | samples | seconds |"
     yield "|---|---|---|---|---|---|"
-    other = {(each.model, each.check): each for each in before}
+    other = {(each.model, each.check): figures(each) for each in before}
     for each in now:
-        old = other.get((each.model, each.check))
-        cells = [
-            f"{was(old)} → {text(is_)}" if old is not None else text(is_)
-            for is_, was in (
-                (each.passes, lambda e: text(e.passes)),
-                (each.double, lambda e: text(e.double)),
-                (each.samples, lambda e: text(e.samples)),
-                (each.seconds, lambda e: text(e.seconds)),
-            )
-        ]
+        cells = figures(each)
+        if (old := other.get((each.model, each.check))) is not None:
+            cells = [f"{was} → {is_}" for was, is_ in zip(old, cells, strict=True)]
         yield f"| {each.model} | {each.check} | {' | '.join(cells)} |"
 
 
-def text(figure: float) -> str:
-    """Return a figure as the table has it."""
-    return str(figure) if isinstance(figure, int) else f"{figure:.2f}"
+def figures(cost: Cost) -> list[str]:
+    """Return the figures of a check as the table has them."""
+    return [str(cost.passes), str(cost.double), str(cost.samples), f"{cost.seconds:.2f}"]
 
 
 def steps_of(found: list[Cost]) -> Iterator[str]:

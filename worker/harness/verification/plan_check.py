@@ -202,7 +202,7 @@ def _prove(
                 root.apply(unsized)
             else:
                 expected, found = _beside_plain(root, unsized, batch, call)
-                if not _compare(root, unsized, facts, found, expected, batch):
+                if not _compare(root, unsized, facts, found, expected, batch, call):
                     _prove_exact(root, unsized, batch, facts, call=call)
             if unsized == plan:
                 return
@@ -210,7 +210,8 @@ def _prove(
             some = _samples(batch, _chunk(plan, batch))
             expected = _applied(root, some)
             root.apply(plan)
-            _compare(root, plan, facts, _gradients(root, root.forward, some), expected, batch)
+            found = _gradients(root, root.forward, some)
+            _compare(root, plan, facts, found, expected, batch, call)
     except RuntimeError as failure:
         if "use_reentrant" not in str(failure):
             raise
@@ -389,12 +390,13 @@ def _compare(
     under: Effects,
     expected: Effects,
     batch: Batch,
+    call: tuple[object, ...],
 ) -> bool:
     """Raise ``Refused`` unless the effects agree as closely as ``applied`` promises.
 
-    ``batch``: the call that was compared. Returns whether the direction of the gradients was
-    compared: if rounding alone changes their direction, only their size can be. Several ranks
-    return ``False`` together if one of them might.
+    ``batch``: the call that was compared; ``call``: its description. Returns whether the direction
+    of the gradients was compared: if rounding alone changes their direction, only their size can
+    be. Several ranks return ``False`` together if one of them might.
     """
     plan = _in_calls(applied)
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
@@ -402,15 +404,20 @@ def _compare(
     root.proof.found_difference(mean_difference(under[0], expected[0]))
     try:
         if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
-            return _compare_rounded(root, applied, facts, under, expected, batch)
-        _compare_exact(root, applied, under, expected, batch)
+            return _compare_rounded(root, applied, facts, under, expected, batch, call)
+        _compare_exact(root, applied, under, expected, batch, call)
     except Refused as refusal:
         raise Refused(str(refusal), blamed) from None
     return True
 
 
 def _compare_exact(
-    root: CheckedRoot, applied: Plan, under: Effects, expected: Effects, batch: Batch
+    root: CheckedRoot,
+    applied: Plan,
+    under: Effects,
+    expected: Effects,
+    batch: Batch,
+    call: tuple[object, ...],
 ) -> None:
     """Raise ``Refused`` unless the effects agree up to the order of sums.
 
@@ -432,7 +439,7 @@ def _compare_exact(
         error = max(differences([both[0][0]], both[1][0]), default=0.0)
         state = _state_differences(*both, TOLERANCES.double)
     if state and not _communicates(root.module):
-        unsteady = _on_samples_that_fit(root, applied, batch, _unsteady) or frozenset()
+        unsteady = _on_samples_that_fit(root, applied, batch, call, _unsteady) or frozenset()
         state = [name for name in state if name not in unsteady]
     _refuse_state(state)
     if error > limit:
@@ -443,9 +450,9 @@ def _state_differences(under: Effects, expected: Effects, exact: float) -> list[
     return different_updates(under[1], expected[1], exact=exact)
 
 
-def _unsteady(root: CheckedRoot, samples: Batch) -> frozenset[str]:
+def _unsteady(root: CheckedRoot, samples: Batch, plain: Effects) -> frozenset[str]:
     """Return the state that differs between two plain runs, such as a stored time."""
-    one, other = (_gradients(root, root.plain, samples) for _ in range(2))
+    one, other = plain, _gradients(root, root.plain, samples)
     return frozenset(_state_differences(one, other, TOLERANCES.single_gradients))
 
 
@@ -488,6 +495,7 @@ def _compare_rounded(
     under: Effects,
     expected: Effects,
     batch: Batch,
+    call: tuple[object, ...],
 ) -> bool:
     """Raise ``Refused`` unless the gradients differ by no more than rounding explains.
 
@@ -501,7 +509,7 @@ def _compare_rounded(
     if not alone:  # all ranks must decide alike: an extra forward would hang collectives
         doubtful = _normalised(root) and not _communicates(root.module)
     if doubtful and root.proof.sensitivity is None:
-        root.proof.found_sensitivity(_on_samples_that_fit(root, applied, batch, _sensitivity))
+        root.proof.found_sensitivity(_on_samples_that_fit(root, applied, batch, call, _sensitivity))
     allowed, chaos = TOLERANCES.rounding, False
     if (noise := root.proof.sensitivity) is not None:
         most = TOLERANCES.noise * noise.gradients
@@ -535,35 +543,42 @@ def _as_cast(root: CheckedRoot, facts: Facts) -> Facts:
     return replace(facts, autocast=facts.autocast or root.proof.autocasts)
 
 
-def _sensitivity(root: CheckedRoot, samples: Batch) -> Sensitivity:
+def _sensitivity(root: CheckedRoot, samples: Batch, plain: Effects) -> Sensitivity:
     """Return how the plain root reacts when weights and inputs are rounded to bf16 once.
 
     The computation itself keeps the script's precision. A model amplifies this small difference as
     it amplifies the rounding of any lower precision. With BatchNorm at random initialisation, the
     gradients differ by tens of per cent.
     """
-    plain, once = _gradients(root, root.plain, samples)
+    expected, once = plain
     with weights_rounded(root.module.parameters()):
         leaves = [rounded(leaf) for leaf in samples.leaves]
         found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
     buffers = frozenset(different_updates(moved, once))
-    return Sensitivity(mean_difference(found, plain), buffers)
+    return Sensitivity(mean_difference(found, expected), buffers)
 
 
 def _on_samples_that_fit(
-    root: CheckedRoot, plan: Plan, batch: Batch, ask: Callable[[CheckedRoot, Batch], Answer]
+    root: CheckedRoot,
+    plan: Plan,
+    batch: Batch,
+    call: tuple[object, ...],
+    ask: Callable[[CheckedRoot, Batch, Effects], Answer],
 ) -> Answer | None:
     """Return the result of ``ask`` for the plain root on samples that fit; ``None`` if none do.
 
-    ``plan`` is applied again afterwards.
+    ``ask`` also receives the effects of these samples without a plan. ``plan`` is applied again
+    afterwards.
     """
     root.take_back()
-    size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
+    size, ways = _size(batch), _ways(root)
     try:
-        for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
+        for name, most, saved in [*ways, *((name, size, saved) for name, _, saved in ways)]:
+            samples = _samples(batch, most)
+            plain = root.proof.plain_result((name, most, *call))
             try:
                 with saved():
-                    return ask(root, _samples(batch, most))
+                    return ask(root, samples, plain or _gradients(root, root.plain, samples))
             except Exception as error:  # the model may need more samples, or less memory
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
