@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.roots import Notes, Rooted
 pytestmark = pytest.mark.quick
 
 BATCH = 32
+SIZES = {4: 1, 2: 1, 1: 2}
+"""Four samples and their chunks: how many of each size there are."""
 Pass = tuple[str, int, torch.dtype]
 """``forward``, ``graph`` (a forward with one) or ``backward``; samples; data type."""
 
@@ -69,7 +72,7 @@ class Uneven(torch.autograd.Function):
     """Multiplies gradients by a factor that depends on the number of samples."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, by: float) -> torch.Tensor:
         ctx.by = by
         return x.clone()
 
@@ -88,7 +91,8 @@ class Rounding(Body):
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         rounds = self.always or self.head.weight.dtype is torch.float32
-        features: torch.Tensor = Uneven.apply(super().features(x), 1e-4 if rounds else 0.0)
+        by = 1e-4 if rounds else 0.0
+        features: torch.Tensor = Uneven.apply(super().features(x), by)  # type: ignore[no-untyped-call]
         return features
 
 
@@ -142,48 +146,68 @@ def checked(rooted: Rooted, module: Body, **levels: str) -> Counter[Pass]:
     return Counter(module.passes)
 
 
-def total(passes: Counter[Pass], *, dtype: torch.dtype | None = None) -> int:
-    return sum(times for each, times in passes.items() if dtype in (None, each[2]))
+def sums(passes: Counter[Pass]) -> tuple[int, int]:
+    """Return how many passes there are, and their samples together."""
+    return passes.total(), sum(times * samples for (_, samples, _), times in passes.items())
 
 
-def test_a_split(rooted: Rooted) -> None:
+def in_float64(passes: Counter[Pass]) -> dict[tuple[str, int], int]:
+    found = passes.items()
+    return {(k, samples): n for (k, samples, dtype), n in found if dtype is torch.float64}
+
+
+GRADIENTS = {(kind, size): n for kind in ("graph", "backward") for size, n in SIZES.items()}
+"""The gradients of four samples and of their three chunks."""
+
+
+def test_a_split_is_verified_in_few_passes(rooted: Rooted) -> None:
     passes = split(rooted, Body(), x())
-    print(passes, total(passes))
+    assert sums(passes) == (36, 137)
+    assert not in_float64(passes)
+    whole = {kind: n for (kind, samples, _), n in passes.items() if samples == BATCH}
+    assert whole == {"forward": 1}, "its parts of all sizes are as large again"
 
 
-def test_a_split_with_labels(rooted: Rooted) -> None:
+def test_labels_take_their_own_variants(rooted: Rooted) -> None:
     passes = split(rooted, Labelled(), x(), torch.randint(3, (BATCH,)))
-    print(passes, total(passes))
+    assert sums(passes) == (47, 167)
+    assert not in_float64(passes)
 
 
-@pytest.mark.parametrize("always", [False, True])
-def test_float64_decides_gradients_in_doubt(rooted: Rooted, always: bool) -> None:
-    module = Rounding(always)
-    if always:
-        with pytest.raises(Refused):
-            split(rooted, module, x())
-        return
-    passes = split(rooted, module, x())
-    print(passes, total(passes))
+def test_float64_decides_only_the_gradients_in_doubt(rooted: Rooted) -> None:
+    passes = split(rooted, Rounding(always=False), x())
+    doubled = {each: 2 * n for each, n in GRADIENTS.items()}
+    assert in_float64(passes) == doubled, "at the weights that it has, and at others"
 
 
-@pytest.mark.parametrize("always", [False, True])
-def test_sizes(rooted: Rooted, always: bool) -> None:
-    module = Sized(always)
-    if always:
-        with pytest.raises(Refused):
-            split(rooted, module, x())
-        return
-    passes = split(rooted, module, x())
-    print(passes, total(passes))
+def test_float64_decides_only_the_sizes_in_doubt(rooted: Rooted) -> None:
+    found = in_float64(split(rooted, Sized(always=False), x()))
+    sizes = {("forward", size): n for size, n in {4: 2, 8: 1, 16: 1, BATCH: 1}.items()}
+    assert found == sizes | {each: 2 * n for each, n in GRADIENTS.items()}
 
 
-@pytest.mark.parametrize("levels", [{"precision": "bf16"}, {"checkpointing": "all"}])
-def test_plan(rooted: Rooted, levels) -> None:
+@pytest.mark.parametrize("model", [Rounding, Sized])
+def test_what_float64_does_not_excuse_is_refused(
+    rooted: Rooted, model: Callable[[bool], Body]
+) -> None:
+    with pytest.raises(Refused, match="differ"):
+        split(rooted, model(True), x())
+
+
+@pytest.mark.parametrize(
+    ("levels", "dtype"),
+    [({"precision": "bf16"}, torch.bfloat16), ({"checkpointing": "all"}, torch.float32)],
+)
+def test_other_plans_run_four_samples_twice(
+    rooted: Rooted, levels: dict[str, str], dtype: torch.dtype
+) -> None:
     passes = checked(rooted, Body(), **levels)
-    print(passes, total(passes))
+    each = [(kind, 4, kept) for kind in ("graph", "backward") for kept in (torch.float32, dtype)]
+    assert passes == Counter(each)
 
 
-def test_noise(rooted: Rooted) -> None:
+def test_the_noise_of_rounding_takes_one_more_run(rooted: Rooted) -> None:
     passes = checked(rooted, Normalised(), precision="bf16")
-    print(passes, total(passes))
+    plain = {("graph", 16, torch.float32): 2, ("backward", 16, torch.float32): 2}
+    under = {("graph", 16, torch.bfloat16): 1, ("backward", 16, torch.bfloat16): 1}
+    assert passes == plain | under

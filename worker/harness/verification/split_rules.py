@@ -231,13 +231,17 @@ class Comparison:
         progress.alike, progress.unchecked = alike, unchecked
 
     def _settle_gradients(self, layout: Layout, progress: Progress) -> None:
-        """Compare the gradients of the samples and of those variants that have other labels."""
+        """Compare the gradients of the samples and of those variants that have other labels.
+
+        A variant is cut in two: the samples that are not changed, and the last one.
+        """
         if not progress.gradients:
-            self._check_gradients(layout, self.part)
+            self._check_gradients(layout, self.part, self.cuts)
             progress.gradients = True
+        last = self.cuts[-1]
         for index, variant in enumerate(self._variants()):
             if index in progress.unchecked:
-                self._check_gradients(layout, variant.batch)
+                self._check_gradients(layout, variant.batch, [(0, last[0]), last])
                 progress.unchecked.remove(index)
 
     def _variants(self) -> Iterator[Variant]:
@@ -449,9 +453,9 @@ class Comparison:
                     "the model's outputs are alike for all samples, so the split cannot be verified"
                 )
 
-    def _check_gradients(self, layout: Layout, part: Batch) -> None:
+    def _check_gradients(self, layout: Layout, part: Batch, cuts: Sequence[Cut]) -> None:
         expected = self._with_gradients(layout, part, (0, self.size))[1]
-        found = [self._with_gradients(layout, part, cut)[1] for cut in self.cuts]
+        found = [self._with_gradients(layout, part, cut)[1] for cut in cuts]
         self._compare_gradients(expected, found)
         if part is self.part and expected is not None and not any(map(_reaches, expected)):
             raise Undecided("no gradient reaches the weights, so the split cannot be verified")
