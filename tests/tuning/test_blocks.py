@@ -22,7 +22,7 @@ pytestmark = [
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
-BLOCKS, STEPS = 12, 40
+BLOCKS, STEPS = 12, 120
 TRANSFORMER = f"""\
 import os
 import sys

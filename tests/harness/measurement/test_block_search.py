@@ -73,7 +73,12 @@ def drive(measurement: Callable[..., Measurement]) -> Drive:
     """Answer every ask of a search as the machine would under a budget."""
 
     def drive(
-        machine: Machine, budget: float, *, splits: bool = False, whole_fits: bool = False
+        machine: Machine,
+        budget: float,
+        *,
+        splits: bool = False,
+        whole_fits: bool = False,
+        slower: float = 0.0,
     ) -> tuple[Measurement | None, list[Ask]]:
         count = len(machine.kept)
         search = solve(
@@ -97,7 +102,7 @@ def drive(measurement: Callable[..., Measurement]) -> Drive:
             asked.append(ask)
             assert ask.blocks is not None
             peak = machine.peak(ask.micro_batch, ask.blocks)
-            time = machine.time(ask.micro_batch, ask.blocks)
+            time = machine.time(ask.micro_batch, ask.blocks) * (1 + slower * len(asked))
             window = next(n for n in range(1, 99) if enough([time] * n, ask.steps))
             found = measurement(ask.micro_batch, time, int(peak), window)
             answer = replace(found, checkpointing=level_of(ask.blocks, count))
@@ -206,6 +211,15 @@ def test_blocks_and_size_together(drive: Drive, share: float, launch: float, rer
     assert winner.peak_device <= budget
     assert winner.seconds <= 1.06 * machine.best(budget, splits=True)
     assert len(asked) <= 9
+
+
+def test_a_device_that_others_slow_down_meanwhile(drive: Drive) -> None:
+    """The first windows look fastest, but blocks that run again never save time."""
+    machine = Machine()
+    budget = 0.5 * machine.peak(64, 0)
+    winner, _ = drive(machine, budget, slower=0.2)
+    assert winner is not None
+    assert int(winner.checkpointing or 0) <= fewest(machine, budget) + 2
 
 
 def test_two_blocks(drive: Drive) -> None:

@@ -147,10 +147,10 @@ def solve(
     if whole_fits:
         yield from _measure(Point(batch, 0), steps, found)
         if found:
-            return (yield from winner(found, steps, _ask))
+            return (yield from _fastest(found, steps))
     device = yield from _lines(batch, blocks, budget, found, splits=splits, held=held)
     if device is None:
-        return (yield from winner(found, steps, _ask))
+        return (yield from _fastest(found, steps))
     device = replace(device, gradients=gradients if splits else 0, reruns=splits and not even())
     sizes = _sizes(device, budget) if splits else {batch}
     for tried in range(SIZES):
@@ -163,7 +163,26 @@ def solve(
             break
         yield from _settle(point, device, budget, steps, found)
         sizes.discard(point.size)
-    return (yield from winner(found, steps, _ask))
+    return (yield from _fastest(found, steps))
+
+
+def _fastest(found: dict[Point, Measurement], steps: int) -> Ramp:
+    """Return the fastest measurement after a full window.
+
+    Of one size only the point with the fewest blocks counts, because a block that runs again takes
+    time. If more blocks look faster, other processes have slowed the device meanwhile. A point at
+    which the allocator strained hides no other one.
+    """
+    while found:
+        easy = [point for point, each in found.items() if not each.strained]
+        fewest = {point.size: point.blocks for point in sorted(easy, reverse=True)}
+        kept = {p: each for p, each in found.items() if p.blocks <= fewest.get(p.size, p.blocks)}
+        for point in kept:
+            del found[point]
+        best = yield from winner(kept, steps, _ask)
+        if best is not None:
+            return best
+    return None
 
 
 def _measure(point: Point, steps: int, found: dict[Point, Measurement]) -> Windows:
