@@ -46,7 +46,7 @@ class Priors:
     launch_width: Width = Width(cuda=0.7, cpu=1.5)
     memory_effects: float = 0.3
     """Width of a level's effect on memory, as a share of the effect."""
-    time_effects: float = 0.5
+    time_effects: float = 0.8
     """The same on compute."""
     launch_effects: float = 2.0
     """The same on the time that launches take."""
