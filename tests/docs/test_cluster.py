@@ -89,7 +89,7 @@ def test_the_commands_run(
         timeout=550,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert len(re.findall(r"^[\d.]+ samples/s in ", ran.stdout, re.MULTILINE)) == 6
+    assert len(re.findall(r"^[\d.]+ (±[\d.]+ )?samples/s in ", ran.stdout, re.MULTILINE)) == 6
     with Store(store) as kept:
         (study,) = kept.studies()
         assert study.key.script == str(tmp_path / "train.py")
