@@ -104,27 +104,63 @@ def at_other_weights(module: nn.Module, *, larger: bool = True) -> Iterator[None
     the signs change.
     """
     chosen = [] if is_sharded(module) else [each.data for each in _plain(module)]
-    with _others(chosen, partial(_move, larger=larger)):
+    matrices, others = _scalable(chosen)
+    with _others(others, partial(_move, larger=larger)), _scaled(matrices, larger):
         yield
 
 
-def _move(values: torch.Tensor, *, larger: bool) -> None:
-    """Change the signs of rows and columns, and multiply them by different factors.
+def _scalable(chosen: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Divide tensors into matrices whose entries stay finite when ``_factors`` multiply them, and
+    the others."""
+    largest = torch._foreach_norm(chosen, torch.inf) if chosen else []
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for values, most in zip(chosen, largest, strict=True):
+        finite = float(most) * FURTHER * 2.0**values.ndim <= torch.finfo(values.dtype).max
+        (matrices if values.ndim > 1 and finite else others).append(values)
+    return matrices, others
 
-    A tensor without rows, such as a bias, changes a little.
-    """
+
+def _move(values: torch.Tensor, *, larger: bool) -> None:
+    """Multiply a matrix by ``_factors``. A tensor without rows, such as a bias, changes a
+    little."""
     if values.ndim < 2:
         size = values.norm() / max(1, values.numel()) ** 0.5
         values.add_(pattern(values, 0, 0).mul_(0.5 * size + 0.1))
         return
+    for factors in _factors(values, larger):
+        values.mul_(factors)
+
+
+@contextmanager
+def _scaled(matrices: list[torch.Tensor], larger: bool) -> Iterator[None]:
+    """Multiply matrices by ``_factors`` within the context.
+
+    A division restores them exactly. A copy of all weights on the host would cost a large model
+    seconds.
+    """
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for values in matrices:
+            for factors in _factors(values, larger):
+                values.mul_(factors)
+                done.append((values, factors))
+        yield
+    finally:
+        for values, factors in reversed(done):
+            values.div_(factors)
+
+
+def _factors(values: torch.Tensor, larger: bool) -> Iterator[torch.Tensor]:
+    """Yield the factors of rows, of columns and so on: signed powers of two, which lose no bit."""
     for axis, size in enumerate(values.shape):
         places = torch.arange(size, dtype=torch.float64)
         waves = torch.sin(2.0 + axis + 2.4 * places)  # signs without a short period
-        factors = waves.sign() * (1.0 + waves.square() if larger else 1.0)
+        factors = waves.sign()
+        if larger:
+            factors *= torch.where(waves.square() > 0.5, 2.0, 1.0) * (1.0 if axis else FURTHER)
         shape = [size if each == axis else 1 for each in range(values.ndim)]
-        values.mul_(factors.to(values).view(shape))
-    if larger:
-        values.mul_(FURTHER)
+        yield factors.to(values).view(shape)
 
 
 def _plain(module: nn.Module) -> list[nn.Parameter]:
