@@ -64,7 +64,7 @@ class TestABugInTheLoop:
     def test_after_the_neutral_plan_was_measured(
         self, script: Write, trials: Trials, capsys: Captured
     ) -> None:
-        path = script(STEP, STEP + "    if step == 12:\n        print(los)\n")
+        path = script(STEP, STEP + "    if step == 30:\n        print(los)\n")
         assert main(["search", "train.py"]) == 1
         line = "autofit: train.py: NameError: name 'los' is not defined\n"
         assert capsys.readouterr().err == python_prints(path) + line
@@ -159,7 +159,7 @@ class TestAPlanThatBreaksAGoodScript:
 @pytest.mark.parametrize(
     ("old", "new", "args", "code", "line"),
     [
-        (STEP, "    pass\n", [], 1, "train.py ended without an optimizer step: "),
+        (STEP, "    pass\n", [], 1, "train.py ended without an optimizer step, "),
         pytest.param(
             *("", "", ["--", "--steps", "1"], 1, "train.py ended after 1 optimizer step: too few "),
             marks=pytest.mark.full,
@@ -280,7 +280,7 @@ def test_memory_that_runs_out_outside_the_model(
     folder = script(STEP, STEP + "    torch.ones(32 << 20)\n").parent
     assert main(["search", "train.py", "--memory", "100MiB", "--only", "micro_batch"]) == 3
     assert "out of memory in outside" not in (line := last_line(capsys))
-    assert "out of memory outside the model, 128.0 MiB asked" in line
+    assert "out of memory outside the model, 128.0 MiB requested" in line
     assert {trial.verdict for trial in trials(folder)} == {Verdict.OUT_OF_MEMORY}
 
 
