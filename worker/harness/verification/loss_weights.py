@@ -113,7 +113,7 @@ def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Label
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A batch with one argument of one sample changed."""
+    """A batch in which arguments of the last sample are changed, and of no other sample."""
 
     batch: Batch
     masked: bool
