@@ -52,7 +52,8 @@ def test_of_a_model_without_blocks_it_is_not_known() -> None:
 
 def test_checkpointing_leaves_them_and_a_chunked_loss_nothing_else() -> None:
     checkpointing, loss = strategies.get("checkpointing"), strategies.get("loss")
-    assert checkpointing.expected_share("all", Facts()) == checkpointing.level("all").keeps
+    keeps = checkpointing.level("all").keeps
+    assert checkpointing.expected_share("all", Facts()) == pytest.approx(keeps)
     assert checkpointing.expected_share("all", GPT2) > 0.7
     assert loss.expected_share("chunked", GPT2) < 0.4
 
