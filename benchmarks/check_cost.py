@@ -6,8 +6,8 @@
     python benchmarks/check_cost.py --beside CHECKOUT --write    # writes the results
 
 Each check is that of a first plan: nothing is known of the script yet. A *pass* is a forward or a
-backward of the whole model. A check of a plan in real life runs once a process, so its seconds
-include whatever torch does at the first call of a kind, such as the choice of kernels.
+backward of the whole model. A search runs a check once a process. Its seconds therefore include
+what torch does at a first call, such as the choice of kernels.
 """
 
 from __future__ import annotations

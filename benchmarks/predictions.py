@@ -4,8 +4,8 @@
     python benchmarks/predictions.py             # of searches replayed on the recorded grids
 
 For each trial of a search, in order, the model is fitted to the trials before it. It then predicts
-the peak at each size that the trial measured. The script as it is needs no model, so it is left
-out. Writes a table to the standard output: errors are absolute, as shares of the measured peak.
+the peak of each measured size. The first trial has none before it, so it is left out. Writes a
+table to the standard output: errors are absolute, as shares of the measured peak.
 """
 
 from __future__ import annotations

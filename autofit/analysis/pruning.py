@@ -55,10 +55,10 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
 def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
     """Return an upper bound on the micro-batch size of ``plan``, from the finished trials.
 
-    If a leaner plan ran out of memory at a size, ``plan`` needs a smaller size. A plan with levels
-    made for one size, such as ``compile``, begins with a size that its ``unsized`` plan found; that
-    it may find room for a larger one is not counted. Both bounds grow if such levels lower the
-    activations. The bound is infinite if the batch is whole.
+    If a leaner plan ran out of memory at a size, ``plan`` needs a smaller size. Levels such as
+    ``compile`` are made for one size. A plan with them begins at a size that its ``unsized`` plan
+    found. It may later find a larger one, which the bound leaves out. Both bounds grow if such
+    levels lower the activations. The bound is infinite if the batch is whole.
     """
     limits = [math.inf]
     for trial in finished if plan["micro_batch"] != AS_IS else ():

@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column; the level of an earlier measurement is that of its plan, so it gets null."""
+    """Add the column. Earlier measurements get null: their plan has the level."""
     column: sa.Column[str] = sa.Column("checkpointing", sa.String(16), nullable=True)
     op.add_column("measurement", column)
 
