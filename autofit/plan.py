@@ -104,6 +104,14 @@ class Plan:
         """
         return type(self)(tuple((s.name, level) for s, level in self if not s.level(level).undo))
 
+    @property
+    def at_start(self) -> Self:
+        """The levels that a process must be started with, because they act before the model exists.
+
+        A process that was prepared with these levels can measure the plan.
+        """
+        return type(self)(tuple((s.name, level) for s, level in self if s.acts_at_start(level)))
+
     def follows(self, fixed: Plan) -> bool:
         """Return whether a launch whose plans have the levels ``fixed`` can measure this plan.
 

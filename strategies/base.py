@@ -425,6 +425,11 @@ class Strategy(ABC):
         """Return the environment variables that must be set before the process starts."""
         return {}
 
+    def acts_at_start(self, level: str) -> bool:
+        """Return whether ``level`` acts in a process before the model exists."""
+        fixed = not self.level(level).undo and not self.level(level).late
+        return fixed or type(self).on_process is not Strategy.on_process
+
     def on_process(self, level: str, process: Process) -> Undo | None:
         """Change settings of the process after torch is imported and before any root runs.
 

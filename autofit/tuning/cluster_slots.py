@@ -48,6 +48,7 @@ class ClusterSlots(LocalSlots):
         assert options.address is not None
         self._options = options
         self.ranks = options.gpus_per_trial or 1
+        self.prepares = False
         self._lost: dict[int, str] = {}
         self.interrupted = 0
         self._own = of_node()

@@ -185,6 +185,7 @@ class Search:
                 self._launch(slot, plan, purpose)
             if purpose is Purpose.SEARCH:
                 self._start_early()
+                self._prepare()
             if len(self._launches.waiting) == len(self._launches):
                 return
             for slot, event in self._workers().events(timeout=MOMENT if soon else HEARTBEAT):
@@ -225,6 +226,20 @@ class Search:
         elif not self._launches.ending:
             slot = max(waiting, key=lambda each: len(waiting[each].fixed.changes))
             self._send_plan(slot, waiting[slot], None, Purpose.SEARCH)
+
+    def _prepare(self) -> None:
+        """Prepare a process beside a launch that measures, for the next plan that needs a new one.
+
+        It starts with the levels that the fastest plan needs from the start: that plan is confirmed
+        in a new process.
+        """
+        ranked = self._history.ranked()
+        plan = ranked[0].plan.at_start if ranked else Plan()
+        for slot, launch in self._launches.items() if self._slots.prepares else ():
+            if launch.runs and launch.stepped and launch.beside != plan:
+                launch.beside = plan
+                request = replace(self._request(plan, Purpose.SEARCH), converses=True)
+                self._workers().prepare(slot, request)
 
     def _drop_losing_trials(self) -> None:
         """Stop the running trials if the cost model no longer expects any of them to win."""
@@ -327,11 +342,13 @@ class Search:
         ):
             self._release(self._launches.pop(slot))
             self._history.store_seconds()
+            self._slots.prepares &= launch.killed  # nothing runs beside launches if memory was lost
             return
         if isinstance(event, TrialReport) and event.killed:
             event = self._handle_kill(launch, event)
         if launch.killed and not isinstance(event, WorkerError):
             return
+        launch.stepped |= isinstance(event, RoundEnded | Measured)
         if launch.steps:
             self._handle_reference_event(slot, launch, event)
             return

@@ -57,6 +57,11 @@ class RunningLaunch:
     """Whether its process was killed from outside. Its plan is then tried again."""
     refused: set[int] = field(default_factory=set)
     """Indices of the plans that it refused."""
+    stepped: bool = False
+    """Whether its process has measured steps, so that it has reached its full size."""
+    beside: Plan | None = None
+    """The levels that act at the start of the process beside it; ``None`` if it was not asked for.
+    """
     last_report: float = 0.0
     """Time of its last report, by ``time.monotonic``."""
 

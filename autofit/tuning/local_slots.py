@@ -16,6 +16,11 @@ from autofit.worker.records.trials import LaunchEnded
 
 CPU_SLOTS = 1
 """Slots on the CPU. Parallel trials would disturb one another's step times."""
+PREPARED_ON = frozenset({"cuda"})
+"""Devices on which the next process is prepared beside a running launch.
+
+On the CPU it would compute where the launch is measured.
+"""
 MAX_INTERRUPTED = 5
 """Launches that may lose their memory to other processes before the search gives up."""
 
@@ -51,6 +56,11 @@ class LocalSlots:
         """Free bytes that each rank has at least."""
         self.ranks = options.gpus_per_trial or 1
         """Processes of each launch. Without a GPU they share the machine's memory."""
+        self.prepares = self.device in PREPARED_ON
+        """Whether the next process is prepared beside a running launch.
+
+        With several slots, an idle slot starts the script ahead instead.
+        """
         if self.device == "cuda":
             self._choose()
         else:
@@ -62,6 +72,7 @@ class LocalSlots:
                 )
             self.hardware = meter.hardware(self.device)
             self.free = meter.free_bytes(self.device) // self.ranks
+        self.prepares &= self.count == self.ranks == 1
 
     def _choose(self) -> None:
         each = self.ranks
@@ -94,6 +105,7 @@ class LocalSlots:
                 self.device,
                 gpus=self.ranks,
                 cards=[card.entry for card in self._cards],
+                prepares=self.prepares,
             )
             self._pool = stack.enter_context(pool)
         return self._pool

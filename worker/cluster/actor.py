@@ -18,6 +18,7 @@ from autofit.facts import Hardware
 from autofit.worker import meter
 from autofit.worker.cluster.archive import identity
 from autofit.worker.cluster.versions import of_node
+from autofit.worker.launch.capacity import Capacity, beside
 from autofit.worker.launch.child import adopt_orphans
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import HARNESS, Control, launch
@@ -161,6 +162,14 @@ class Slot:
     def answer(self, answer: Answer | GoOn) -> None:
         """Answer the running launch, which asks for another plan or whether to go on."""
         self._control.answer(answer)
+
+    def use(self, request: LaunchRequest) -> bool:
+        """Use the prepared launch for ``request``; return whether its process still runs."""
+        return self._control.use(request, self._guard)
+
+    def capacity(self) -> Capacity:
+        """Return the capacity of this machine beside the running launch."""
+        return beside(self._control.pids)
 
     def stop(self) -> None:
         """Kill the running launch, if there is one, without waiting for its end."""

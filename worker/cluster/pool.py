@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,7 @@ class Pool:
     as ``CUDA_VISIBLE_DEVICES`` does; by default the first ones. The pool starts Ray on loopback.
     Ray is ended on exit, and also if this process is killed. If the program has started Ray itself,
     the pool uses that, with the GPUs that Ray assigns.
+    ``prepares``: keep a second actor for each slot, in which ``prepare`` starts processes.
     Entering raises ``WorkerError`` if Ray does not start or there are too few GPUs.
     """
 
@@ -45,6 +47,7 @@ class Pool:
         gpus: int = 1,
         cards: Sequence[str] = (),
         harness: Path = HARNESS,
+        prepares: bool = False,
     ) -> None:
         self.slots: Sequence[int] = range(slots)
         self.labels: dict[int, str] = dict.fromkeys(self.slots, "")
@@ -60,6 +63,11 @@ class Pool:
         self._streams: dict[Any, int] = {}
         self._coming: dict[Any, int] = {}
         """Slots whose actor has not answered yet."""
+        self._prepares = prepares
+        self._spares: dict[int, Any] = {}
+        """A second actor for each slot, in which the next launch is prepared."""
+        self._prepared: dict[int, tuple[Any, LaunchRequest]] = {}
+        """The prepared launch of each slot: the stream of its events, and its request."""
 
     @property
     def free(self) -> list[int]:
@@ -80,6 +88,12 @@ class Pool:
         elif self._gpus:
             self._groups = {slot: self._reserve() for slot in self.slots}
         self._actors = {slot: self._start(slot) for slot in self.slots}
+        if self._prepares and self._ray.ours:
+            import ray
+
+            self._spares = {slot: self._start(slot) for slot in self.slots}
+            # Each notes how much memory of its card is free while no launch runs.
+            ray.wait([each.ready.remote() for each in self._spares.values()], timeout=_READY)
         if not self._ray.ours:  # other programs may hold the resources that are requested
             self._wait_for_actors()
 
@@ -95,10 +109,39 @@ class Pool:
             self._ray.close()
 
     def submit(self, slot: int, request: LaunchRequest) -> None:
-        """Start ``request`` on ``slot``, which must be free."""
+        """Start ``request`` on ``slot``, which must be free; use the prepared launch if any."""
         if slot not in self.free:
             raise WorkerError(f"slot {slot} is busy; free ones: {self.free}")
+        if slot in self._prepared:
+            self._use(slot, request)
+            return
         self._streams[self._actors[slot].launch.remote(request)] = slot
+
+    def prepare(self, slot: int, request: LaunchRequest) -> None:
+        """Start a process beside the launch on ``slot``, which the next request there can use.
+
+        It runs up to its first device call. A process with the same plans is kept, another one is
+        replaced. None is started if the machine has too little capacity.
+        """
+        if slot in self._prepared:
+            if self._prepared[slot][1].plans == request.plans:
+                return
+            self._await(self._cancel(self._spares[slot]))
+            del self._prepared[slot]
+        capacity = self._actors[slot].capacity.options(concurrency_group="control")
+        found = self._await(capacity.remote())
+        if slot in self._spares and found is not None and found.enough:
+            request = replace(request, prepared=True)
+            self._prepared[slot] = self._spares[slot].launch.remote(request), request
+
+    def _use(self, slot: int, request: LaunchRequest) -> None:
+        """Continue the prepared launch of ``slot`` as the launch of ``request``."""
+        stream, _ = self._prepared.pop(slot)
+        self._actors[slot], self._spares[slot] = self._spares[slot], self._actors[slot]
+        self._streams[stream] = slot
+        use = self._actors[slot].use.options(concurrency_group="control")
+        if self._await(use.remote(request)) is False:
+            self._spares.clear()  # something ends such processes: another would be lost too
 
     def answer(self, slot: int, answer: Answer | GoOn) -> None:
         """Answer the launch on ``slot``, which asks; do nothing if it has ended."""
@@ -123,15 +166,15 @@ class Pool:
         ready = [each for each in ready if each in self._streams]
         return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]
 
-    def _await(self, call: Any) -> None:
+    def _await(self, call: Any) -> Any:
         """Wait until an actor has finished a call, so that it cannot reach a later launch."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):  # the stream of events reports it
-            ray.get(call)
+            return ray.get(call)
 
-    def _cancel(self, slot: int) -> Any:
-        return self._actors[slot].cancel.options(concurrency_group="control").remote()
+    def _cancel(self, actor: Any) -> Any:
+        return actor.cancel.options(concurrency_group="control").remote()
 
     def _next(self, stream: Any) -> Happening:
         import ray
@@ -238,7 +281,9 @@ class Pool:
         import ray
         from ray.util import remove_placement_group
 
-        running = [self._cancel(slot) for slot in self._streams.values()]
+        actors = [self._actors[slot] for slot in self._streams.values()]
+        actors += [self._spares[slot] for slot in self._prepared]
+        running = [self._cancel(actor) for actor in actors]
         if running:
             ray.wait(running, num_returns=len(running), timeout=GOODBYE)
         if not self._ray.ours:

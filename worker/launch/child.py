@@ -18,7 +18,14 @@ from typing import Self
 
 from autofit.exceptions import WorkerError
 from autofit.worker.launch.reaper import Process, kill_until_gone, processes, with_descendants
-from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event, GoOn
+from autofit.worker.records.trials import (
+    Agreed,
+    Answer,
+    ChildSpec,
+    Event,
+    GoOn,
+    LaunchRequest,
+)
 
 EVENTS_FD = "AUTOFIT_EVENTS_FD"
 """Environment variable with the child's descriptor of the event pipe.
@@ -29,8 +36,8 @@ CONTROL_FD = "AUTOFIT_CONTROL_FD"
 """Environment variable with the child's descriptor of the control pipe.
 
 The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking``, a ``GoOn`` to each
-``RoundEnded`` and an ``Agreed`` once all ranks have sent ``Agreeing``. When the pipe breaks, the
-child ends.
+``RoundEnded`` and an ``Agreed`` once all ranks have sent ``Agreeing``. To a prepared child it also
+sends the ``LaunchRequest`` for which the child is used. When the pipe breaks, the child ends.
 """
 
 EXIT_SECONDS = 3.0
@@ -154,7 +161,7 @@ class Child:
         """Give the child ``seconds`` to exit by itself, then kill its process group."""
         self._after(seconds, self.kill)
 
-    def answer(self, answer: Answer | GoOn | Agreed) -> None:
+    def answer(self, answer: Answer | GoOn | Agreed | LaunchRequest) -> None:
         """Send the child the answer that it is waiting for."""
         with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
             self._control.send(answer)

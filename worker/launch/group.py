@@ -27,6 +27,7 @@ from autofit.worker.records.trials import (
     Event,
     Finished,
     GoOn,
+    LaunchRequest,
     OutOfMemory,
     PlanEnded,
     PlanStarted,
@@ -132,7 +133,7 @@ class Group:
         for child in self._ranks:
             child.linger(seconds)
 
-    def answer(self, answer: Answer | GoOn | Agreed) -> None:
+    def answer(self, answer: Answer | GoOn | Agreed | LaunchRequest) -> None:
         """Send every rank the answer that all of them are waiting for."""
         for child in self._ranks:
             child.answer(answer)

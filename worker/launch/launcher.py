@@ -15,8 +15,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from autofit.worker.launch import rank_environment
@@ -40,6 +41,7 @@ from autofit.worker.records.trials import (
     Measured,
     Measurement,
     OutOfMemory,
+    Paused,
     PlanEnded,
     PlanStarted,
     Proven,
@@ -77,18 +79,39 @@ def launch(
     When the iterator ends or is closed, all processes of the launch are gone. If a card has less
     free memory than the budget, no process is started.
 
+    A prepared process runs up to its first device call. There it waits for the request of
+    ``Control.use``. If it has ended or does not suit that request, a new process takes its place.
+
     ``environment``: the user's (default ``os.environ``). ``scratch``: parent folder of temporary
     files (default: the system's). ``lone``: as for ``Child``. ``control``: lets another thread stop
     the launch or answer it. ``guard``: remembers the slot's cards from earlier launches.
     Raises ``WorkerError`` when a process cannot be started.
     """
     user = os.environ if environment is None else environment
-    kills = classifier.oom_kills()
-    start = time.monotonic()
+    control = control or Control()
     guard = guard or Guard.of(request.device, user)
-    if lost := guard.wait(request.budget):
+    run = partial(_run, harness, user, scratch, lone, control, guard)
+    done = yield from run(request)
+    if not done and (used_for := control.wait_for_use()) is not None:
+        yield from run(used_for)
+    elif not done:
+        yield LaunchEnded(steps=0, stopped=False, seconds=0.0)
+
+
+def _run(
+    harness: Path,
+    user: Mapping[str, str],
+    scratch: str | None,
+    lone: bool,
+    control: Control,
+    guard: Guard,
+    request: LaunchRequest,
+) -> Generator[LaunchEvent, None, bool]:
+    """Run the processes of ``request``; return ``False`` if they were prepared and never used."""
+    start = time.monotonic()
+    if not request.prepared and (lost := guard.wait(request.budget)):
         yield LaunchEnded(steps=0, stopped=False, seconds=time.monotonic() - start, lost=lost)
-        return
+        return True
     with tempfile.TemporaryDirectory(
         prefix="autofit-", dir=scratch, ignore_cleanup_errors=True
     ) as folder:
@@ -99,9 +122,8 @@ def launch(
         overlay.mkdir()
         spec = ChildSpec(request=request, scratch=str(overlay))
         with _start(python(harness), spec, variables, lone) as child:
-            child.limit(request.timeout)
-            account = _Account(request, guard)
-            control = control or Control()
+            child.limit(None if request.prepared else request.timeout)
+            account = _Account(request, guard, start)
             control.attach(child, account)
             for event in child.events():
                 if isinstance(event, Asking):
@@ -112,17 +134,20 @@ def launch(
                 if account.final is not None:
                     child.linger(0.0 if account.stopped else EXIT_SECONDS)
             control.detach()
-            end = _End.of(child, kills, control.stopped)
+            if request.prepared and not account.was_used(child.timed_out or control.stopped):
+                return False
+            end = _End.of(child, account.kills, control.stopped)
             yield from account.close(end)
     yield LaunchEnded(
         steps=account.steps,
         stopped=account.stopped,
-        seconds=time.monotonic() - start,
+        seconds=time.monotonic() - account.start,
         output=end.output,
         oom_killed=end.oom_killed,
         taken=account.taken,
         lost=guard.wait(request.budget),
     )
+    return True
 
 
 def _start(
@@ -138,20 +163,61 @@ def _start(
 
 
 class Control:
-    """Lets another thread stop a running launch or answer it."""
+    """Lets another thread stop a running launch, answer it, or use a prepared one."""
 
     def __init__(self) -> None:
         self.stopped = False
         self._child: Child | Group | None = None
         self._account: _Account | None = None
         self._lock = threading.Lock()
+        self._used_for: LaunchRequest | None = None
+        self._decided = threading.Event()
+        """Set once a prepared launch is used or stopped."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ids of the running processes that the launcher started."""
+        with self._lock:
+            return () if self._child is None else self._child.pids
 
     def stop(self) -> None:
         """Kill the launch now, or when it starts; its plan is reported as interrupted."""
         with self._lock:
             self.stopped = True
+            self._decided.set()
             if self._child is not None:
                 self._child.kill()
+
+    def use(self, request: LaunchRequest, guard: Guard) -> bool:
+        """Use a prepared launch for ``request``; return whether its process still runs.
+
+        The launch before has ended. Its memory is waited for, as before any launch.
+        """
+        occupied = bool(guard.wait(request.budget))
+        with self._lock:
+            self._used_for = request
+            self._decided.set()
+            if self._child is None:
+                return False
+            if occupied:  # the new process that takes its place reports it
+                self._child.kill()
+            else:
+                self._hand_over(self._child, request)
+            return True
+
+    def _hand_over(self, child: Child | Group, request: LaunchRequest) -> None:
+        assert self._account is not None, "it is attached with the child"
+        if not self._account.suits(request):
+            child.kill()
+            return
+        self._account.use(request)
+        child.limit(request.timeout)
+        child.answer(request)
+
+    def wait_for_use(self) -> LaunchRequest | None:
+        """Wait until the launch is used, and return the request; ``None`` if it is stopped."""
+        self._decided.wait()
+        return None if self.stopped else self._used_for
 
     def answer(self, answer: Answer | GoOn) -> None:
         """Answer a launch that asks; do nothing if the launch has ended."""
@@ -169,6 +235,8 @@ class Control:
             self._child, self._account = child, account
             if self.stopped:
                 child.kill()
+            elif account.prepared and self._used_for is not None:
+                self._hand_over(child, self._used_for)
 
     def detach(self) -> None:
         """Disconnect this object from a child that has ended."""
@@ -235,14 +303,19 @@ class _End:
 class _Account:
     """Tracks the running plan and turns the child's events into reports for the controller."""
 
-    def __init__(self, request: LaunchRequest, guard: Guard) -> None:
+    def __init__(self, request: LaunchRequest, guard: Guard, start: float) -> None:
+        self.start = start
+        self.kills = classifier.oom_kills()
+        self.prepared = request.prepared
+        self._at_start = request.plans[0]
+        self._used = self._paused = False
         self.final: Raised | Finished | None = None
         self.taken = ""
         """Which processes took the card's memory, if that made memory run out.
 
         Later events are ignored.
         """
-        self._plans = [] if request.waits else list(request.plans)
+        self._plans = [] if request.waits or request.prepared else list(request.plans)
         self._timeout = request.timeout
         self._budget = request.budget
         self._guard = guard
@@ -262,6 +335,22 @@ class _Account:
         """Whether the harness stopped the script after the last plan."""
         return isinstance(self.final, Finished) and self.final.stopped
 
+    def suits(self, request: LaunchRequest) -> bool:
+        """Return whether the prepared process can be used for ``request``."""
+        return request.plans[0].at_start == self._at_start
+
+    def use(self, request: LaunchRequest) -> None:
+        """Record that the prepared process is used for ``request``, from now on."""
+        self.start, self.kills = time.monotonic(), classifier.oom_kills()
+        self._plans, self._timeout, self._used = list(request.plans), request.timeout, True
+
+    def was_used(self, ended_from_here: bool) -> bool:
+        """Return whether the end of a prepared process says something about the plan.
+
+        Its script may fail beside another process, for example because both want the same port.
+        """
+        return self._used and (self._paused or ended_from_here)
+
     def given(self, answer: Answer) -> None:
         """Record the answer that the child is about to get."""
         self._timeout = answer.timeout
@@ -279,6 +368,8 @@ class _Account:
                 pass
             case PlanEnded() if event.report.index in self._reported:
                 pass  # another rank has reported the same end
+            case Paused():
+                self._paused = True
             case PlanStarted():
                 self._index, self._startup = event.index, event.startup_seconds
                 self._measurements, self._shortage = [], None

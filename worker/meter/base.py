@@ -51,6 +51,9 @@ class Meter(Protocol):
     def context(self) -> int:
         """Device memory of the process outside torch's allocator (0 on the CPU)."""
 
+    def note_others(self) -> None:
+        """Read again what other processes hold; call it before the device is started."""
+
     def arm(self) -> None:
         """Apply the cap where that needs torch to be imported; a second call does nothing."""
 

@@ -49,6 +49,9 @@ class ShimMeter:
         """The cap; ``None`` without one."""
         return self._read("cap") or None
 
+    def note_others(self) -> None:
+        """Do nothing: no other process uses this stand-in device."""
+
     def arm(self) -> None:
         """Do nothing: the shim applies its cap from the first allocation on."""
 
@@ -116,6 +119,9 @@ class ResidentMeter:
     def __init__(self) -> None:
         self._armed = False
         self._before = 0
+
+    def note_others(self) -> None:
+        """Do nothing: no other process uses this stand-in device."""
 
     def arm(self) -> None:
         """Count memory from the present use on."""

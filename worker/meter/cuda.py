@@ -53,7 +53,7 @@ class CudaMeter:
         """Whether a cap has ever been set; if not, torch's allocator is not changed."""
         self._context = 0
         self._worst_context = 0
-        self._before = {card.uuid: card for card in _query(nvml.cards) or ()}
+        self.note_others()
         self._card: Any = None
         """NVML's handle of the device on which CUDA was started."""
         self._held_before = 0
@@ -70,6 +70,10 @@ class CudaMeter:
     def context(self) -> int:
         """Bytes outside torch's allocator; 0 until CUDA has started."""
         return self._context
+
+    def note_others(self) -> None:
+        """Read what other processes hold on the cards, before CUDA starts."""
+        self._before = {card.uuid: card for card in _query(nvml.cards) or ()}
 
     def arm(self) -> None:
         """Apply the cap when the script starts CUDA."""

@@ -459,6 +459,11 @@ class Agreeing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """A prepared process waits before its first device call, until a launch uses it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Uncontained:
     """The system allows no overlay, so the script's writes to disk are real."""
 
@@ -518,6 +523,7 @@ Event = (
     | Shortage
     | PlanEnded
     | Asking
+    | Paused
     | Raised
     | Finished
 )
@@ -564,6 +570,12 @@ class LaunchRequest:
     """Whether the launch also asks for its first plan.
 
     ``plans`` then only holds the levels that all its plans share, and is not measured.
+    """
+    prepared: bool = False
+    """Whether the process is prepared beside a running one, for a request to come.
+
+    It waits for that request before its first device call. ``plans`` holds the levels that the
+    process is started with (``Plan.at_start``).
     """
     ranks: int = 1
     """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""

@@ -45,6 +45,7 @@ from autofit.worker.harness.measurement.window import (
 )
 from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.session.rank_agreement import RankAgreement
 from autofit.worker.harness.session.root import HarnessRoot
@@ -101,7 +102,8 @@ class Trial(Session):
         self.seams.order_batches(self._batches.next)
         self.index = 0  # of the present plan
         self._request = request
-        self._given = [] if request.waits else list(request.plans)
+        self._pausing = threading.Lock()
+        self._given = [] if request.waits or request.prepared else list(request.plans)
         """The plans of the launch so far."""
         self._started = started
         self._whole_fits = request.whole_fits
@@ -143,6 +145,23 @@ class Trial(Session):
     def checkpointing(self) -> str | None:
         """The level of ``checkpointing`` in the present window."""
         return self._current.plan["checkpointing"] if self._current is not None else None
+
+    def start(self) -> None:
+        """Attach to torch; pause a prepared process before it starts CUDA."""
+        super().start()
+        if self._request.prepared:
+            before_cuda_starts(self.seams.patches, self._pause)
+
+    def _pause(self) -> None:
+        """In a prepared process, wait until a launch uses it, and continue with its request."""
+        with self._pausing:
+            if not self._request.prepared:
+                return
+            self._request, self._started = self._reporter.pause(clean=not holds_context())
+            self._given = [] if self._request.waits else list(self._request.plans)
+            self._whole_fits = self._request.whole_fits
+            self.known.hear(self._request.proven)
+            self.meter.note_others()
 
     # --- the schedule ----------------------------------------------------------------------
 
@@ -504,6 +523,7 @@ class Trial(Session):
         """Count the call; the first call of all starts the schedule."""
         self._end_if_due()
         self._open_graphs += 1
+        self._pause()
         if self._schedule is None:
             self._schedule = self._plans()
             self._advance()

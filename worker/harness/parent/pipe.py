@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import threading
+import time
 from multiprocessing.connection import Connection
 
 from autofit.worker.launch import lifeline
@@ -19,6 +21,8 @@ from autofit.worker.records.trials import (
     ChildSpec,
     Event,
     GoOn,
+    LaunchRequest,
+    Paused,
     RoundEnded,
 )
 
@@ -48,6 +52,7 @@ class Reporter:
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._go_on: queue.SimpleQueue[GoOn] = queue.SimpleQueue()
         self._agreed: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
+        self._used_for: queue.SimpleQueue[tuple[LaunchRequest, float]] = queue.SimpleQueue()
 
     def send(self, event: Event) -> None:
         """Send one event; a forked child of the script sends nothing."""
@@ -79,6 +84,17 @@ class Reporter:
             self.send(ended)
         return self._go_on.get()
 
+    def pause(self, *, clean: bool) -> tuple[LaunchRequest, float]:
+        """Wait until a launch uses this prepared process; return its request, and since when.
+
+        ``clean``: whether the process holds no device memory. If it does, it would disturb the
+        launch that runs beside it, so it ends. So does a fork of the script that uses the device.
+        """
+        if os.getpid() != self._pid or not clean:
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+        self.send(Paused())
+        return self._used_for.get()
+
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
         """Wait until every rank has sent a value; return the values in the order of the ranks.
 
@@ -92,7 +108,7 @@ class Reporter:
         except queue.Empty:
             return ()
 
-    def answered(self, answer: Answer | GoOn | Agreed) -> None:
+    def answered(self, answer: Answer | GoOn | Agreed | LaunchRequest) -> None:
         """Receive the parent's answer from the thread that reads the pipe."""
         match answer:
             case Agreed():
@@ -101,6 +117,8 @@ class Reporter:
                 self._go_on.put(answer)
             case Answer():
                 self._answers.put(answer)
+            case LaunchRequest():
+                self._used_for.put((answer, time.monotonic()))
 
 
 def connect() -> tuple[ChildSpec, Reporter, int]:
