@@ -19,6 +19,8 @@ class Hardware:
     """CUDA compute capability; ``None`` on the CPU."""
     cannot_compile: str | None = None
     """Why ``torch.compile`` cannot compile for it here, or ``None`` if it can."""
+    devices: int = 1
+    """Devices that one training may use."""
     link: str = ""
     """Its connection to the other visible GPUs: ``"nvlink"`` to each of them, or ``"pcie"`` to
     at least one. Empty if there is no other GPU, or if the driver does not report it."""

@@ -13,6 +13,9 @@ from autofit.strategies import AS_IS, Facts, Fidelity, Memory, Strategy
 from autofit.strategies.checkpointing import ALL
 from autofit.strategies.micro_batch import AUTO
 
+SPLITTING = ("micro_batch", "ranks")
+"""Strategies that divide the batch; ``split_check`` verifies how."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -143,7 +146,7 @@ class Plan:
         """The levels that change calls of the model: no split, and nothing of optimizers."""
         plain = Strategy.on_root
         touching = ((s, level) for s, level in self if type(s).on_root is not plain)
-        return type(self)(tuple((s.name, v) for s, v in touching if s.name != "micro_batch"))
+        return type(self)(tuple((s.name, v) for s, v in touching if s.name not in SPLITTING))
 
     @property
     def unsized(self) -> Self:

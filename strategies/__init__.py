@@ -23,6 +23,7 @@ from autofit.strategies.optimizer import Optimizer
 from autofit.strategies.optimizer_offload import OptimizerOffload
 from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
+from autofit.strategies.ranks import Ranks
 from autofit.strategies.weights import Weights
 from autofit.strategies.zero_grad import ZeroGrad
 
@@ -38,6 +39,7 @@ REGISTRY: tuple[Strategy, ...] = (
     OptimizerOffload(),
     GradientRelease(),
     ZeroGrad(),
+    Ranks(),
     BatchSize(),
     SequenceLength(),
     MicroBatch(),

@@ -225,6 +225,12 @@ class Root(Protocol):
         Raises ``Refused`` when the probe finds no way to join the chunks' outputs.
         """
 
+    def share(self, ranks: int) -> Undo:
+        """Divide each call of the root among the ``ranks`` processes of the launch.
+
+        Raises ``Refused`` if the launch has another number of processes.
+        """
+
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
 

@@ -72,6 +72,8 @@ class Foreground:
     """A script that runs in this process group, as one process or several."""
 
     _ranks: Sequence[_Rank]
+    replicas: bool = False
+    """The ranks are copies of a single-process script: the end of rank 0 is that of the run."""
     signals: list[int] = field(default_factory=list)
     """Signals that this process received and the script got too."""
     first: int | None = None
@@ -85,6 +87,11 @@ class Foreground:
     """Ranks that only reported another rank's end."""
     _hearing: float = inf
     """Until when the rank that failed first may report its error, by the same clock."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return len(self._ranks)
 
     @property
     def code(self) -> int:
@@ -115,6 +122,8 @@ class Foreground:
                 self._deadlines.pop(rank.number, None)
                 if rank.process.wait() and rank not in self._followers:
                     self._fails(rank)
+                if self.replicas and rank.number == 0:
+                    self._end_others()
             for rank in self._running:
                 if rank.silent <= time.monotonic():
                     rank.silent = inf
@@ -156,7 +165,7 @@ class Foreground:
         After a signal to all ranks, the others are ending already and may still save a checkpoint.
         They get no SIGTERM then.
         """
-        if self.first is not None:
+        if self.first is not None or (self.replicas and self._ended(0) and rank.number > 0):
             return
         self.first, self._hearing = rank.number, inf
         if len(self._ranks) == 1:
@@ -167,6 +176,11 @@ class Foreground:
             self._deadlines[each.number] = now + (EXIT_SECONDS if ending else GRACE)
             if not ending:
                 each.process.send_signal(signal.SIGTERM)
+
+    def _end_others(self) -> None:
+        """Kill the other replicas unless they end by themselves soon: rank 0 has ended."""
+        for each in self._running:
+            self._deadlines.setdefault(each.number, time.monotonic() + GRACE)
 
     def _timeout(self) -> float | None:
         """Return the seconds until the first deadline; ``None`` if there is none."""
@@ -181,19 +195,26 @@ class Foreground:
                 del self._deadlines[rank.number]
                 self._killed.add(rank.number)
 
+    def _ended(self, number: int) -> bool:
+        """Return whether a rank's process has ended."""
+        return all(rank.number != number for rank in self._running)
+
 
 @contextmanager
-def started(spec: ChildSpec, environments: Sequence[Mapping[str, str]]) -> Iterator[Foreground]:
-    """Start a child for each environment; all have ended when the context is left.
+def started(
+    specs: Sequence[ChildSpec], environments: Sequence[Mapping[str, str]]
+) -> Iterator[Foreground]:
+    """Start a child for each task and environment; all have ended when the context is left.
 
-    The children are in this process group, so the terminal sends Ctrl-C to them directly.
+    The children are in this process group, so the terminal sends Ctrl-C to them directly. Of
+    replicas of a single-process script, only rank 0 writes to the terminal.
     """
     with ExitStack() as stack:
         ranks: list[_Rank] = []
-        running = Foreground(ranks)
+        running = Foreground(ranks, replicas=specs[0].meeting is not None)
         stack.enter_context(_passing_signals(running))
         try:
-            for number, environment in enumerate(environments):
+            for number, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
                 ranks.append(_start(number, spec, environment, stack))
         except OSError:  # the ranks that have started would wait for this one
             running.pass_on(signal.SIGKILL)
@@ -206,11 +227,14 @@ def _start(number: int, spec: ChildSpec, environment: Mapping[str, str], stack: 
     events, theirs = Pipe(duplex=False)
     their_control, control = Pipe(duplex=False)
     fds = (theirs.fileno(), their_control.fileno())
+    silent = subprocess.DEVNULL if spec.meeting is not None and number > 0 else None
     process = subprocess.Popen(
         python(HARNESS),
         cwd=spec.request.script.cwd,
         env={**environment, EVENTS_FD: str(fds[0]), CONTROL_FD: str(fds[1])},
         pass_fds=fds,
+        stdout=silent,
+        stderr=silent,
     )
     pidfd = os.pidfd_open(process.pid)
     theirs.close()

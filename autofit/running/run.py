@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from autofit.analysis.fallback import FallbackContext
@@ -21,10 +22,12 @@ from autofit.running.supervisor import ATTEMPT, Ended, supervise
 from autofit.storage import EvidenceKey, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts, Fidelity
 from autofit.strategies.checkpointing import more_blocks
+from autofit.strategies.ranks import count
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch import rank_environment as rank
-from autofit.worker.launch.environment import launched, under
+from autofit.worker.launch.environment import TRACKERS_OFF, launched, under
+from autofit.worker.launch.replicas import prepared
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
 from autofit.worker.records.trials import (
@@ -108,9 +111,10 @@ def run(
         )
     ranks = ranks or 1
     others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
-    _check_devices(device, ranks)
+    devices = max(ranks, count(plan["ranks"]))
+    _check_devices(device, devices)
     context = replace(context, facts=replace(context.facts, world_size=ranks))
-    cards = {} if others else _as_many_cards(device, ranks, say)
+    cards = {} if others else _as_many_cards(device, devices, say)
     environment = {**os.environ, **cards, **launched(script, device, ranks)}
     name = context.hardware.name
     key = key_of(script, gpu=name, gpus=ranks, versions=versions())
@@ -263,9 +267,11 @@ class _Attempts:
         if attempt > 1:  # the first attempt has the same environment as without autofit
             environment[ATTEMPT] = str(attempt)
         kills = oom_kills()
-        with started(spec, self._each(environment)) as running:
+        with self._ready(spec, environment) as (specs, each), started(specs, each) as running:
             heard = self._hear(running, request.plans)
             code = running.code
+        if request.replicas > 1 and running.first and (fault := heard.raised.get(running.first)):
+            self.say(f"rank {running.first} failed: {fault.message}")
         self.diary.keep_evidence(self.evidence.key, heard.proven)
         plan = heard.plan or plan
         called = heard.facts is not None and heard.facts.called
@@ -287,18 +293,31 @@ class _Attempts:
             plan=plan,
         )
 
-    def _each(self, environment: Mapping[str, str]) -> list[Mapping[str, str]]:
-        """Return the environment of each rank."""
-        if self.ranks == 1:
-            return [environment]
-        port = rank.free_port()
-        return [rank.environment(each, self.ranks, port, environment) for each in range(self.ranks)]
+    @contextmanager
+    def _ready(
+        self, spec: ChildSpec, environment: Mapping[str, str]
+    ) -> Iterator[tuple[list[ChildSpec], list[Mapping[str, str]]]]:
+        """Prepare the task and the environment of each process.
+
+        Of a single-process script's replicas, only rank 0 leaves files and reports to trackers.
+        """
+        if spec.request.replicas == 1:
+            count = self.ranks
+            port = rank.free_port() if count > 1 else 0
+            each = [rank.environment(n, count, port, environment) for n in range(count)]
+            yield [spec] * count, [*(each if count > 1 else [environment])]
+            return
+        with TemporaryDirectory(prefix="autofit-", ignore_cleanup_errors=True) as folder:
+            specs, found = prepared(replace(spec, scratch=folder), environment)
+            specs[0] = replace(specs[0], scratch=None)
+            yield specs, [found[0], *({**other, **TRACKERS_OFF} for other in found[1:])]
 
     def _hear(self, running: Foreground, plans: Sequence[Plan]) -> _Heard:
         """Report and store the events of the run until its end."""
         heard = _Heard()
         for number, event in running.events():
-            who, of = (f"rank {number}: ", {"rank": number}) if self.ranks > 1 else ("", {})
+            several = running.size > 1
+            who, of = (f"rank {number}: ", {"rank": number}) if several else ("", {})
             match event:
                 case Pressed(micro_batch=size):
                     self.say(f"{who}the allocator keeps retrying: {size} samples at a time")

@@ -62,7 +62,7 @@ HARDWARE = (
     Hardware(device="cpu", name="CPU", total_bytes=8 << 30),
     Hardware(device="cuda", name="Old", total_bytes=8 << 30, capability=(7, 0)),
     Hardware(device="cuda", name="Middle", total_bytes=24 << 30, capability=(8, 6)),
-    Hardware(device="cuda", name="New", total_bytes=80 << 30, capability=(9, 0)),
+    Hardware(device="cuda", name="New", total_bytes=80 << 30, capability=(9, 0), devices=8),
 )
 _ROOT = RootFacts(
     name="Model",

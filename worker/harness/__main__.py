@@ -30,6 +30,8 @@ def main() -> None:
     rank, ranks = spec.rank, spec.request.ranks
     if spec.scratch is not None:
         contained = sandbox.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
+        if not contained and spec.mode == "run":
+            sys.exit("autofit: the system allows no overlay, and ranks would overwrite files")
         if not contained and rank == 0:
             reporter.send(Uncontained())
     if spec.mode == "run":
@@ -45,12 +47,14 @@ def main() -> None:
         conduct.wait_for_torch()
         program.run(loaded)
     except SystemExit as leave:
+        conduct.wait_for_rank_0(f", with exit code {leave.code}")
         if leave.code in (None, 0):
             conduct.ended()
         raise
     except BaseException as error:  # noqa: BLE001 - reported, then printed as Python would
         if conduct.stopped(error):
             sys.exit(0)
+        conduct.wait_for_rank_0(f", by {type(error).__name__}: {error}")
         conduct.raised(error)
         if isinstance(error, Refused):
             sys.exit(f"autofit: refused: {error}")
@@ -59,6 +63,7 @@ def main() -> None:
         from autofit.worker.harness.torch_state import frames
 
         _die_of(frames.strip_our_frames(error))
+    conduct.wait_for_rank_0("")
     conduct.ended()
 
 

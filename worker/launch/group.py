@@ -57,7 +57,7 @@ class Group:
     def __init__(
         self,
         command: list[str],
-        spec: ChildSpec,
+        specs: Sequence[ChildSpec],
         environments: Sequence[Mapping[str, str]],
         *,
         lone: bool = False,
@@ -78,7 +78,7 @@ class Group:
         self._index = 0
         self._ranks: list[Child] = []
         with ExitStack() as stack:
-            for rank, environment in enumerate(environments):
+            for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
                 child = Child(command, replace(spec, rank=rank), environment)
                 self._ranks.append(stack.enter_context(child))
             stack.pop_all()

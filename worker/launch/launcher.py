@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autofit.worker.launch import rank_environment
+from autofit.worker.launch import rank_environment, replicas
 from autofit.worker.launch.child import EXIT_SECONDS, Child, python
 from autofit.worker.launch.environment import child_environment
 from autofit.worker.launch.group import Group
@@ -154,12 +154,15 @@ def _start(
     command: list[str], spec: ChildSpec, environment: Mapping[str, str], lone: bool
 ) -> Child | Group:
     """Start the launch's single process, or its ranks."""
+    if spec.request.replicas > 1:
+        specs, each = replicas.prepared(spec, environment)
+        return Group(command, specs, each, lone=lone)
     count = spec.request.ranks
     if count == 1:
         return Child(command, spec, environment, lone=lone)
     port = rank_environment.free_port()
     each = [rank_environment.environment(rank, count, port, environment) for rank in range(count)]
-    return Group(command, spec, each, lone=lone)
+    return Group(command, [spec] * count, each, lone=lone)
 
 
 class Control:

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from autofit.facts import Facts
 from autofit.plan import Plan
+from autofit.strategies import ranks
 from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.traces import Trace
@@ -587,6 +588,16 @@ class LaunchRequest:
     The first plan is the run's, the others are its fallbacks.
     """
 
+    @property
+    def replicas(self) -> int:
+        """Copies of a single-process script that train as one; all plans have the same number."""
+        return max((ranks.count(plan["ranks"]) for plan in self.plans[:1]), default=1)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes to start."""
+        return max(self.ranks, self.replicas)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -613,6 +624,16 @@ class GoOn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What the replicas of a single-process script need to find one another."""
+
+    port: int
+    """Port of the loopback address on which rank 0 listens."""
+    seed: int
+    """Seed of all random generators when the script starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
     """The launcher's first message to its child, over the control pipe."""
 
@@ -625,6 +646,8 @@ class ChildSpec:
     """An empty folder that receives the script's writes to disk; ``None`` if they are real."""
     rank: int = 0
     """The child's rank."""
+    meeting: Meeting | None = None
+    """Where the ranks meet, if they are replicas of a single-process script."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
 from autofit.worker.harness.patching.optimizers import changes_of
+from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.session.rank_agreement import RankAgreement
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
@@ -91,12 +92,19 @@ class Trial(Session):
     """Measures the plans of a launch, one after another."""
 
     def __init__(
-        self, request: LaunchRequest, reporter: Reporter, meter: Meter, started: float
+        self,
+        request: LaunchRequest,
+        reporter: Reporter,
+        meter: Meter,
+        started: float,
+        group: RankGroup | None = None,
     ) -> None:
+        """``group``: the ranks of a single-process script."""
         known = Known(tell=reporter.send, of=reporter.rank)
         known.hear(request.proven)
         super().__init__(meter, known, request.ranks)
-        self._ranks = RankAgreement(reporter, request.ranks)
+        self._ranks = RankAgreement(reporter, request.processes, connects=group is None)
+        self._group = group
         self._reporter = reporter
         self._batches = SameBatches()
         self.seams.order_batches(self._batches.next)
@@ -409,6 +417,7 @@ class Trial(Session):
             may_run_whole=False,
             around_proof=self._refusals.excluded,
             whole_fits=lambda: self._whole_fits,
+            group=self._group,
         )
 
     def plan_for(self, root: HarnessRoot) -> Plan:

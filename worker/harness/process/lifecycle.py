@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import random
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ from autofit.worker.records.trials import (
 
 if TYPE_CHECKING:
     from autofit.worker.harness.measurement.trial import Trial
+    from autofit.worker.harness.ranks.group import RankGroup
     from autofit.worker.harness.session.real_run import RealRun
 
 SWITCHES = "autofit.resilience.switches"
@@ -50,11 +53,14 @@ class ScriptLifecycle:
         self._meter = meter
         self._started = started
         self._session: Trial | RealRun | None = None
+        self._group: RankGroup | None = None
 
     def wait_for_torch(self) -> None:
         """Start the session as soon as the script has imported torch."""
         if self._spec.mode == "run":
             SavedFiles(self._reporter).attach(checkpoints=self._spec.report_saves)
+        if self._spec.meeting is not None:
+            random.seed(self._spec.meeting.seed)  # the script may draw before it imports torch
         import_hooks.after_import(SWITCHES, _switch_off)
         if self._spec.mode == "trial":
             import_hooks.after_import(BATCH_SIZES, _keep_batch_size)
@@ -135,17 +141,47 @@ class ScriptLifecycle:
         return plans[index]
 
     def _start(self) -> None:
+        self._connect()
         if self._spec.mode == "run":
             from autofit.worker.harness.session.real_run import RealRun
 
-            self._session = RealRun(self._spec.request, self._reporter, self._meter)
+            self._session = RealRun(self._spec.request, self._reporter, self._meter, self._group)
         else:
             from autofit.worker.harness.measurement.trial import Trial
 
             seed_everything()
             request = self._spec.request
-            self._session = Trial(request, self._reporter, self._meter, self._started)
+            self._session = Trial(request, self._reporter, self._meter, self._started, self._group)
         self._session.start()
+
+    def _connect(self) -> None:
+        """Connect to the other ranks, if the script is one of several replicas."""
+        spec = self._spec
+        if spec.meeting is None:
+            return
+        from autofit.worker.harness.ranks.group import RankGroup
+
+        count, device = spec.request.replicas, spec.request.device
+        seed_everything(spec.meeting.seed)
+        self._group = RankGroup.connect(spec.rank, count, spec.meeting, device)
+
+    def wait_for_rank_0(self, reason: str) -> None:
+        """Wait at the end of a replica's script for rank 0, whose end is that of the run.
+
+        Ends this process once rank 0 has ended. Returns if rank 0 goes on without this rank, which
+        is then an error: ``reason`` tells the other ranks how this script has ended.
+        """
+        spec, group = self._spec, self._group
+        if spec.rank == 0 or spec.mode != "run" or group is None or group.over:
+            return
+        from autofit.worker.harness.ranks.group import Diverged, RankGone
+
+        try:
+            group.meet(f"the end of the script{reason}")
+        except RankGone:
+            os._exit(0)
+        except Diverged:
+            return
 
 
 def _switch_off() -> None:
@@ -160,8 +196,6 @@ def _keep_batch_size() -> None:
 
 def seed_everything(seed: int = 0) -> None:
     """Seed the random generators, so that trials of an unseeded script are comparable."""
-    import random
-
     import torch
 
     random.seed(seed)

@@ -27,7 +27,9 @@ END_PATIENCE = 10.0
 class RankAgreement:
     """Lets the ranks of a trial agree. A single rank agrees with itself at once."""
 
-    def __init__(self, reporter: Reporter, ranks: int) -> None:
+    def __init__(self, reporter: Reporter, ranks: int, *, connects: bool = True) -> None:
+        """``connects``: the script itself connects its ranks; else it is a single process."""
+        self._connects = connects
         self._peers = Peers(reporter, ranks)
         self._reporter = reporter
         self.share = 1.0
@@ -79,7 +81,7 @@ class RankAgreement:
 
         Raises ``UsageError`` if the script does not connect the ranks.
         """
-        if self.alone:
+        if self.alone or not self._connects:
             return facts
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not ready or torch.distributed.get_world_size() != self._peers.ranks:

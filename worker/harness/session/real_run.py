@@ -18,6 +18,7 @@ from autofit.plan import Plan
 from autofit.strategies import AS_IS
 from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
@@ -53,13 +54,23 @@ class RealRun(Session):
     copy of the model first.
     """
 
-    def __init__(self, request: LaunchRequest, reporter: Reporter, meter: Meter) -> None:
-        """``request``: its first plan is the run's, the others are the fallbacks."""
+    def __init__(
+        self,
+        request: LaunchRequest,
+        reporter: Reporter,
+        meter: Meter,
+        group: RankGroup | None = None,
+    ) -> None:
+        """``request``: its first plan is the run's, the others are the fallbacks.
+
+        ``group``: the ranks of a single-process script.
+        """
         known = Known(tell=reporter.send, of=reporter.rank)
         known.hear(request.proven)
         super().__init__(meter, known, request.ranks)
         self.index = 0
         self.over = False
+        self._group = group
         self._plans = request.plans
         self._peaks = request.peaks or (0,) * len(request.plans)
         self._left: list[int] = list(range(1, len(request.plans)))
@@ -125,7 +136,7 @@ class RealRun(Session):
 
     def _more_blocks(self) -> list[int]:
         """Return the fallbacks that only checkpoint more blocks, if a forward may run again."""
-        if self._open_graphs > 1 or self.facts.world_size > 1:
+        if self._open_graphs > 1 or self._has_peers:
             return []
         now, peak = self.plan, self._peaks[self.index]
         level = now["checkpointing"]
@@ -146,6 +157,8 @@ class RealRun(Session):
         if self._broken is not None or self.plan.neutral or self._open_graphs > 1:
             return False
         if classify(error).kind is not Kind.NOT_OOM:
+            return False
+        if self._group is not None:  # the other ranks would not repeat the call
             return False
         neutral = next((n for n in self._left if self._plans[n].neutral and self._follows(n)), None)
         if neutral is None:
@@ -174,7 +187,7 @@ class RealRun(Session):
 
         ``among``: the fallbacks to choose from. Returns whether there was one.
         """
-        if self.facts.world_size > 1:  # the other ranks would keep their plan
+        if self._has_peers:  # the other ranks would keep their plan
             return False
         now = self.plan
         wrong = {blamed: now[blamed]} if blamed else {}
@@ -192,6 +205,11 @@ class RealRun(Session):
         self.index = found
         self._reporter.send(Replaced(index=found, reason=reason, blamed=blamed))
         return True
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether other processes train with this one."""
+        return self.facts.world_size > 1 or self._group is not None
 
     def _follows(self, index: int) -> bool:
         return self._plans[index].follows(self._plans[0].fixed)
@@ -239,14 +257,15 @@ class RealRun(Session):
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a policy that rescues calls and verifies splits on copies.
 
-        Under ``DistributedDataParallel`` no call is rescued: a failed backward pass has already
-        sent gradients to the other ranks.
+        With several ranks no call is rescued: a failed backward pass may already have sent
+        gradients to the other ranks.
         """
-        alone = not isinstance(module, DistributedDataParallel)
+        alone = not isinstance(module, DistributedDataParallel) and self._group is None
         return RunPolicy(
             checks_on_copies=True,
             rescues_evaluation=alone,
             standby=self._standby if alone else None,
+            group=self._group,
         )
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -26,6 +26,7 @@ from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
+from autofit.worker.harness.ranks.shared_call import SharedRoot
 from autofit.worker.harness.session.root_calls import RootCalls
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
@@ -84,6 +85,8 @@ class HarnessRoot:
             self.proof.evidence,
             None if self._policy.checks_on_copies else self._rehearse,
         )
+        self._shared: SharedRoot | None = None
+        """Divides the calls among ranks; ``None`` where the plan does not."""
         self._evaluation: Evaluation | None = None
         if self._policy.rescues_evaluation:
             self._evaluation = Evaluation(self.layout, on_shortage)
@@ -135,6 +138,11 @@ class HarnessRoot:
     def elastic(self) -> ChunkedRoot | None:
         """Runs the root in chunks; ``None`` where the plan does not split the batch."""
         return self._elastic
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
+        return self._elastic is not None
 
     @property
     def micro_batch(self) -> int | None:
@@ -313,6 +321,22 @@ class HarnessRoot:
 
         return undo
 
+    def share(self, ranks: int) -> Undo:
+        """Divide each call among the ``ranks`` processes of the launch."""
+        group = self._policy.group
+        if group is None or group.size != ranks:
+            started = 1 if group is None else group.size
+            raise Refused(f"{ranks} ranks are needed, and the launch has started {started}")
+        shared = self._shared = SharedRoot(self, self._seams, group)
+        undo_wrapper = self._composed.add_outermost(shared.around)
+
+        def undo() -> None:
+            undo_wrapper()
+            shared.remove()
+            self._shared = None
+
+        return self.outliving(undo)
+
     def split_from_now_on(self, micro_batch: int) -> None:
         """Split the batch in addition to the plan; raise ``Refused`` if a call would be refused."""
         undo = self.split(micro_batch)
@@ -383,7 +407,7 @@ class HarnessRoot:
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
         on_copy = self._policy.checks_on_copies
-        with uncompiled(), self._policy.around_proof(), checking():
+        with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
             module = copied(self.module, weights=False) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
             found = find_layout(
@@ -399,6 +423,11 @@ class HarnessRoot:
             return found
         return replace(found, updates=places_at(self.module, map(key_of, found.updates)))
 
+    def _by_sample(self) -> AbstractContextManager[None]:
+        """Return a context in which BatchNorm does not join samples, if ranks divide the batch."""
+        statistics = self._shared.statistics if self._shared is not None else None
+        return statistics.by_sample() if statistics is not None else nullcontext()
+
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
         """Return the shape of the graph of two samples without a plan; "" if they do not fit."""
         return attempt(lambda: self._shape(batch, layout)).value or ""
@@ -410,6 +439,7 @@ class HarnessRoot:
         with (
             uncompiled(),
             self._policy.around_proof(),
+            self._by_sample(),
             preserved(self.module),
             torch.enable_grad(),
         ):

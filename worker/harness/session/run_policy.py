@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
 
 
@@ -32,3 +33,5 @@ class RunPolicy:
     """Makes a context for each check of a split: a trial leaves its failed allocations out."""
     whole_fits: Callable[[], bool] = _never
     """Tells whether a call of the whole batch is known to fit without a plan."""
+    group: RankGroup | None = None
+    """The ranks of a single-process script; ``None`` if there is one process."""

@@ -1,0 +1,1 @@
+"""Trains a single-process script in several processes, the ranks, as if it were one."""

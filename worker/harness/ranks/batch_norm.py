@@ -1,0 +1,149 @@
+"""BatchNorm inside a call that is divided among ranks: the statistics are the whole batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from autofit.strategies.base import Undo
+from autofit.worker.harness.patching.patches import Patches
+
+Kernel = Callable[..., torch.Tensor]
+
+
+class SharedStatistics:
+    """Replaces ``torch.nn.functional.batch_norm`` inside the calls of one root."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._together = False
+        """The running call is divided among ranks."""
+        self._by_sample = False
+        """A check compares parts of a batch, whose statistics would differ."""
+        self.remove: Undo = patches.wrap(functional, "batch_norm", self._wrap)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Within this context, all ranks compute the statistics of their samples together."""
+        before, self._together = self._together, True
+        try:
+            yield
+        finally:
+            self._together = before
+
+    @contextmanager
+    def by_sample(self) -> Iterator[None]:
+        """Within this context, fixed statistics replace those of the batch.
+
+        If a check then finds that the model treats each sample by itself, BatchNorm alone joins
+        samples, and ``together`` gives it the whole batch's statistics.
+        """
+        before, self._by_sample = self._by_sample, True
+        try:
+            yield
+        finally:
+            self._by_sample = before
+
+    def _wrap(self, plain: Kernel) -> Kernel:
+        def batch_norm(
+            input: torch.Tensor,
+            running_mean: torch.Tensor | None,
+            running_var: torch.Tensor | None,
+            weight: torch.Tensor | None = None,
+            bias: torch.Tensor | None = None,
+            training: bool = False,
+            momentum: float = 0.1,
+            eps: float = 1e-5,
+        ) -> torch.Tensor:
+            running = running_mean, running_var
+            if not training or not (self._together or self._by_sample):
+                return plain(input, *running, weight, bias, training, momentum, eps)
+            if self._by_sample:
+                fixed = _fixed(input, running_mean, 0.0), _fixed(input, running_var, 1.0)
+                return plain(input, *fixed, weight, bias, False, momentum, eps)
+            output, mean, variance, count = _Normalized.apply(input, weight, bias, eps)  # type: ignore[no-untyped-call]
+            if running_mean is not None and running_var is not None:
+                with torch.no_grad():
+                    n = float(count)
+                    running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                    unbiased = variance * (n / max(n - 1.0, 1.0))
+                    running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+            found: torch.Tensor = output
+            return found
+
+        return batch_norm
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return whether a model has a BatchNorm."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+
+
+def _fixed(input: torch.Tensor, running: torch.Tensor | None, default: float) -> torch.Tensor:
+    if running is None:
+        return input.new_full((input.shape[1],), default)
+    return running.detach().clone()
+
+
+class _Normalized(torch.autograd.Function):
+    """Normalizes by the statistics of all ranks. One message forward, and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the output, and mean, variance and number of the entries of each channel."""
+        channels, axes = input.shape[1], [0, *range(2, input.ndim)]
+        values = input.double() if input.dtype == torch.float64 else input.float()
+        own_variance, own_mean = torch.var_mean(values, axes, correction=0)
+        own = torch.cat([own_mean, own_variance, own_mean.new_tensor([input.numel() / channels])])
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        rows = torch.stack(parts)
+        counts = rows[:, -1:]
+        means, variances = rows[:, :channels], rows[:, channels:-1]
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        variance = (counts * (variances + (means - mean).square())).sum(0) / count
+        shape = [1, channels, *[1] * (input.ndim - 2)]
+        scale = torch.rsqrt(variance + eps)
+        output = (values - mean.view(shape)) * scale.view(shape)
+        if weight is not None:
+            output = output * weight.view(shape)
+        if bias is not None:
+            output = output + bias.view(shape)
+        ctx.save_for_backward(input, weight, mean, scale, count)
+        ctx.axes, ctx.shape, ctx.biased = axes, shape, bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(input.dtype), mean, variance, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        """Return the gradients of the input, and this rank's part of those of the parameters."""
+        input, weight, mean, scale, count = ctx.saved_tensors
+        gradient = gradient.to(mean.dtype)
+        normalized = (input.to(mean.dtype) - mean.view(ctx.shape)) * scale.view(ctx.shape)
+        of_bias = gradient.sum(ctx.axes)
+        of_weight = (gradient * normalized).sum(ctx.axes)
+        sums = torch.cat([of_bias, of_weight])
+        dist.all_reduce(sums)
+        first, second = (sums / count).view(2, -1)
+        factor = scale if weight is None else scale * weight
+        inner = gradient - first.view(ctx.shape) - normalized * second.view(ctx.shape)
+        of_input = (inner * factor.view(ctx.shape)).to(input.dtype)
+        return (
+            of_input,
+            None if weight is None else of_weight.to(weight.dtype),
+            of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.biased else None,
+            None,
+        )

@@ -1,0 +1,182 @@
+"""The ranks of a single-process script: connected for autofit, invisible to the script.
+
+Before ranks communicate, all of them *meet*: each says what it is about to do. If they say
+different things, all of them end at once with the reason. Otherwise one would wait for a message
+that the others never send. A rank whose process has ended is noticed at once. Meetings use gloo on
+the CPU; tensors on a GPU travel by NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autofit.exceptions import Refused, WorkerError
+from autofit.worker.records.trials import Meeting
+
+PATIENCE = timedelta(seconds=300)
+"""How long a rank waits for one that is neither at another meeting nor gone.
+
+Rank 0 may be saving a checkpoint to a slow disk.
+"""
+OWN_GROUP = "the script sets up torch.distributed itself"
+TRUTHFUL = ("torch.distributed.", "torch.nn.parallel.", "autofit.worker.harness.ranks.")
+"""Prefixes of the modules that see the group; all others see a process that is alone."""
+_ALONE: dict[str, Any] = {"is_initialized": False, "get_rank": 0, "get_world_size": 1}
+_SHORT = 1000
+"""Bytes that a message of a meeting usually needs; a longer one takes a second exchange."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class Diverged(WorkerError):
+    """The ranks do not do the same."""
+
+
+class RankGone(WorkerError):
+    """Another rank has ended, or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one rank says at a meeting."""
+
+    number: int
+    """How many meetings there were before."""
+    what: str
+    """What the rank is about to do."""
+    value: Any
+
+
+class RankGroup:
+    """The ranks of one training, as seen by one of them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.over = False
+        """A meeting has failed; there will be no other."""
+        self._met = 0
+
+    @classmethod
+    def connect(cls, rank: int, size: int, meeting: Meeting, device: str) -> RankGroup:
+        """Connect to the other ranks, and hide that from the script."""
+        store = dist.TCPStore("127.0.0.1", meeting.port, size, is_master=rank == 0)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        with _on_loopback():
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=PATIENCE
+            )
+        _hide()
+        return cls(rank, size)
+
+    # --- meetings --------------------------------------------------------------------------
+
+    def meet(self, what: str, value: Any = None) -> list[Any]:
+        """Return what each rank brings, by rank, once all are about to do ``what``.
+
+        Raises ``Diverged`` if another rank is about to do something else, and ``RankGone`` if it
+        has ended. Values are pickled.
+        """
+        if self.over:
+            raise RankGone(f"no rank meets any more, and this one is at {what}")
+        said = self._exchange(Said(self._met, what, value))
+        self._met += 1
+        if len({(each.number, each.what) for each in said}) > 1:
+            self.over = True
+            where = ", ".join(f"rank {rank} is at {each.what}" for rank, each in enumerate(said))
+            raise Diverged(
+                f"the ranks do not do the same: {where}; "
+                "seed all random generators of the script, or run it on one GPU"
+            )
+        return [each.value for each in said]
+
+    def _exchange(self, said: Said) -> list[Said]:
+        message = pickle.dumps(said)
+        try:
+            rows = self._messages(message, _SHORT)
+            longest = max(size for size, _ in rows)
+            if longest > _SHORT:
+                rows = self._messages(message, longest)
+        except RuntimeError as error:
+            self.over = True
+            line = str(error).partition("\n")[0]
+            raise RankGone(f"another rank has ended or hangs, at {said.what}: {line}") from error
+        return [pickle.loads(text) for _, text in rows]
+
+    def _messages(self, message: bytes, length: int) -> list[tuple[int, bytes]]:
+        own = torch.zeros(8 + length, dtype=torch.uint8)
+        head = len(message).to_bytes(8, "little") + message[:length]
+        own[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own)
+        texts = [bytes(row.numpy()) for row in rows]
+        sizes = [int.from_bytes(text[:8], "little") for text in texts]
+        return [(size, text[8 : 8 + size]) for size, text in zip(sizes, texts, strict=True)]
+
+    # --- tensors ---------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace the contiguous ``tensor`` by rank 0's, in place."""
+        dist.broadcast(_bytes_of_flags(tensor), src=0)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replace the contiguous ``tensor`` by the sum over all ranks, in place."""
+        dist.all_reduce(tensor)
+
+    def gather(self, own: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        """Return each rank's tensor; ``shapes`` has the shape of each, and the types are equal."""
+        own = own.contiguous()
+        found = [own.new_empty(shape) for shape in shapes]
+        if len(set(shapes)) == 1:
+            dist.all_gather([_bytes_of_flags(each) for each in found], _bytes_of_flags(own))
+            return found
+        found[self.rank] = own
+        for rank, each in enumerate(found):
+            if each.numel():
+                dist.broadcast(_bytes_of_flags(each), src=rank)
+        return found
+
+
+def _bytes_of_flags(tensor: torch.Tensor) -> torch.Tensor:
+    """Return booleans as bytes, which every backend can send; other tensors as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let gloo use the loopback interface, as all ranks are on one machine."""
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = before or "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]
+
+
+def _hide() -> None:
+    """Answer the script's questions about ``torch.distributed`` as in a single process."""
+    for name, answer in _ALONE.items():
+        setattr(dist, name, _hidden(getattr(dist, name), answer))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise Refused(OWN_GROUP, "ranks")
+
+    dist.init_process_group = refuse
+
+
+def _hidden(plain: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        asker = f"{sys._getframe(1).f_globals.get('__name__', '')}."
+        return plain(*args, **kwargs) if asker.startswith(TRUTHFUL) else answer
+
+    return ask

@@ -1,0 +1,209 @@
+"""Keeps the ranks alike: the same generators, weights, arguments and gradients."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autofit.exceptions import Refused
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.torch_state.rng import RandomState
+
+OTHER_LABELS = (
+    "the script's data is not the same in every process, and its labels do not pass through the "
+    "model: seed its generators (such as np.random.default_rng), or train on one GPU"
+)
+SPARSE = "the model has sparse gradients, which are not summed over ranks"
+FEW = 3
+"""Backward passes at the start whose incoming gradients are compared."""
+TOLERANCE = 1e-2
+"""Relative difference of two ranks' incoming gradients that rounding on a GPU may make.
+
+A single wrong label of 1000 makes about 0.03.
+"""
+BUCKET = 1 << 25
+"""Bytes that are summed in one message."""
+PIECE = 1 << 22
+"""Entries of which a digest is computed at a time."""
+
+
+def same_generators(group: RankGroup) -> None:
+    """Give every rank the state of rank 0's random generators."""
+    states = group.meet("the first call of a model", _own(group, RandomState.now()))
+    states[0].restore()
+
+
+def same_weights(group: RankGroup, module: nn.Module) -> None:
+    """Give every rank the values of rank 0's parameters and buffers."""
+    group.meet(f"the weights of {type(module).__name__}")
+    held = [*module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        for each in (tensor.data for tensor in held if not is_lazy(tensor)):
+            values = each.contiguous()
+            group.broadcast(values)
+            if values is not each:
+                each.copy_(values)
+
+
+def same_arguments(group: RankGroup, name: str, batch: Batch) -> Batch:
+    """Return rank 0's arguments. Those that require gradients are the same on all ranks already."""
+    told = [_described(leaf) for leaf in batch.leaves]
+    first: list[Any] = group.meet(f"a call of {name}", _own(group, told))[0]
+    if len(first) != len(batch.leaves):
+        raise Refused("the ranks call the model with other arguments", "ranks")
+    leaves = []
+    for leaf, (kind, value) in zip(batch.leaves, first, strict=True):
+        if kind == "tensor":
+            shape, dtype = value
+            leaf = _memory_for(leaf, shape, dtype) if group.rank else leaf.detach().contiguous()
+            group.broadcast(leaf)
+        elif kind == "value":
+            leaf = value
+        leaves.append(leaf)
+    return Batch(leaves, batch.spec)
+
+
+def _own(group: RankGroup, value: Any) -> Any:
+    """Return ``value`` on rank 0, which the others follow."""
+    return value if group.rank == 0 else None
+
+
+def _described(leaf: Any) -> tuple[str, Any]:
+    """Return how rank 0 passes an argument on: as a tensor, as a value, or not at all."""
+    if isinstance(leaf, torch.Tensor):
+        plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+        if leaf.requires_grad or not plain or leaf.is_quantized:
+            return "own", None
+        return "tensor", (leaf.shape, leaf.dtype)
+    try:
+        return "value", pickle.loads(pickle.dumps(leaf))
+    except Exception:  # noqa: BLE001 - an object of the script
+        return "own", None
+
+
+def _memory_for(leaf: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return new memory for rank 0's argument, on the device of this rank's."""
+    if not isinstance(leaf, torch.Tensor):
+        raise Refused("the ranks call the model with other arguments", "ranks")
+    return torch.empty(shape, dtype=dtype, device=leaf.device)
+
+
+@contextmanager
+def own_draws(group: RankGroup) -> Iterator[None]:
+    """Draw other random numbers on each rank within this context, and the same again after it."""
+    seed = int(torch.randint(1 << 31, (), dtype=torch.int64))
+    after = RandomState.now()
+    torch.manual_seed(seed + group.rank)
+    random.seed(seed + group.rank)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed((seed + group.rank) % (1 << 32))
+    try:
+        yield
+    finally:
+        after.restore()
+
+
+def summed(
+    group: RankGroup, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return the sum over ranks of each gradient; ``None`` if no rank has one.
+
+    ``tensors``: those that the gradients belong to. A gradient that is missing on one rank only
+    counts as zero: the samples of another rank may have taken another route.
+    """
+    sparse = any(each is not None and each.layout is not torch.strided for each in gradients)
+    said = group.meet("the sum of gradients", ([each is not None for each in gradients], sparse))
+    if any(each for _, each in said):
+        raise Refused(SPARSE, "ranks")
+    wanted = [i for i in range(len(tensors)) if any(present[i] for present, _ in said)]
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for bucket in _buckets(tensors, wanted):
+        parts = [_or_zero(gradients[i], tensors[i]).reshape(-1) for i in bucket]
+        flat = torch.cat(parts)
+        group.sum(flat)
+        for i, part in zip(bucket, flat.split([part.numel() for part in parts]), strict=True):
+            gradient = torch.empty_like(tensors[i], memory_format=torch.preserve_format)
+            found[i] = gradient.copy_(part.view(tensors[i].shape))
+    return found
+
+
+def _buckets(tensors: Sequence[torch.Tensor], wanted: Iterable[int]) -> Iterator[list[int]]:
+    """Yield positions whose tensors have one type and device, and at most ``BUCKET`` bytes."""
+    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i in wanted:
+        by_type.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
+    for positions in by_type.values():
+        bucket: list[int] = []
+        size = 0
+        for i in positions:
+            if bucket and size + tensors[i].nbytes > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(i)
+            size += tensors[i].nbytes
+        yield bucket
+
+
+def _or_zero(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if gradient is None else gradient.to(tensor.dtype)
+
+
+class LabelCheck:
+    """Compares what the script makes of the joined outputs on each rank.
+
+    The outputs are the same on all ranks. So are their gradients, unless the script has other
+    labels on each rank.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._passes = 0
+
+    def __call__(self, cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Compare the gradients of the outputs; raise ``Refused`` on all ranks if they differ.
+
+        Only the first passes are compared, and then ever fewer: passes 4, 8, 16 and so on.
+        """
+        self._passes += 1
+        due = self._passes <= FEW or self._passes & (self._passes - 1) == 0
+        own = [
+            None if each is None else _digest(each) if due else (0.0, 0.0) for each in cotangents
+        ]
+        said = self._group.meet("a backward pass", own)
+        for column in zip(*said, strict=True):
+            if any(_differ(each, column[0]) for each in column):
+                raise Refused(OTHER_LABELS, "ranks")
+
+
+def _digest(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return the sum of a tensor's entries with fixed signs that look random, and its norm.
+
+    If two tensors differ in all entries, their sums differ by about the norm.
+    """
+    flat = tensor.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), PIECE):
+        part = flat[start : start + PIECE].double()
+        places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
+        signs = ((places * 2654435761) >> 15) % 2 * 2 - 1
+        total += (part * signs).sum()
+    return float(total), float(
+        flat.double().norm() if flat.numel() <= PIECE else flat.float().norm()
+    )
+
+
+def _differ(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    if one != one or other != other:
+        return False
+    return abs(one[0] - other[0]) > TOLERANCE * max(one[1], other[1])

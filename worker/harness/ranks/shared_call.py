@@ -1,0 +1,336 @@
+"""Divides the calls of a root among the ranks; the script sees calls of the whole batch.
+
+Each call starts from rank 0's arguments. A rank runs its slice of the batch and gets the joined
+outputs of all slices, by the layout that ``split_check`` has verified. The backward pass runs the
+slice's own graph and sums the gradients over the ranks. It returns the whole gradients to autograd,
+so ``.grad`` never holds those of a slice. A term that the script adds to its loss counts once.
+
+A call whose batch cannot be divided runs whole on every rank, without a sum.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Deferred, Forward
+from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
+from autofit.worker.harness.batch.outputs import Gradients, Parts
+from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
+from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.ranks.lockstep import (
+    LabelCheck,
+    own_draws,
+    same_arguments,
+    same_generators,
+    same_weights,
+    summed,
+)
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.verification.layout_cache import plain_layout
+from autofit.worker.harness.verification.split_check import batched_arguments
+
+CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
+TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
+plain_grad = torch.autograd.grad
+"""torch's own function, which a session does not see."""
+
+
+class Owner(Protocol):
+    """What the calls need of the root they belong to (``session.root.HarnessRoot``)."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether a call that cannot be divided is refused, because the plan is measured."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
+
+    def layout(self, batch: Batch) -> Layout:
+        """Return how a call is divided; raise ``Refused`` if it cannot be."""
+
+
+class SharedRoot:
+    """Divides the calls of one root among the ranks of ``group``."""
+
+    def __init__(self, owner: Owner, seams: Seams, group: RankGroup) -> None:
+        self.owner = owner
+        self.seams = seams
+        self.group = group
+        self.labels = LabelCheck(group)
+        self.statistics = SharedStatistics(seams.patches) if has_batch_norm(owner.module) else None
+        self._stale = False
+        """A call ran whole, so that rounding may have made the weights of the ranks differ."""
+        same_generators(group)
+        same_weights(group, owner.module)
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.owner.module).__name__
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        if self.statistics is not None:
+            self.statistics.remove()
+
+    def around(self, run: Forward) -> Forward:
+        """Return ``run``, a call of a batch, for a batch that is divided among ranks."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or transformed():
+                return run(*args, **kwargs)
+            return self._call(run, args, kwargs)
+
+        return call
+
+    def _call(self, run: Forward, args: Any, kwargs: Any) -> Any:
+        batch = same_arguments(self.group, self.name, Batch.of(args, kwargs))
+        if self._stale:
+            same_weights(self.group, self.owner.module)
+            self._stale = False
+        args, kwargs = batch.call(batch.leaves)
+        batch = Batch.of(args, without_cache(self.owner.module, kwargs))
+        layout = self._layout(batch)
+        if layout is not None:
+            call = SharedCall(self, run, batch, layout)
+            if call.divides:
+                return call()
+        self._stale = True
+        return run(*args, **kwargs)
+
+    def _layout(self, batch: Batch) -> Layout | None:
+        """Return the layout on which all ranks agree; ``None`` if a rank has found none."""
+        sizes = [batch.leaves[index].shape[0] for index in batched_arguments(batch, 0)[:1]]
+        if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
+            return None
+        layout, reason = None, ""
+        try:
+            layout = self.owner.layout(batch)
+            if not layout.fits(batch):
+                layout, reason = None, "the arguments do not all have the same number of samples"
+        except Refused as refusal:
+            reason = str(refusal)
+        told = str(plain_layout(layout)) if layout is not None else None
+        said = self.group.meet(f"how a call of {self.name} is divided", (told, reason))
+        if any(each is None for each, _ in said):
+            reason = next(why for each, why in said if each is None)
+            if self.owner.strict:
+                raise Refused(reason, "ranks")
+            warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
+            return None
+        if len({each for each, _ in said}) > 1:
+            raise Refused("the ranks have found different ways to divide a call", "ranks")
+        return layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a rank tells the others of one output of its slice."""
+
+    shape: torch.Size | None
+    """``None`` if it is no tensor."""
+    dtype: torch.dtype | None
+    differentiable: bool
+    value: Any
+    """The output itself, if it is no tensor."""
+
+    @classmethod
+    def of(cls, output: Any) -> _Output:
+        """Describe one output."""
+        if isinstance(output, torch.Tensor):
+            return cls(output.shape, output.dtype, output.requires_grad, None)
+        return cls(None, None, False, output)
+
+
+class SharedCall:
+    """One call of a root that is divided among ranks, from its forward to its backward."""
+
+    def __init__(self, root: SharedRoot, run: Forward, batch: Batch, layout: Layout) -> None:
+        self._root = root
+        self._run = run
+        self._batch = batch
+        self._layout = layout
+        self._size = layout.size(batch)
+        size = root.group.size
+        bounds = [self._size * rank // size for rank in range(size + 1)]
+        self._cuts: list[Cut] = list(pairwise(bounds))
+        self._parts = Parts(layout, self._size)
+        tensors = ((i, x) for i, x in enumerate(batch.leaves) if isinstance(x, torch.Tensor))
+        self._inputs = [i for i, tensor in tensors if tensor.requires_grad]
+        """Positions of the arguments that require gradients."""
+        self.parameters = [p for p in root.owner.module.parameters() if p.requires_grad]
+        self._arguments: list[torch.Tensor] = []
+        """This rank's slices of the arguments that require gradients."""
+        self._local: list[Any] | None = None
+        """The outputs of this rank's slice, with their graph."""
+        self._spec: TreeSpec | None = None
+        self._tracked: list[int] = []
+        """Positions of the outputs that autograd follows."""
+        self._outputs: list[Any] = []
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has samples, and labels that count."""
+        scalars = [i for i, join in enumerate(self._layout.joins) if join.scalar]
+        filled = all(start < stop for start, stop in self._cuts)
+        weigh = self._parts.weight
+        return filled and all(weigh(self._batch, i, cut) for i in scalars for cut in self._cuts)
+
+    @property
+    def _cut(self) -> Cut:
+        return self._cuts[self._root.group.rank]
+
+    def __call__(self) -> Any:
+        """Run this rank's slice; return the outputs of the whole batch."""
+        self._local, self._spec = self._forward()
+        self._outputs = self._joined(self._local)
+        outputs = self._outputs
+        if self._tracked:
+            inputs = [self._batch.leaves[i] for i in self._inputs]
+            tracked = _Bridge.apply(self, *self.parameters, *inputs)  # type: ignore[no-untyped-call]
+            for index, tensor in zip(self._tracked, tracked, strict=True):
+                outputs[index] = tensor
+        self._outputs = []
+        return tree_unflatten(outputs, self._spec)
+
+    def tracked_outputs(self) -> tuple[torch.Tensor, ...]:
+        """Return the joined outputs that autograd follows."""
+        return tuple(self._outputs[index] for index in self._tracked)
+
+    def _forward(self) -> tuple[list[Any], TreeSpec]:
+        leaves = self._layout.select(self._batch, self._cut)
+        for index in self._inputs:
+            leaves[index] = leaves[index].detach().requires_grad_()
+        self._arguments = [leaves[index] for index in self._inputs]
+        args, kwargs = self._batch.call(leaves)
+        with self._together():
+            if self._layout.draws:
+                with own_draws(self._root.group):
+                    output = self._run(*args, **kwargs)
+            else:
+                output = self._run(*args, **kwargs)
+        outputs, spec = flatten(output)
+        return [each.value() if isinstance(each, Deferred) else each for each in outputs], spec
+
+    @contextmanager
+    def _together(self) -> Any:
+        """Compute statistics of all ranks' samples; also where backward repeats a forward."""
+        with ExitStack() as stack:
+            if self._root.statistics is not None:
+                stack.enter_context(self._root.statistics.together())
+            yield
+
+    def _joined(self, local: list[Any]) -> list[Any]:
+        """Return the outputs of the whole batch, without a graph."""
+        group = self._root.group
+        own = [_Output.of(each) for each in local]
+        said = group.meet(f"the outputs of {self._root.name}", own)
+        if any(len(each) != len(self._layout.joins) for each in said):
+            raise Refused("the model's output has another structure for a part of the batch")
+        self._tracked = [
+            i
+            for i, column in enumerate(zip(*said, strict=True))
+            if any(c.differentiable for c in column)
+        ]
+        outputs = []
+        for index, (each, join) in enumerate(zip(local, self._layout.joins, strict=True)):
+            told: list[_Output] = [row[index] for row in said]
+            column: Sequence[Any] = [row.value for row in told]
+            if isinstance(each, torch.Tensor):
+                shapes = [row.shape for row in told if row.shape is not None]
+                column = group.gather(each.detach(), shapes)
+            weigh = self._parts.weight
+            weights = [weigh(self._batch, index, cut) for cut in self._cuts] if join.scalar else []
+            outputs.append(joined(join, column, self._cuts, weights))
+        return outputs
+
+    # --- backward --------------------------------------------------------------------------
+
+    def backward(self, cotangents: Sequence[torch.Tensor | None]) -> Gradients:
+        """Return the whole batch's gradients of the parameters and of the arguments."""
+        local = self._local
+        if local is None:
+            raise RuntimeError(TWICE)
+        self._root.labels(cotangents)
+        incoming = dict(zip(self._tracked, cotangents, strict=True))
+        shares = self._parts.shares(self._batch, incoming, self._cut)
+        wanted = [
+            i for i in shares if isinstance(local[i], torch.Tensor) and local[i].requires_grad
+        ]
+        keeps = self._root.seams.keeps_graph
+        if not keeps:
+            self._local = None
+        with inside(self._root.seams), self._together():
+            of_parameters, of_arguments = self._differentiate(
+                [local[i] for i in wanted], [shares[i] for i in wanted], keeps
+            )
+        found = self._parts.join_arguments(self._batch, self._inputs, [(self._cut, of_arguments)])
+        inputs = [self._batch.leaves[i].detach() for i in self._inputs]
+        return summed(self._root.group, [*self.parameters, *inputs], [*of_parameters, *found])
+
+    def _differentiate(
+        self, outputs: list[torch.Tensor], shares: list[torch.Tensor], keeps: bool
+    ) -> tuple[Gradients, Gradients]:
+        """Return this slice's gradients of the parameters, and of its arguments."""
+        targets = [*self.parameters, *self._arguments]
+        if not outputs or not targets:
+            return [None] * len(self.parameters), [None] * len(self._arguments)
+        if self._root.owner.accumulates:
+            gradients = self._accumulated(outputs, shares, keeps)
+        else:
+            gradients = list(
+                plain_grad(outputs, targets, shares, retain_graph=keeps, allow_unused=True)
+            )
+        count = len(self.parameters)
+        return gradients[:count], gradients[count:]
+
+    def _accumulated(
+        self, outputs: list[torch.Tensor], shares: list[torch.Tensor], keeps: bool
+    ) -> Gradients:
+        """Differentiate a call in chunks, which adds its gradients to an empty ``.grad``."""
+        targets = [*self.parameters, *self._arguments]
+        before = [each.grad for each in targets]
+        for each in targets:
+            each.grad = None
+        try:
+            plain_backward(outputs, shares, retain_graph=keeps)
+            return [each.grad for each in targets]
+        finally:
+            for each, gradient in zip(targets, before, strict=True):
+                each.grad = gradient
+
+
+class _Bridge(torch.autograd.Function):
+    """The autograd node that represents a divided call in the script's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: SharedCall, *tracked: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the joined outputs. ``tracked``: the parameters and arguments with gradients."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.tracked_outputs()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of the parameters and of the arguments."""
+        if torch.is_grad_enabled():
+            raise Refused(CREATE_GRAPH, "ranks")
+        return (None, *ctx.call.backward(cotangents))
