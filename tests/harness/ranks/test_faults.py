@@ -167,3 +167,4 @@ def test_an_error_of_the_script_looks_as_without_autofit(runs: Runs) -> None:
     assert "ValueError: a bug of the script" in err
     assert err.count("Traceback") == 1
     assert "worker/harness" not in err
+    assert "[rank" not in err

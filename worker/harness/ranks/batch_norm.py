@@ -69,9 +69,8 @@ class SharedStatistics:
             output, mean, variance, count = _Normalized.apply(input, weight, bias, eps)  # type: ignore[no-untyped-call]
             if running_mean is not None and running_var is not None:
                 with torch.no_grad():
-                    n = float(count)
                     running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-                    unbiased = variance * (n / max(n - 1.0, 1.0))
+                    unbiased = variance * (count / (count - 1).clamp(min=1))
                     running_var.lerp_(unbiased.to(running_var.dtype), momentum)
             found: torch.Tensor = output
             return found

@@ -8,11 +8,12 @@ the CPU; tensors on a GPU travel by NCCL.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,10 +72,13 @@ class RankGroup:
         """Connect to the other ranks, and hide that from the script."""
         store = dist.TCPStore("127.0.0.1", meeting.port, size, is_master=rank == 0)  # type: ignore[attr-defined]
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        hook = sys.excepthook  # torch's would print the rank before each line of a traceback
         with _on_loopback():
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=PATIENCE
             )
+        sys.excepthook = hook
+        atexit.register(_close, device, os.getpid())
         _hide()
         return cls(rank, size)
 
@@ -161,6 +165,20 @@ def _on_loopback() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[_INTERFACE]
+
+
+def _close(device: str, process: int) -> None:
+    """Disconnect at the end of the process; without it, gloo's threads may abort the process.
+
+    NCCL would wait for the other ranks, so its connections are aborted.
+    """
+    if os.getpid() != process:  # a forked child of the script
+        return
+    with suppress(Exception):
+        if device == "cuda":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def _hide() -> None:

@@ -185,17 +185,18 @@ class LabelCheck:
 
 
 def _digest(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the sum of a tensor's entries with fixed signs that look random, and its norm.
+    """Return the sum of a tensor's entries with fixed weights from -1 to 1, and its norm.
 
-    If two tensors differ in all entries, their sums differ by about the norm.
+    The weights look random. If two tensors differ in all entries, their sums differ by about the
+    norm.
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.numel(), PIECE):
         part = flat[start : start + PIECE].double()
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
-        signs = ((places * 2654435761) >> 15) % 2 * 2 - 1
-        total += (part * signs).sum()
+        weights = (places * 2654435761) % (1 << 20) / (1 << 19) - 1
+        total += (part * weights).sum()
     return float(total), float(
         flat.double().norm() if flat.numel() <= PIECE else flat.float().norm()
     )

@@ -269,8 +269,11 @@ class RealRun(Session):
         )
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
-        """Run a backward pass; finish it in chunks if memory runs out."""
+        """Run a backward pass; a single process finishes it in chunks if memory runs out."""
         self._open_graphs = 0
+        if self._group is not None:
+            run()
+            return
         self._standby.backward(tensors, run, keeps_graph=self.seams.keeps_graph)
 
     def autograd_grad_called(self) -> None:

@@ -1,0 +1,130 @@
+"""What keeps ranks alike, without a script: meetings, sums, statistics. Threads cannot be ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from autofit.worker.launch.rank_environment import free_port
+
+pytestmark = pytest.mark.quick
+
+HEAD = """\
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from autofit.exceptions import Refused
+from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.harness.ranks import group as groups
+from autofit.worker.harness.ranks.batch_norm import SharedStatistics
+from autofit.worker.harness.ranks.lockstep import LabelCheck, own_draws, summed
+from autofit.worker.records.trials import Meeting
+
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+group = groups.RankGroup.connect(rank, 2, Meeting(port=port, seed=0), "cpu")
+torch.manual_seed(0)
+"""
+ALIKE = """
+assert not dist.is_initialized() and dist.get_world_size() == 1 and dist.get_rank() == 0
+try:
+    dist.init_process_group("gloo")
+except Refused as refusal:
+    assert refusal.strategy == "ranks"
+else:
+    raise AssertionError("a group of the script's own")
+assert group.meet("a question", "x" * (3000 * rank)) == ["", "x" * 3000]
+
+one, other = torch.ones(3), torch.ones(2, 2)
+found = summed(group, [one, other, one], [one, other if rank else None, None])
+assert torch.equal(found[0], 2 * one) and torch.equal(found[1], other) and found[2] is None
+parts = group.gather(torch.full((1 + rank, 2), rank == 1), [torch.Size([1, 2]), torch.Size([2, 2])])
+assert [part.tolist() for part in parts] == [[[False, False]], [[True, True]] * 2]
+
+with own_draws(group):
+    drawn = float(torch.rand(()))
+mine = group.meet("what was drawn", drawn)
+assert mine[0] != mine[1]
+after = group.meet("what is drawn next", float(torch.rand(())))
+assert after[0] == after[1]
+
+check = LabelCheck(group)
+check([torch.randn(100), None])
+try:
+    check([torch.randn(100) + (torch.arange(100) == 7 * rank) * 10.0, None])
+except Refused as refusal:
+    assert "not the same in every process" in str(refusal)
+else:
+    raise AssertionError("other labels were not noticed")
+"""
+STATISTICS = """
+statistics = SharedStatistics(Patches())
+plain, shared = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+with torch.no_grad():
+    plain.weight.copy_(torch.randn(3))
+    shared.weight.copy_(plain.weight)
+x = (3 * torch.randn(5, 3, 4, 4) + 2).requires_grad_()
+wanted = torch.randn(5, 3, 4, 4)
+(plain(x) * wanted).sum().backward()
+cut = slice(0, 2) if rank == 0 else slice(2, 5)
+own = x.detach()[cut].requires_grad_()
+with statistics.together():
+    output = shared(own)
+(output * wanted[cut]).sum().backward()
+close = torch.testing.assert_close
+expected = nn.functional.batch_norm(
+    x, None, None, plain.weight, plain.bias, True
+)[cut]
+close(output, expected, rtol=0, atol=1e-12)
+close(own.grad, x.grad[cut], rtol=0, atol=1e-12)
+weight, bias = summed(group, [*shared.parameters()], [p.grad for p in shared.parameters()])
+close(weight, plain.weight.grad, rtol=0, atol=1e-12)
+close(bias, plain.bias.grad, rtol=0, atol=1e-12)
+close(shared.running_mean, plain.running_mean, rtol=0, atol=1e-12)
+close(shared.running_var, plain.running_var, rtol=0, atol=1e-12)
+"""
+ELSEWHERE = """
+try:
+    group.meet("a call" if rank else "the end", None)
+except groups.Diverged as error:
+    assert "rank 0 is at the end, rank 1 is at a call" in str(error)
+else:
+    raise AssertionError("they met")
+try:
+    group.meet("a call")
+except groups.RankGone:
+    pass
+else:
+    raise AssertionError("they met again")
+"""
+GONE = """
+import os
+if rank:
+    os._exit(0)
+try:
+    group.meet("a call")
+except groups.RankGone as error:
+    assert "at a call" in str(error)
+else:
+    raise AssertionError("it met nobody")
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [ALIKE, STATISTICS, ELSEWHERE, GONE],
+    ids=["alike", "statistics", "elsewhere", "gone"],
+)
+def test_two_ranks(text: str) -> None:
+    port = str(free_port())
+    command = [sys.executable, "-c", HEAD + text]
+    ranks = [
+        subprocess.Popen([*command, str(rank), port], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said

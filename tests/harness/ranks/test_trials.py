@@ -1,0 +1,83 @@
+"""A trial of a plan with ``ranks``: verified and measured, or out of memory on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autofit.plan import Plan
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.trials import (
+    LaunchRequest,
+    Script,
+    TrialReport,
+    Verdict,
+    Verified,
+)
+
+pytestmark = pytest.mark.full
+
+TRAIN = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(200):
+    x = torch.randn(512, 64)
+    loss = nn.functional.mse_loss(model(x), x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with open("log.txt", "a") as log:
+        print(step, file=log)
+"""
+
+
+def measured(folder: Path, budget: int, **levels: str) -> tuple[TrialReport, bool]:
+    """Return the report of one plan, and whether a step ran under it, verified."""
+    (folder / "train.py").write_text(TRAIN)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(folder)),
+        plans=(Plan.of(levels),),
+        device="cpu",
+        budget=budget,
+        timeout=120.0,
+    )
+    events = list(launch(request))
+    (report,) = (each for each in events if isinstance(each, TrialReport))
+    return report, any(isinstance(each, Verified) for each in events)
+
+
+@pytest.mark.parametrize("levels", [{"ranks": "2"}, {"ranks": "3", "micro_batch": "64"}])
+def test_it_is_verified_and_measured(tmp_path: Path, levels: dict[str, str]) -> None:
+    report, verified = measured(tmp_path, 1 << 30, **levels)
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
+    assert verified
+    assert report.measurement is not None
+    assert report.measurement.effective_batch == 512
+    assert len(report.measurement.rank_peaks) == int(levels["ranks"])
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_shortage_on_a_rank_is_that_of_the_trial(tmp_path: Path) -> None:
+    report, verified = measured(tmp_path, 1 << 20, ranks="2")
+    assert report.verdict is Verdict.OUT_OF_MEMORY
+    assert not verified
+
+
+def test_a_model_that_joins_samples_is_refused(tmp_path: Path) -> None:
+    text = TRAIN.replace("nn.GELU()", "nn.Softmax(0)")
+    assert text != TRAIN
+    (tmp_path / "train.py").write_text(text)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        plans=(Plan.of({"ranks": "2"}),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=120.0,
+    )
+    (report,) = (each for each in launch(request) if isinstance(each, TrialReport))
+    assert (report.verdict, report.blamed) == (Verdict.REFUSED, "ranks")
