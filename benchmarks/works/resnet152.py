@@ -1,0 +1,38 @@
+"""ResNet-152 from its configuration in a plain loop, float32: 128 pictures of 224 x 224."""
+
+import argparse
+
+import torch
+from by_hand import adamw, add_flags, autocast, prepare
+from torch.nn import functional
+from transformers import ResNetConfig, ResNetForImageClassification
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--device", default="cuda")
+parser.add_argument("--batch", type=int, default=128)
+parser.add_argument("--steps", type=int, default=1000)
+parser.add_argument("--channels-last", action="store_true")
+add_flags(parser)
+options = parser.parse_args()
+torch.manual_seed(0)
+config = ResNetConfig(depths=[3, 8, 36, 3], num_labels=1000)
+model = ResNetForImageClassification(config).train().to(options.device)
+if options.channels_last:
+    model = model.to(memory_format=torch.channels_last)
+prepare(model, [layer for stage in model.resnet.encoder.stages for layer in stage.layers], options)
+optimizer = adamw(model.parameters(), options, lr=1e-3, weight_decay=0.05)
+precision = autocast(options)
+for step in range(options.steps):
+    draws = torch.Generator(options.device).manual_seed(step)
+    kinds = {"device": options.device, "generator": draws}
+    pictures = torch.randn(options.batch, 3, 224, 224, **kinds)
+    labels = torch.randint(1000, (options.batch,), **kinds)
+    if options.channels_last:
+        pictures = pictures.to(memory_format=torch.channels_last)
+    with precision:
+        loss = functional.cross_entropy(model(pictures).logits.float(), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 10 == 0:
+        print(f"step {step} loss {loss.item():.7f}", flush=True)
