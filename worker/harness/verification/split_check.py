@@ -393,20 +393,22 @@ class _SplitCheck:
     ) -> Layout | None:
         """Return the answer to ``ask`` in float64; ``None`` if the model cannot run in it.
 
-        Autograd's saved tensors go to host memory if they do not fit otherwise.
+        Raises the shortage if it does not fit and a leaner way to run this check is left. Saving
+        tensors on the host is the last way: a large model then copies for minutes.
         """
+        fits = False
 
         def compare() -> Layout:
+            nonlocal fits
             with in_float64(self.module) as twins:
+                fits = True
                 batches = widened_batch(part), widened_batch(self.batch)
                 return self._compare(layout, *batches, seen, DOUBLE, ask, settled, twins)
 
-        for hooks in (nullcontext(), saved_on_host([])):
-            with hooks:
-                outcome = attempt_model(compare)
-            if outcome.fits:
-                return outcome.value  # no value if a kernel has no float64, say
-        return None
+        outcome = attempt_model(compare)
+        if outcome.shortage is not None and fits and self.on_host is None:
+            raise outcome.shortage
+        return outcome.value  # no value if a kernel has no float64, say
 
     def _compare(
         self,
