@@ -26,7 +26,8 @@ def leanest(searched_folder: Path) -> Point:
     with Store(str(searched_folder / "autofit.db"), create=False) as store:
         found = frontier(store, store.studies()[0])
     assert len(found) > 1, "the search measured several micro-batch sizes"
-    return found[-1]
+    # a confirmed point stays beside a faster and leaner one of the search, so the last may not do
+    return min(found, key=lambda point: point.measurement.peak_device)
 
 
 def test_another_point_of_the_study(
