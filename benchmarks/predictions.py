@@ -4,7 +4,7 @@
     python benchmarks/predictions.py             # of searches replayed on the recorded grids
 
 For each trial of a search, in order, the model is fitted to the trials before it. It then predicts
-the peak of each measured size. The first trial has none before it, so it is left out. Writes a
+the peak of each measured size. The first trial is left out: no trial precedes it. Writes a
 table to the standard output: errors are absolute, as shares of the measured peak.
 """
 

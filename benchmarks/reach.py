@@ -267,7 +267,7 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
     """Return the cases as a table in Markdown."""
     lines = [
         "| case | card | plan | samples/s | peak | best by hand | of it | launches (lost) "
-        "| seconds | of them starting the script |",
+        "| seconds | seconds to start the script |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in documents:

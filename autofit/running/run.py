@@ -27,7 +27,7 @@ from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch import rank_environment as rank
 from autofit.worker.launch.environment import TRACKERS_OFF, launched, under
-from autofit.worker.launch.replicas import prepared
+from autofit.worker.launch.replicas import tasks
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
 from autofit.worker.records.trials import (
@@ -308,7 +308,7 @@ class _Attempts:
             yield [spec] * count, [*(each if count > 1 else [environment])]
             return
         with TemporaryDirectory(prefix="autofit-", ignore_cleanup_errors=True) as folder:
-            specs, found = prepared(replace(spec, scratch=folder), environment)
+            specs, found = tasks(replace(spec, scratch=folder), environment)
             specs[0] = replace(specs[0], scratch=None)
             yield specs, [found[0], *({**other, **TRACKERS_OFF} for other in found[1:])]
 

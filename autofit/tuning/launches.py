@@ -58,7 +58,7 @@ class RunningLaunch:
     refused: set[int] = field(default_factory=set)
     """Indices of the plans that it refused."""
     stepped: bool = False
-    """Whether its process has measured steps, so that it has reached its full size."""
+    """Whether its process has measured steps. Its host memory is then near its peak."""
     beside: Plan | None = None
     """The levels that act at the start of the process beside it; ``None`` if it was not asked for.
     """

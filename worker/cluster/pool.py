@@ -128,9 +128,11 @@ class Pool:
                 return
             self._await(self._cancel(self._spares[slot]))
             del self._prepared[slot]
+        if slot not in self._spares:
+            return
         capacity = self._actors[slot].capacity.options(concurrency_group="control")
         found = self._await(capacity.remote())
-        if slot in self._spares and found is not None and found.enough:
+        if found is not None and found.enough:
             request = replace(request, prepared=True)
             self._prepared[slot] = self._spares[slot].launch.remote(request), request
 

@@ -18,7 +18,7 @@ SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a running launch uses of its machine, and what the machine has."""
+    """The host memory and cores of a machine, and what a running launch uses of them."""
 
     processes: int
     """Processes of the launch, with data loader workers."""

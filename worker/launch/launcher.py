@@ -155,7 +155,7 @@ def _start(
 ) -> Child | Group:
     """Start the launch's single process, or its ranks."""
     if spec.request.replicas > 1:
-        specs, each = replicas.prepared(spec, environment)
+        specs, each = replicas.tasks(spec, environment)
         return Group(command, specs, each, lone=lone)
     count = spec.request.ranks
     if count == 1:
@@ -318,7 +318,7 @@ class _Account:
 
         Later events are ignored.
         """
-        self._plans = [] if request.waits or request.prepared else list(request.plans)
+        self._plans = list(request.given)
         self._timeout = request.timeout
         self._budget = request.budget
         self._guard = guard
@@ -345,7 +345,7 @@ class _Account:
     def use(self, request: LaunchRequest) -> None:
         """Record that the prepared process is used for ``request``, from now on."""
         self.start, self.kills = time.monotonic(), classifier.oom_kills()
-        self._plans, self._timeout, self._used = list(request.plans), request.timeout, True
+        self._plans, self._timeout, self._used = list(request.given), request.timeout, True
 
     def was_used(self, ended_from_here: bool) -> bool:
         """Return whether the end of a prepared process says something about the plan.

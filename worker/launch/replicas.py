@@ -20,7 +20,7 @@ HASH_SEED = "PYTHONHASHSEED"
 _SEEDS = 1 << 31
 
 
-def prepared(
+def tasks(
     spec: ChildSpec, environment: Mapping[str, str]
 ) -> tuple[list[ChildSpec], list[dict[str, str]]]:
     """Return the task and the environment of each rank of ``spec.request``.

@@ -589,6 +589,11 @@ class LaunchRequest:
     """
 
     @property
+    def given(self) -> tuple[Plan, ...]:
+        """The plans to measure; none if the process gets its first plan later."""
+        return () if self.waits or self.prepared else self.plans
+
+    @property
     def replicas(self) -> int:
         """Copies of a single-process script that train as one; all plans have the same number."""
         return max((ranks.count(plan["ranks"]) for plan in self.plans[:1]), default=1)

@@ -111,7 +111,7 @@ class Trial(Session):
         self.index = 0  # of the present plan
         self._request = request
         self._pausing = threading.Lock()
-        self._given = [] if request.waits or request.prepared else list(request.plans)
+        self._given = list(request.given)
         """The plans of the launch so far."""
         self._started = started
         self._whole_fits = request.whole_fits
@@ -166,7 +166,7 @@ class Trial(Session):
             if not self._request.prepared:
                 return
             self._request, self._started = self._reporter.pause(clean=not holds_context())
-            self._given = [] if self._request.waits else list(self._request.plans)
+            self._given = list(self._request.given)
             self._whole_fits = self._request.whole_fits
             self.known.hear(self._request.proven)
             self.meter.note_others()

@@ -87,8 +87,8 @@ class Reporter:
     def pause(self, *, clean: bool) -> tuple[LaunchRequest, float]:
         """Wait until a launch uses this prepared process; return its request, and since when.
 
-        ``clean``: whether the process holds no device memory. If it does, it would disturb the
-        launch that runs beside it, so it ends. So does a fork of the script that uses the device.
+        ``clean``: whether the process holds no device memory. A process that holds some ends here,
+        because the launch beside it needs that memory. A fork of the script ends here too.
         """
         if os.getpid() != self._pid or not clean:
             os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -143,7 +143,7 @@ class SharedRoot:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What a rank tells the others of one output of its slice."""
+    """The description of one output of a slice, which a rank sends to the others."""
 
     shape: torch.Size | None
     """``None`` if it is no tensor."""
@@ -161,7 +161,7 @@ class _Output:
 
 
 class SharedCall:
-    """One call of a root that is divided among ranks, from its forward to its backward."""
+    """One call of a root, divided among ranks: its forward pass and its backward pass."""
 
     def __init__(self, root: SharedRoot, run: Forward, batch: Batch, layout: Layout) -> None:
         self._root = root
@@ -221,22 +221,19 @@ class SharedCall:
             leaves[index] = leaves[index].detach().requires_grad_()
         self._arguments = [leaves[index] for index in self._inputs]
         args, kwargs = self._batch.call(leaves)
-        with self._together():
-            if self._layout.draws:
-                with own_draws(self._root.group):
-                    output = self._run(*args, **kwargs)
-            else:
-                output = self._run(*args, **kwargs)
+        draws = own_draws(self._root.group) if self._layout.draws else nullcontext()
+        with self._together(), draws:
+            output = self._run(*args, **kwargs)
         outputs, spec = flatten(output)
         return [each.value() if isinstance(each, Deferred) else each for each in outputs], spec
 
-    @contextmanager
-    def _together(self) -> Any:
-        """Compute statistics of all ranks' samples; also where backward repeats a forward."""
-        with ExitStack() as stack:
-            if self._root.statistics is not None:
-                stack.enter_context(self._root.statistics.together())
-            yield
+    def _together(self) -> AbstractContextManager[None]:
+        """Return a context in which BatchNorm uses the samples of all ranks.
+
+        Backward needs it too, where it repeats a forward.
+        """
+        statistics = self._root.statistics
+        return statistics.together() if statistics is not None else nullcontext()
 
     def _joined(self, local: list[Any]) -> list[Any]:
         """Return the outputs of the whole batch, without a graph."""
