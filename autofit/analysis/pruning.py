@@ -57,8 +57,8 @@ def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
 
     If a leaner plan ran out of memory at a size, ``plan`` needs a smaller size. Levels such as
     ``compile`` are made for one size. A plan with them begins at a size that its ``unsized`` plan
-    found. The bound does not count a larger size that it finds later. Both bounds grow if such levels lower
-    the activations. The bound is infinite if the batch is whole.
+    found. The bound does not count a larger size that it finds later. Both bounds grow if such
+    levels lower the activations. The bound is infinite if the batch is whole.
     """
     limits = [math.inf]
     for trial in finished if plan["micro_batch"] != AS_IS else ():
