@@ -392,6 +392,10 @@ class Strategy(ABC):
         """Return the expected step time of ``level`` in this script, relative to ``as_is``."""
         return self.level(level).slowdown
 
+    def expected_setup(self, level: str, facts: Facts) -> float:
+        """Return the expected seconds of ``level`` before the first step of this script."""
+        return self.level(level).setup_seconds
+
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Return what ``level`` may change, given the facts of the script."""
         return self.level(level).fidelity

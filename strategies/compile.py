@@ -30,6 +30,16 @@ than PyTorch's. Then gradients could not be compared, and a chunk could not be r
 WHOLE = ("full", "budget")
 """Levels that compile the root itself."""
 
+SETUP, SETUP_OF_BLOCK = 5.0, 2.1
+"""Seconds to compile a whole model, and for each of its blocks: ViT-L, BERT-L, GPT-2 XL, ResNet-152
+on an H200."""
+
+LOGIT = 1300.0
+"""Time that a plain step spends on a logit, relative to a parameter: GPT-2 medium and XL on an
+H100. The whole model's graph fuses it with the loss."""
+MOST_LOGITS = 0.3
+"""Largest share of the step time that the logits are expected to take."""
+
 BUDGET = 0.5
 """Share of the activations to keep: 0 is the graph's inputs only, 1 is the fastest choice."""
 
@@ -90,13 +100,22 @@ class Compile(Strategy):
     )
 
     def expected_slowdown(self, level: str, facts: Facts) -> float:
-        """The whole model gains more than its blocks with convolutions or wide logits."""
-        if level == "full":
-            if any(root.convolves for root in facts.roots):
-                return 0.55
-            if any(root.classes >= WIDE for root in facts.roots):
-                return 0.78
-        return super().expected_slowdown(level, facts)
+        """The whole model gains more than its blocks with convolutions, or if logits are costly."""
+        expected = super().expected_slowdown(level, facts)
+        if level != "full":
+            return expected
+        if any(root.convolves for root in facts.roots):
+            return 0.55
+        wide = [root for root in facts.roots if root.classes >= WIDE]
+        logits = max((LOGIT * each.classes / each.parameters for each in wide), default=0.0)
+        return expected * (1.0 - min(logits, MOST_LOGITS))
+
+    def expected_setup(self, level: str, facts: Facts) -> float:
+        """The whole model takes as long as its blocks one after the other."""
+        blocks = max((root.blocks for root in facts.roots), default=0)
+        if level in WHOLE and blocks:
+            return SETUP + SETUP_OF_BLOCK * blocks
+        return super().expected_setup(level, facts)
 
     def describe(self, level: str) -> str:
         """Return ``"regional compile"``."""

@@ -25,6 +25,8 @@ GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
 START = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""
+PAYBACK = 2.0
+"""A plan is measured if it is expected to save so many times the seconds of its trial."""
 CHECK = 2.0
 """Seconds to verify a plan and to switch to it, beside its steps."""
 CLOSING = 2.0
@@ -161,7 +163,7 @@ def worthwhile(situation: Situation) -> list[Prospect]:
     """Return the prospects that pay for their trial, the largest gain per second first.
 
     Before any plan fits, all do. Then the expected gain must be at least ``GAIN``. Over ``horizon``
-    steps it must save more seconds than the trial costs, and the trial must end before
+    steps it must save ``PAYBACK`` times the seconds of the trial, and the trial must end before
     ``--timeout``.
     """
     best, left = situation.best, situation.seconds_left
@@ -172,7 +174,7 @@ def worthwhile(situation: Situation) -> list[Prospect]:
     return [
         each
         for each in found
-        if each.gain >= GAIN and each.gain / (1.0 + each.gain) * whole >= each.seconds
+        if each.gain >= GAIN and each.gain / (1.0 + each.gain) * whole >= PAYBACK * each.seconds
     ]
 
 

@@ -146,7 +146,7 @@ class CostModel:
         bounds = [bound for trial in finished for bound in self._bounds(trial)]
         self._budget = float(budget)
         self._static = Static.of(facts)
-        self._horizon, self._compile_seconds = horizon, _compile_seconds(finished)
+        self._horizon, self._compile_seconds = horizon, _compile_seconds(finished, facts)
         self._rng = np.random.default_rng(0)
         context = context_of(budget, cuda=cuda)
         slope = (
@@ -464,12 +464,12 @@ def _block_diagonal(one: Array, other: Array) -> Array:
     return np.block([[one, zeros], [zeros.T, other]])
 
 
-def _compile_seconds(finished: Sequence[TrialRecord]) -> Array:
+def _compile_seconds(finished: Sequence[TrialRecord], facts: Facts) -> Array:
     """Return the seconds to compile under each level.
 
-    This is the last measurement of a plan with one such level, or else the level's own estimate.
+    This is the last measurement of a plan with one such level, or else what its strategy expects.
     """
-    seconds = {(strategy.name, level.name): level.setup_seconds for strategy, level in EFFECTS}
+    seconds = {(s.name, level.name): s.expected_setup(level.name, facts) for s, level in EFFECTS}
     for trial in finished:
         slow = [change for change in trial.plan.changes if seconds.get(change)]
         if trial.measurement is not None and len(slow) == 1:
