@@ -24,6 +24,7 @@ from autofit.strategies.optimizer_offload import OptimizerOffload
 from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
 from autofit.strategies.ranks import Ranks
+from autofit.strategies.sharding import Sharding
 from autofit.strategies.weights import Weights
 from autofit.strategies.zero_grad import ZeroGrad
 
@@ -40,6 +41,7 @@ REGISTRY: tuple[Strategy, ...] = (
     GradientRelease(),
     ZeroGrad(),
     Ranks(),
+    Sharding(),
     BatchSize(),
     SequenceLength(),
     MicroBatch(),

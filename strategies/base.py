@@ -47,6 +47,9 @@ Stepper = Callable[[Any, Callable[[], None]], None]
 View = Callable[[Any, dict[str, Any]], dict[str, Any]]
 """Returns the optimizer state of a parameter as the script sees it: ``(parameter, state)``."""
 
+Context = Callable[[], AbstractContextManager[None]]
+"""Makes a context."""
+
 Weights = Callable[[Any, bool], Any | None]
 """Returns the values of a parameter as the script sees them, or ``None`` if it holds them itself.
 
@@ -301,6 +304,16 @@ class OptimizerHandle(Protocol):
 
     def show_state(self, view: View) -> Undo:
         """Pass the state through ``view`` in ``state_dict``, in pickles and in copies."""
+
+    def around_pickle(self, context: Context) -> Undo:
+        """Pickle and copy the optimizer inside ``context``."""
+
+    def shard_state(self) -> Undo:
+        """Keep on each rank only the state of the parameters that it steps.
+
+        Raises ``Refused`` if the launch has one process, or if the optimizer cannot step some
+        parameters without the others. The undo leaves the state sharded.
+        """
 
 
 class Strategy(ABC):

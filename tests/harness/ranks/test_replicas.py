@@ -2,192 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
-HEAD = """\
-import os, sys
-import torch
-from torch import nn
-
-torch.set_default_dtype(torch.float64)
-torch.set_num_threads(1)
-torch.manual_seed(1)
-
-
-class Noted(nn.Module):
-    # Writes the number of samples that it sees to a file.
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        if "NOTES" in os.environ and self.training:
-            with open("notes", "a") as file:
-                print(len(x), file=file)
-        return self.inner(x)
-
-
-"""
-LANGUAGE = """\
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(17, 16)
-        self.block = Noted(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
-        self.head = nn.Linear(16, 17, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x, labels):
-        logits = self.head(self.block(self.tokens(x)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
-        return logits, loss
-
-
-model = Language()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-print(torch.distributed.is_initialized(), "RANK" in os.environ, "WORLD_SIZE" in os.environ)
-for step in range(20):
-    for part in range(2):
-        x, labels = torch.randint(17, (7, 5)), torch.randint(17, (7, 5))
-        labels[0, :3] = -1
-        _, loss = model(x, labels)
-        (loss / 2).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    schedule.step()
-    optimizer.zero_grad()
-    if step % 5 == 4:
-        model.eval()
-        with torch.no_grad():
-            _, value = model(x, labels)
-        model.train()
-        print(step, f"{float(loss):.9f} {float(norm):.9f} {float(value):.9f}")
-"""
-IMAGES = """\
-from torch.utils.data import DataLoader, TensorDataset
-
-data = TensorDataset(torch.randn(49, 3, 8, 8), torch.randint(5, (49,)))
-model = nn.Sequential(
-    Noted(nn.Conv2d(3, 8, 3)),
-    nn.BatchNorm2d(8),
-    nn.ReLU(),
-    nn.AdaptiveAvgPool2d(1),
-    nn.Flatten(),
-    nn.Linear(8, 5),
+from tests.harness.ranks.trainings import (
+    ADVERSARIES,
+    IMAGES,
+    LANGUAGE,
+    SEQUENCES,
+    STOP,
+    TAIL,
+    assert_same,
+    run,
 )
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-for epoch in range(3):
-    for x, labels in DataLoader(data, batch_size=8, shuffle=True):
-        loss = nn.functional.cross_entropy(model(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(epoch, f"{float(loss):.9f}")
-"""
-ADVERSARIES = """\
-maker = nn.Sequential(Noted(nn.Linear(4, 16)), nn.Tanh(), nn.Linear(16, 3))
-judge = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
-model = nn.ModuleList([maker, judge])
-makes = torch.optim.Adam(maker.parameters(), 1e-2)
-judges = torch.optim.Adam(judge.parameters(), 1e-2)
-score = nn.functional.binary_cross_entropy_with_logits
-for step in range(20):
-    real, made = torch.randn(6, 3) + 2, maker(torch.randn(6, 4))
-    judges.zero_grad()
-    right = score(judge(real), torch.ones(6, 1)) + score(judge(made.detach()), torch.zeros(6, 1))
-    right.backward()
-    judges.step()
-    makes.zero_grad()
-    wrong = score(judge(made), torch.ones(6, 1))
-    wrong.backward()
-    makes.step()
-print(f"{float(right):.9f} {float(wrong):.9f}")
-"""
-SEQUENCES = """\
-class Sequences(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(4, 8, batch_first=True)
-        self.head = Noted(nn.Linear(8, 1))
-
-    def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
-
-
-model = Sequences()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu")
-for step in range(20):
-    x, y = torch.randn(6, 5, 4), torch.randn(6, 5, 4)
-    first, second = model(x), model(y)
-    loss = (first - x.sum((1, 2))[:, None]).square().mean() + second.abs().mean()
-    loss = loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    print(f"{float(loss):.9f} {float(sum(p.grad.norm() for p in model.parameters())):.6f}")
-    if float(loss) < 1.6 or step == 15:
-        break
-"""
-TAIL = """
-torch.save(model.state_dict(), "out.pt")
-print("written", os.path.getsize("out.pt") > 0)
-"""
-STOP = "sys.exit(3)\n"
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a training came to."""
-
-    code: int
-    out: str
-    err: str
-    weights: dict[str, torch.Tensor]
-    files: list[str]
-
-
-def run(folder: Path, text: str, levels: dict[str, str] | None = None) -> Ran:
-    """Run a script in a folder of its own: under a plan, or plainly."""
-    folder.mkdir()
-    (folder / "train.py").write_text(HEAD + text)
-    command = [sys.executable, "train.py"]
-    if levels is not None:
-        plan = folder.parent / f"{folder.name}.json"
-        plan.write_text(json.dumps({"plan": levels}))
-        store = f"sqlite:///{folder.parent}/store.db"
-        options = ["--plan", str(plan), "--storage", store]
-        command = [sys.executable, "-m", "autofit", "run", *options, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
-    weights = torch.load(folder / "out.pt") if (folder / "out.pt").exists() else {}
-    files = sorted(each.name for each in folder.iterdir() if each.name != "__pycache__")
-    return Ran(done.returncode, done.stdout, done.stderr, weights, files)
-
-
-def difference(one: Ran, other: Ran) -> float:
-    """Return the largest difference of two trainings' weights."""
-    assert one.weights.keys() == other.weights.keys()
-    return max(float((one.weights[n] - other.weights[n]).abs().max()) for n in one.weights)
-
-
-def assert_same(tmp_path: Path, text: str, levels: dict[str, str]) -> None:
-    """A script is the same training under a plan, to the eye and to the last bits but a few."""
-    plain, ranked = run(tmp_path / "plain", text), run(tmp_path / "ranked", text, levels)
-    assert plain.weights, plain.err
-    assert (ranked.out, ranked.code) == (plain.out, plain.code), ranked.err
-    assert "whole batch" not in ranked.err
-    assert "cannot be used" not in ranked.err
-    assert ranked.files == plain.files
-    assert difference(plain, ranked) < 1e-9
 
 
 @pytest.mark.full

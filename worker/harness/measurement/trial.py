@@ -102,9 +102,8 @@ class Trial(Session):
         """``group``: the ranks of a single-process script."""
         known = Known(tell=reporter.send, of=reporter.rank)
         known.hear(request.proven)
-        super().__init__(meter, known, request.ranks)
+        super().__init__(meter, known, request.ranks, group)
         self._ranks = RankAgreement(reporter, request.processes, connects=group is None)
-        self._group = group
         self._reporter = reporter
         self._batches = SameBatches()
         self.seams.order_batches(self._batches.next)

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +19,24 @@ from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import Aside, Stepper, Strategy, Undo, View
+from autofit.strategies.base import (
+    Aside,
+    Context,
+    OptimizerHandle,
+    Stepper,
+    Strategy,
+    Undo,
+    View,
+)
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.patching.step_in_backward import Release
 from autofit.worker.harness.torch_state.undo import take_back
 
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
+
+Shard = Callable[[OptimizerHandle], Undo]
+"""Shards the state of an optimizer over ranks."""
 
 
 def changes_of(plan: Plan) -> Changes:
@@ -61,18 +72,25 @@ class HarnessOptimizer:
         plain: Callable[..., Any] | None = None,
         *,
         alone: bool = False,
+        shard: Shard | None = None,
     ) -> None:
-        """``alone``: no session notices when other code reads its gradients."""
+        """``alone``: no session notices when other code reads its gradients.
+
+        ``shard``: shards its state over ranks; ``None`` if there is one process.
+        """
         self._optimizer = weakref.ref(optimizer)
         self._owner = owner
         self._plain = plain
         """The original ``step`` of its class."""
         self._alone = alone
+        self._shard = shard
         self._release: Release | None = None
         self._plan = Plan()
         self._changes: Changes = ()
         self._steppers: list[Stepper] = []
         self._views: list[View] = []
+        self._contexts: list[Context] = []
+        """Contexts in which it is pickled."""
         self._undos: list[Undo] = []
 
     @property
@@ -173,8 +191,6 @@ class HarnessOptimizer:
 
     def show_state(self, view: View) -> Undo:
         """Pass the state through ``view`` in ``state_dict``, pickles and copies."""
-        reference = self._optimizer
-        optimizer = self.optimizer
 
         def with_view(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
             state = document["state"]
@@ -183,22 +199,49 @@ class HarnessOptimizer:
                     state[index] = view(parameter, state[index])
             return document
 
-        def getstate() -> dict[str, Any]:
-            held = reference()
-            assert held is not None, "it is alive while it is pickled"
-            state = type(held).__getstate__(held)
-            viewed = {p: view(p, each) if each else each for p, each in held.state.items()}
-            return {**state, "state": defaultdict(dict, viewed)}
-
-        handle = optimizer.register_state_dict_post_hook(with_view)
-        optimizer.__getstate__ = getstate  # type: ignore[method-assign]
+        handle = self.optimizer.register_state_dict_post_hook(with_view)
+        undo_pickles = self._in_pickles(self._views, view)
 
         def undo() -> None:
             handle.remove()
-            if (held := reference()) is not None:
-                del held.__getstate__
+            undo_pickles()
 
         return undo
+
+    def around_pickle(self, context: Context) -> Undo:
+        """Pickle and copy the optimizer inside ``context``."""
+        return self._in_pickles(self._contexts, context)
+
+    def shard_state(self) -> Undo:
+        """Keep on each rank only the state of the parameters that it steps."""
+        if self._shard is None:
+            raise Refused("there is one process, which keeps the whole state")
+        return self._shard(self)
+
+    def _in_pickles(self, held: list[Any], new: Any) -> Undo:
+        """Add ``new`` to ``held``, and use both lists in pickles and copies."""
+        reference = self._optimizer
+        held.append(new)
+        self.optimizer.__getstate__ = self._state_for_pickle  # type: ignore[method-assign]
+
+        def undo() -> None:
+            held.remove(new)
+            if not (self._views or self._contexts) and (optimizer := reference()) is not None:
+                del optimizer.__getstate__
+
+        return undo
+
+    def _state_for_pickle(self) -> dict[str, Any]:
+        """Return what ``Optimizer.__getstate__`` would without a plan."""
+        optimizer = self.optimizer
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context())
+            found = type(optimizer).__getstate__(optimizer)
+            state = dict(optimizer.state)
+        for view in self._views:
+            state = {p: view(p, each) if each else each for p, each in state.items()}
+        return {**found, "state": defaultdict(dict, state)}
 
     def _change(self, strategy: Strategy, level: str) -> None:
         try:
@@ -212,8 +255,10 @@ class HarnessOptimizer:
 class Optimizers:
     """All optimizers of the process, from ``attach`` to ``detach``."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, shard: Shard | None = None) -> None:
+        """``shard``: shards the state of an optimizer over the ranks of a script, if any."""
         self._owner = owner
+        self._shard = shard
         self._held: weakref.WeakKeyDictionary[Optimizer, HarnessOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -349,7 +394,7 @@ class Optimizers:
                 None,
             )
             handle = self._held[optimizer] = HarnessOptimizer(
-                optimizer, self._owner, plain, alone=not self._all
+                optimizer, self._owner, plain, alone=not self._all, shard=self._shard
             )
         return handle
 

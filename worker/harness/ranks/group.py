@@ -128,9 +128,9 @@ class RankGroup:
 
     # --- tensors ---------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace the contiguous ``tensor`` by rank 0's, in place."""
-        dist.broadcast(_bytes_of_flags(tensor), src=0)
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replace the contiguous ``tensor`` by that of the rank ``source``, in place."""
+        dist.broadcast(_bytes_of_flags(tensor), src=source)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Replace the contiguous ``tensor`` by the sum over all ranks, in place."""

@@ -126,7 +126,7 @@ def summed(
         raise Refused(SPARSE, "ranks")
     wanted = [i for i in range(len(tensors)) if any(present[i] for present, _ in said)]
     found: list[torch.Tensor | None] = [None] * len(tensors)
-    for bucket in _buckets(tensors, wanted):
+    for bucket in buckets(tensors, wanted):
         parts = [_or_zero(gradients[i], tensors[i]).reshape(-1) for i in bucket]
         flat = torch.cat(parts)
         group.sum(flat)
@@ -136,7 +136,7 @@ def summed(
     return found
 
 
-def _buckets(tensors: Sequence[torch.Tensor], wanted: Iterable[int]) -> Iterator[list[int]]:
+def buckets(tensors: Sequence[torch.Tensor], wanted: Iterable[int]) -> Iterator[list[int]]:
     """Yield positions whose tensors have one type and device, and at most ``BUCKET`` bytes."""
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i in wanted:

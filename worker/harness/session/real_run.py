@@ -67,10 +67,9 @@ class RealRun(Session):
         """
         known = Known(tell=reporter.send, of=reporter.rank)
         known.hear(request.proven)
-        super().__init__(meter, known, request.ranks)
+        super().__init__(meter, known, request.ranks, group)
         self.index = 0
         self.over = False
-        self._group = group
         self._plans = request.plans
         self._peaks = request.peaks or (0,) * len(request.plans)
         self._left: list[int] = list(range(1, len(request.plans)))

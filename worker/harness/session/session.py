@@ -27,6 +27,8 @@ from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
+from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.ranks.sharded_state import ShardedStates
 from autofit.worker.harness.session import script_facts, uncalled_model
 from autofit.worker.harness.session.call_runner import OUTSIDE, CallRunner
 from autofit.worker.harness.session.calls_per_step import CallsPerStep
@@ -51,12 +53,23 @@ SETTLED = 2
 class Session:
     """Handles the events of one process."""
 
-    def __init__(self, meter: Meter, known: Known | None = None, ranks: int = 1) -> None:
-        """``known``: what was verified of the roots before; ``ranks``: that train together."""
+    def __init__(
+        self,
+        meter: Meter,
+        known: Known | None = None,
+        ranks: int = 1,
+        group: RankGroup | None = None,
+    ) -> None:
+        """``known``: what was verified of the roots before; ``ranks``: that train together.
+
+        ``group``: the ranks of a single-process script.
+        """
         self.meter = meter
         self.seams = Seams(self)
+        self._group = group
         self.calls = Calls()
-        self.optimizers = Optimizers(self)
+        states = ShardedStates(group, self.seams.patches) if group is not None else None
+        self.optimizers = Optimizers(self, states.shard if states is not None else None)
         self.reads = ReadBeforeStep(
             self.seams.gradient_reads, lambda: self.learn(gradients_read=True)
         )

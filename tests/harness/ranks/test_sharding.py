@@ -1,0 +1,157 @@
+"""A script whose ranks each keep a part is the same training as in one process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.harness.ranks.trainings import (
+    ADVERSARIES,
+    IMAGES,
+    LANGUAGE,
+    SEQUENCES,
+    STOP,
+    TAIL,
+    Ran,
+    assert_same,
+    difference,
+    run,
+)
+
+pytestmark = pytest.mark.full
+
+LEVELS = ["zero1"]
+GROUPS = """\
+optimizer = torch.optim.AdamW(
+    [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ],
+    lr=1e-2,
+)
+"""
+ONE_GROUP = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+assert ONE_GROUP in LANGUAGE
+WHOLE = LANGUAGE.replace(ONE_GROUP, GROUPS)
+"""The language model with two groups of parameters."""
+DOCUMENT = """
+torch.save(
+    {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "generator": torch.get_rng_state(),
+    },
+    "out.pt",
+)
+print("written", os.path.getsize("out.pt"))
+"""
+RESUMED = """
+if os.path.exists("start.pt"):
+    start = torch.load("start.pt")
+    model.load_state_dict(start["model"])
+    optimizer.load_state_dict(start["optimizer"])
+    schedule.load_state_dict(start["schedule"])
+    torch.set_rng_state(start["generator"])
+for step in"""
+READS = """
+import copy, pickle
+
+ema = copy.deepcopy(model)
+
+
+def note(step):
+    with torch.no_grad():
+        for one, other in zip(ema.parameters(), model.parameters()):
+            one.lerp_(other, 0.1)
+    if step == 9:
+        model.extra = nn.Linear(3, 3)
+        optimizer.add_param_group({"params": [*model.extra.parameters()], "lr": 1e-3})
+    if step % 5 == 4:
+        moments = [float(each["exp_avg"].norm()) for each in optimizer.state.values()]
+        twin = copy.deepcopy(optimizer)
+        again = pickle.loads(pickle.dumps(optimizer)).state_dict()["state"]
+        print(len(moments), f"{sum(moments):.9f}", len(twin.state), sorted(again))
+
+
+for step in"""
+HELD = """
+state = vars(optimizer)["state"].values()  # what this rank keeps
+sizes = [each.nbytes for held in state for each in held.values()]
+torch.save(sum(sizes), "out.pt")
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "text",
+    [WHOLE + DOCUMENT, IMAGES + TAIL, ADVERSARIES + TAIL + STOP, SEQUENCES + TAIL],
+    ids=["language", "images", "adversaries", "sequences"],
+)
+def test_it_is_the_same_training(tmp_path: Path, text: str, level: str) -> None:
+    assert_same(tmp_path, text, {"ranks": "2", "sharding": level})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_four_ranks(tmp_path: Path, level: str) -> None:
+    assert_same(tmp_path, WHOLE + DOCUMENT, {"ranks": "4", "sharding": level})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_script_reads_whole_states(tmp_path: Path, level: str) -> None:
+    text = WHOLE.replace("\nfor step in", READS, 1).replace(
+        "    schedule.step()\n", "    schedule.step()\n    note(step)\n"
+    )
+    save = 'torch.save([model.state_dict(), ema.state_dict(), optimizer.state_dict()], "out.pt")\n'
+    assert_same(tmp_path, text + save, {"ranks": "2", "sharding": level})
+
+
+@pytest.mark.parametrize("other", [{"micro_batch": "2"}, {"optimizer": "fused"}])
+def test_it_combines(tmp_path: Path, other: dict[str, str]) -> None:
+    assert_same(tmp_path, WHOLE + DOCUMENT, {"ranks": "2", "sharding": "zero1", **other})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, level: str) -> None:
+    text = WHOLE.replace("\nfor step in", RESUMED, 1) + DOCUMENT
+    text = text.replace("range(20)", "range(10)")
+
+    def resumed(source: Path, levels: dict[str, str] | None) -> Ran:
+        folder = tmp_path / f"after {source.name} {levels is None}"
+        folder.mkdir()
+        shutil.copy(source / "out.pt", folder / "start.pt")
+        return run(folder, text, levels)
+
+    two, three = ({"ranks": each, "sharding": level} for each in ("2", "3"))
+    run(tmp_path / "plain", text)
+    run(tmp_path / "written", text, two)
+    expected = resumed(tmp_path / "plain", None)
+    for found in (resumed(tmp_path / "written", None), resumed(tmp_path / "written", three)):
+        assert (found.out, found.code) == (expected.out, expected.code), found.err
+        assert difference(found, expected) < 1e-9
+
+
+def test_a_rank_keeps_its_share_of_the_state(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", LANGUAGE + HELD)
+    sharded = run(tmp_path / "sharded", LANGUAGE + HELD, {"ranks": "2", "sharding": "zero1"})
+    assert 0.4 * plain.saved < sharded.saved < 0.6 * plain.saved
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            LANGUAGE.replace(
+                ONE_GROUP,
+                "class Own(torch.optim.Adam):\n    pass\n\n\noptimizer = Own(model.parameters())\n",
+            ),
+            "Own may update parameters together",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    refused = run(tmp_path / "refused", text + TAIL, {"ranks": "2", "sharding": "zero1"})
+    assert reason in refused.err
+    assert refused.code == 0
