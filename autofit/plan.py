@@ -13,8 +13,8 @@ from autofit.strategies import AS_IS, Facts, Fidelity, Memory, Strategy
 from autofit.strategies.checkpointing import ALL
 from autofit.strategies.micro_batch import AUTO
 
-SPLITTING = ("micro_batch", "ranks")
-"""Strategies that divide the batch; ``split_check`` verifies how."""
+SPLITTING = ("micro_batch", "ranks", "sharding")
+"""Strategies that divide the batch, or weights; ``split_check`` verifies how."""
 
 
 @dataclass(frozen=True, slots=True)

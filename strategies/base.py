@@ -234,6 +234,12 @@ class Root(Protocol):
         Raises ``Refused`` if the launch has another number of processes.
         """
 
+    def shard_weights(self) -> Undo:
+        """Shard weights and gradients over the processes among which calls are divided.
+
+        Each process keeps its part from the first training call on. The undo leaves them sharded.
+        """
+
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
 
@@ -308,8 +314,10 @@ class OptimizerHandle(Protocol):
     def around_pickle(self, context: Context) -> Undo:
         """Pickle and copy the optimizer inside ``context``."""
 
-    def shard_state(self) -> Undo:
+    def shard_state(self, *, with_weights: bool = False) -> Undo:
         """Keep on each rank only the state of the parameters that it steps.
+
+        ``with_weights``: the weights are sharded too, and each rank steps its parts of them.
 
         Raises ``Refused`` if the launch has one process, or if the optimizer cannot step some
         parameters without the others. The undo leaves the state sharded.

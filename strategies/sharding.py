@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER
+from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Root, Strategy, Undo
+from autofit.strategies.support.optimizer_classes import ELEMENTWISE, PER_PARAMETER
 
+FULL = "full"
+NOT_BESIDE_FULL = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
+"""Strategies that read weights outside their block, or run it another number of times."""
 BESIDE = (AS_IS, "fused", "single")
 """Levels of ``optimizer`` that use the script's own state."""
 NOT_BESIDE = ("adapters", "weights", "optimizer_offload", "gradient_release")
@@ -18,14 +21,16 @@ class Sharding(Strategy):
     """Each rank keeps a part of what all ranks would hold alike.
 
     Under ``zero1`` each parameter has a rank that keeps its optimizer state and steps it. The
-    others then receive its new values. ``state_dict`` and ``optimizer.state`` show the whole state
-    on all ranks, as in one process.
+    others then receive its new values. Under ``full`` each rank keeps a part of every parameter, of
+    its gradient and of its state (FSDP2). A repeated block is gathered for its own forward and
+    backward. The script sees whole values on all ranks, as in one process: in ``state_dict``, in
+    ``optimizer.state`` and in whatever it computes from parameters.
     """
 
     name = "sharding"
-    summary = "each of the ranks keeps a part of the optimizer state"
+    summary = "each of the ranks keeps a part of weights, gradients or optimizer state"
     source = "https://arxiv.org/abs/1910.02054"
-    lowers = frozenset({Memory.OPTIMIZER_STATE})
+    lowers = frozenset({Memory.OPTIMIZER_STATE, Memory.WEIGHTS, Memory.GRADIENTS})
     levels = (
         Level(name=AS_IS, summary="each rank holds all of it"),
         Level(
@@ -33,6 +38,14 @@ class Sharding(Strategy):
             summary="each rank keeps the optimizer state of its share of the parameters",
             slowdown=1.05,
             keeps=0.5,
+            lowers=frozenset({Memory.OPTIMIZER_STATE}),
+            undo=False,
+        ),
+        Level(
+            name=FULL,
+            summary="each rank keeps a part of weights, gradients and optimizer state (FSDP2)",
+            slowdown=1.3,
+            keeps=0.55,
             undo=False,
         ),
     )
@@ -46,9 +59,16 @@ class Sharding(Strategy):
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """Each parameter must step by itself."""
-        others = [name for name in facts.optimizers if name not in PER_PARAMETER]
+        known = ELEMENTWISE if level == FULL else PER_PARAMETER
+        others = [name for name in facts.optimizers if name not in known]
         if others:
             return f"{others[0]} may update parameters together"
+        if level != FULL:
+            return None
+        if any(root.compiled for root in facts.roots):
+            return "the script compiles the model, and the weights are gathered block by block"
+        if facts.autograd_grad:
+            return "the script calls torch.autograd.grad on the model's parameters"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
@@ -58,10 +78,17 @@ class Sharding(Strategy):
         for name in NOT_BESIDE:
             if levels[name] != AS_IS:
                 return f"sharding: {name} keeps weights or state in a form of its own"
+        for name in NOT_BESIDE_FULL if level == FULL else ():
+            if levels[name] != AS_IS:
+                return f"sharding: under {name} a block does not run once, with its own weights"
         if levels["optimizer"] not in BESIDE:
             return f"sharding: the state of optimizer {levels['optimizer']} has a form of its own"
         return None
 
+    def on_root(self, level: str, root: Root) -> Undo | None:
+        """Shard the weights, if the level does. Raises ``Refused`` if there is one process."""
+        return root.shard_weights() if level == FULL else None
+
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let each rank step its share. Raises ``Refused`` if the launch has one process."""
-        return handle.shard_state()
+        return handle.shard_state(with_weights=level == FULL)

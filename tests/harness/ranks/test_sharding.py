@@ -22,7 +22,7 @@ from tests.harness.ranks.trainings import (
 
 pytestmark = pytest.mark.full
 
-LEVELS = ["zero1"]
+LEVELS = ["zero1", "full"]
 GROUPS = """\
 optimizer = torch.optim.AdamW(
     [
@@ -66,9 +66,6 @@ def note(step):
     with torch.no_grad():
         for one, other in zip(ema.parameters(), model.parameters()):
             one.lerp_(other, 0.1)
-    if step == 9:
-        model.extra = nn.Linear(3, 3)
-        optimizer.add_param_group({"params": [*model.extra.parameters()], "lr": 1e-3})
     if step % 5 == 4:
         moments = [float(each["exp_avg"].norm()) for each in optimizer.state.values()]
         twin = copy.deepcopy(optimizer)
@@ -77,6 +74,17 @@ def note(step):
 
 
 for step in"""
+GROWN = """
+    if step == 9:
+        model.extra = nn.Linear(3, 3)
+        optimizer.add_param_group({"params": [*model.extra.parameters()], "lr": 1e-3})
+"""
+SCHEDULED = "    schedule.step()\n"
+READING = (
+    WHOLE.replace("\nfor step in", READS, 1).replace(SCHEDULED, SCHEDULED + "    note(step)\n")
+    + 'torch.save([model.state_dict(), ema.state_dict(), optimizer.state_dict()], "out.pt")\n'
+)
+"""It keeps an average of the weights, reads the optimizer's state, and copies and pickles it."""
 HELD = """
 state = vars(optimizer)["state"].values()  # what this rank keeps
 sizes = [each.nbytes for held in state for each in held.values()]
@@ -101,11 +109,12 @@ def test_four_ranks(tmp_path: Path, level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_script_reads_whole_states(tmp_path: Path, level: str) -> None:
-    text = WHOLE.replace("\nfor step in", READS, 1).replace(
-        "    schedule.step()\n", "    schedule.step()\n    note(step)\n"
-    )
-    save = 'torch.save([model.state_dict(), ema.state_dict(), optimizer.state_dict()], "out.pt")\n'
-    assert_same(tmp_path, text + save, {"ranks": "2", "sharding": level})
+    assert_same(tmp_path, READING, {"ranks": "2", "sharding": level})
+
+
+def test_parameters_may_come_later(tmp_path: Path) -> None:
+    text = READING.replace(SCHEDULED, SCHEDULED + GROWN)
+    assert_same(tmp_path, text, {"ranks": "2", "sharding": "zero1"})
 
 
 @pytest.mark.parametrize("other", [{"micro_batch": "2"}, {"optimizer": "fused"}])

@@ -35,8 +35,8 @@ from autofit.worker.harness.torch_state.undo import take_back
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
 
-Shard = Callable[[OptimizerHandle], Undo]
-"""Shards the state of an optimizer over ranks."""
+Shard = Callable[[OptimizerHandle, bool], Undo]
+"""Shards the state of an optimizer over ranks, ``(handle, with_weights)``."""
 
 
 def changes_of(plan: Plan) -> Changes:
@@ -212,11 +212,11 @@ class HarnessOptimizer:
         """Pickle and copy the optimizer inside ``context``."""
         return self._in_pickles(self._contexts, context)
 
-    def shard_state(self) -> Undo:
-        """Keep on each rank only the state of the parameters that it steps."""
+    def shard_state(self, *, with_weights: bool = False) -> Undo:
+        """Keep on each rank only the state of the parameters that it steps, or of their parts."""
         if self._shard is None:
             raise Refused("there is one process, which keeps the whole state")
-        return self._shard(self)
+        return self._shard(self, with_weights)
 
     def _in_pickles(self, held: list[Any], new: Any) -> Undo:
         """Add ``new`` to ``held``, and use both lists in pickles and copies."""

@@ -88,7 +88,7 @@ class WeightViews:
                 if values is None and (values := self.seen(parameter)) is not None:
                     known[id(parameter)] = values
                 if values is not None:
-                    destination[prefix + name] = values
+                    destination[prefix + name] = values.detach()  # tied weights share memory only
 
         return save
 

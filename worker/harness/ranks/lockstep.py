@@ -43,9 +43,12 @@ def same_generators(group: RankGroup) -> None:
 
 
 def same_weights(group: RankGroup, module: nn.Module) -> None:
-    """Give every rank the values of rank 0's parameters and buffers."""
+    """Give every rank the values of rank 0's parameters and buffers; sharded ones are no copies."""
+    from torch.distributed.tensor import DTensor  # only now, because it takes a while
+
     group.meet(f"the weights of {type(module).__name__}")
     held = [*module.parameters(), *module.buffers()]
+    held = [each for each in held if not isinstance(each, DTensor)]
     with torch.no_grad():
         for each in (tensor.data for tensor in held if not is_lazy(tensor)):
             values = each.contiguous()

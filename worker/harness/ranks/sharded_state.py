@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from sys import intern
@@ -28,7 +28,6 @@ from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.lockstep import buckets
 
-CLASSES: tuple[type[Optimizer], ...] = in_torch(PER_PARAMETER)
 INSIDERS = ("torch.optim.", "autofit.")
 """Prefixes of the modules that see the state as it is stored; all others see the whole state."""
 SCALED = "the script's fused optimizer takes gradients that are scaled; use fused=False"
@@ -36,15 +35,16 @@ SCALED = "the script's fused optimizer takes gradients that are scaled; use fuse
 State = dict[str, Any]
 
 
-def why_not(optimizer: Optimizer) -> str | None:
-    """Return why an optimizer cannot step some parameters on each rank, or ``None``."""
+def why_not(optimizer: Optimizer, names: Collection[str]) -> str | None:
+    """Return why an optimizer cannot step some of the values on each rank, or ``None``.
+
+    ``names``: the classes of torch that can.
+    """
     name = type(optimizer).__name__
-    if type(optimizer) not in CLASSES:
-        return f"{name} is not known to step each parameter by itself; torch's own optimizers do"
+    if type(optimizer) not in in_torch(names):
+        return f"{name} is not known to step each parameter by itself; {', '.join(names)} do"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable: backward leads through its step"
-    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in parameters(optimizer)):
-        return f"{name} has parameters of a class of their own"
     return None
 
 
@@ -81,7 +81,7 @@ class ShardedStates:
     def shard(self, handle: OptimizerHandle) -> Undo:
         """Shard the state of an optimizer from now on; the undo leaves it as it is then."""
         optimizer = handle.optimizer
-        if reason := why_not(optimizer):
+        if reason := why_not(optimizer, PER_PARAMETER):
             raise Refused(reason)
         if not self._watching:
             self._patches.set(Optimizer, "state", property(self._read, _write))

@@ -67,6 +67,16 @@ class Owner(Protocol):
         """Return how a call is divided; raise ``Refused`` if it cannot be."""
 
 
+class Sharded(Protocol):
+    """Runs the calls of a root whose weights are sharded (``sharded_weights.ShardedWeights``)."""
+
+    def call(self, shared: SharedRoot, run: Forward, batch: Batch, layout: Layout | None) -> Any:
+        """Run a training call, divided by ``layout`` or whole on every rank."""
+
+    def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call without gradients."""
+
+
 class SharedRoot:
     """Divides the calls of one root among the ranks of ``group``."""
 
@@ -76,6 +86,8 @@ class SharedRoot:
         self.group = group
         self.labels = LabelCheck(group)
         self.statistics = SharedStatistics(seams.patches) if has_batch_norm(owner.module) else None
+        self.sharded: Sharded | None = None
+        """Runs the calls if the plan shards the weights."""
         self._stale = False
         """A call ran whole, so that rounding may have made the weights of the ranks differ."""
         same_generators(group)
@@ -96,6 +108,8 @@ class SharedRoot:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or transformed():
+                if self.sharded is not None:
+                    return self.sharded.evaluate(run, args, kwargs)
                 return run(*args, **kwargs)
             return self._call(run, args, kwargs)
 
@@ -109,6 +123,8 @@ class SharedRoot:
         args, kwargs = batch.call(batch.leaves)
         batch = Batch.of(args, without_cache(self.owner.module, kwargs))
         layout = self._layout(batch)
+        if self.sharded is not None:
+            return self.sharded.call(self, run, batch, layout)
         if layout is not None:
             call = SharedCall(self, run, batch, layout)
             if call.divides:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ from autofit.worker.harness.verification.proof_record import ProofRecord
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import few, find_layout, preserved
 from autofit.worker.oom.attempt import attempt
+
+if TYPE_CHECKING:
+    from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
 
 CHECKPOINTING = Checkpointing()
 
@@ -87,6 +90,8 @@ class HarnessRoot:
         )
         self._shared: SharedRoot | None = None
         """Divides the calls among ranks; ``None`` where the plan does not."""
+        self._sharded: ShardedWeights | None = None
+        """The sharded weights, under every plan from the first that shards them."""
         self._evaluation: Evaluation | None = None
         if self._policy.rescues_evaluation:
             self._evaluation = Evaluation(self.layout, on_shortage)
@@ -133,6 +138,11 @@ class HarnessRoot:
     def plan(self) -> Plan:
         """The plan that is applied."""
         return self._plan
+
+    @property
+    def weights_sharded(self) -> bool:
+        """Whether each rank has a part of the weights."""
+        return self._sharded is not None and self._sharded.active
 
     @property
     def elastic(self) -> ChunkedRoot | None:
@@ -337,6 +347,30 @@ class HarnessRoot:
 
         return self.outliving(undo)
 
+    def shard_weights(self) -> Undo:
+        """Shard the weights over the ranks that ``share`` divides the calls among."""
+        from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
+        from autofit.worker.harness.ranks.whole_tensors import whole_tensors
+
+        group, shared = self._policy.group, self._shared
+        if group is None or shared is None:
+            raise Refused("there is one process, which keeps the whole weights")
+        whole = whole_tensors(group, self._seams)
+        if self._sharded is None:
+            self._sharded = ShardedWeights(self, whole)
+        undos = [
+            self._sharded.start(shared),
+            self.show_weights(
+                lambda parameter, here: whole.seen(parameter, here=here), lambda *_: None
+            ),
+        ]
+
+        def undo() -> None:
+            while undos:
+                undos.pop()()
+
+        return self.outliving(undo)
+
     def split_from_now_on(self, micro_batch: int) -> None:
         """Split the batch in addition to the plan; raise ``Refused`` if a call would be refused."""
         undo = self.split(micro_batch)
@@ -406,9 +440,9 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
-        on_copy = self._policy.checks_on_copies
+        on_copy = self._policy.checks_on_copies or self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
-            module = copied(self.module, weights=False) if on_copy else self.module
+            module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
             found = find_layout(
                 module,
@@ -430,6 +464,8 @@ class HarnessRoot:
 
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
         """Return the shape of the graph of two samples without a plan; "" if they do not fit."""
+        if self.weights_sharded:
+            return ""
         return attempt(lambda: self._shape(batch, layout)).value or ""
 
     def _shape(self, batch: Batch, layout: Layout) -> str:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies.base import Undo
+from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
@@ -68,8 +68,8 @@ class Session:
         self.seams = Seams(self)
         self._group = group
         self.calls = Calls()
-        states = ShardedStates(group, self.seams.patches) if group is not None else None
-        self.optimizers = Optimizers(self, states.shard if states is not None else None)
+        self._states = ShardedStates(group, self.seams.patches) if group is not None else None
+        self.optimizers = Optimizers(self, self._shard if group is not None else None)
         self.reads = ReadBeforeStep(
             self.seams.gradient_reads, lambda: self.learn(gradients_read=True)
         )
@@ -234,6 +234,17 @@ class Session:
         """Return the modules of the roots so far."""
         return tuple(root.module for root in self.roots if root.alive)
 
+    def _shard(self, handle: OptimizerHandle, with_weights: bool) -> Undo:
+        """Shard the state of an optimizer over the ranks."""
+        assert self._group is not None, "optimizers get this with a group only"
+        assert self._states is not None, "it comes with the group"
+        if not with_weights:
+            return self._states.shard(handle)
+        from autofit.worker.harness.ranks.steps_by_parts import follow_weights
+        from autofit.worker.harness.ranks.whole_tensors import whole_tensors
+
+        return follow_weights(handle, whole_tensors(self._group, self.seams))
+
     def proven(self) -> bool:
         """Return whether a check has run since the last call of this method."""
         before, self._proofs = self._proofs, sum(root.proof.proofs for root in self.roots)
@@ -300,13 +311,13 @@ class Session:
             raise Refused(BY_ITSELF, "micro_batch")
 
     def _split_roots_of(self, inputs: Any) -> list[HarnessRoot]:
-        """Return the split roots with parameters among ``inputs``; learn of any root's."""
+        """Return the split or sharded roots with parameters among ``inputs``."""
         asked = {id(each) for each in (inputs if isinstance(inputs, (tuple, list)) else [inputs])}
         alive = (root for root in self.roots if root.alive)
         roots = [r for r in alive if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
             self.learn(autograd_grad=True)
-        return [root for root in roots if root.elastic is not None]
+        return [root for root in roots if root.elastic is not None or root.weights_sharded]
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with lazy outputs replaced by their tensors."""

@@ -1,0 +1,176 @@
+"""Whatever a script does with sharded parameters is as in one process, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.ranks.trainings import TAIL, assert_same, run
+
+pytestmark = pytest.mark.full
+
+FULL = {"ranks": "2", "sharding": "full"}
+MODEL = """\
+import copy, pickle
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(17, 16)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(16, 17, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def show(*values):
+    print(*(f"{float(value):.8f}" for value in values))
+
+
+model = Deep()
+named = list(model.named_parameters())
+params = [p for _, p in named]
+optimizer = torch.optim.AdamW(params, lr=1e-2)
+"""
+LOOP = """
+for step in range(12):
+    x, y = torch.randint(17, (6, 5)), torch.randint(17, (6, 5))
+    if step == 4:
+        x, y = x[:1], y[:1]
+    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss = loss + 1e-3 * sum(p.square().sum() for p in params)
+    optimizer.zero_grad()
+    loss.backward()
+    during(step)
+    optimizer.step()
+    show(loss)
+"""
+GRADIENTS = """
+def during(step):
+    show(*(p.grad.norm() for n, p in named if "s.1.mlp" in n), params[0].grad.mean())
+    show(nn.utils.clip_grad_norm_(model.parameters(), 2.0))
+    nn.utils.clip_grad_value_(params, 0.1)
+    held = [p for p in params if p.grad is not None]
+    total = torch.stack([p.grad.norm() for p in held]).norm()
+    for p in held:
+        p.grad.mul_(min(1.0, 0.3 / float(total)))
+    params[-1].grad = params[-1].grad * 0.5
+    if step == 7:
+        model.blocks[0].requires_grad_(False)
+
+
+"""
+VALUES = """
+average, shadow = copy.deepcopy(model), [p.detach().clone() for p in params]
+
+
+def during(step):
+    with torch.no_grad():
+        for p in params:
+            p.data.add_(p.grad.data, alpha=-0.01)
+            p.add_(torch.randn_like(p) * 1e-3)
+        for one, other in zip(average.parameters(), model.parameters()):
+            one.mul_(0.9).add_(other, alpha=0.1)
+        torch._foreach_lerp_(shadow, [p.detach() for p in params], 0.1)
+        params[0][3] = 0.5
+        vector = nn.utils.parameters_to_vector(params)
+        nn.utils.vector_to_parameters(vector * 0.999, params)
+        if step == 5:
+            nn.init.normal_(model.head.weight, std=0.02)
+            nn.init.xavier_uniform_(model.blocks[1].mlp[0].weight)
+    model.double()
+    show(vector.norm(), *(p.sum() for p in average.parameters()), *(p.max() for p in shadow))
+    print(torch.equal(params[0], model.tokens.weight), sum(p.numel() for p in params))
+
+
+"""
+COPIES = """
+def during(step):
+    global saved
+    model.eval()
+    with torch.inference_mode():
+        show(model(x).sum())
+    with torch.no_grad():
+        show(model.blocks[1](model.tokens(x)).sum())
+    model.train()
+    if step == 3:
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    if step == 8:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        twin(x).sum().backward()
+        show(twin.head.weight.grad.norm(), *(p.norm() for p in again.parameters()))
+        print(twin.tokens.weight is twin.head.weight, again.tokens.weight is again.head.weight)
+        print(type(model).__name__, model, params[1], model.blocks[0].norm.weight.tolist()[:1])
+
+
+"""
+SCALED = """
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for step in range(12):
+    x, y = torch.randint(17, (6, 5)), torch.randint(17, (6, 5))
+    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    if step == 5:
+        with torch.no_grad():
+            params[0].grad[16] = float("inf")
+    scaler.unscale_(optimizer)
+    show(nn.utils.clip_grad_norm_(params, 0.5))
+    scaler.step(optimizer)
+    scaler.update()
+    show(loss, scaler.get_scale())
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [GRADIENTS + LOOP, VALUES + LOOP, COPIES + LOOP, SCALED],
+    ids=["gradients", "values", "copies", "scaled"],
+)
+def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
+    assert_same(tmp_path, MODEL + text + TAIL, FULL)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("params[0].detach()[0].zero_()", "changes a part of a parameter in place"),
+        ("params[0].register_hook(lambda gradient: 2 * gradient)", "register_hook"),
+        ("model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)", "has replaced"),
+        ("model.extra = nn.Linear(2, 2)", "replaced or added parameters"),
+        ("torch.autograd.grad(model(x).sum(), params)", "torch.autograd.grad"),
+        ("model(x).sum().backward(inputs=params[:1])", "torch.autograd.grad"),
+    ],
+    ids=["view", "hook", "assign", "extra", "grad", "inputs"],
+)
+def test_what_cannot_be_followed_is_refused(tmp_path: Path, line: str, reason: str) -> None:
+    text = MODEL + f"\n\ndef during(step):\n    if step == 1:\n        {line}\n\n\n" + LOOP + TAIL
+    refused = run(tmp_path / "refused", text, FULL)
+    assert reason in refused.err
+    assert "continuing under as it is" in refused.err
+
+
+def test_a_variable_of_a_function_may_hold_no_parameter(tmp_path: Path) -> None:
+    loop = LOOP.replace("during(step)", "show(weight.norm())").replace("\n", "\n    ")
+    text = MODEL + "\n\ndef main():\n    weight = params[0]" + loop + "\n\nmain()\n"
+    refused = run(tmp_path / "refused", text, FULL)
+    assert "from before the weights were sharded" in refused.err

@@ -1,0 +1,298 @@
+"""Shards weights, gradients and optimizer state of a root, by torch's ``fully_shard`` (FSDP2).
+
+The root is sharded in its first training call, once the layout of the call is verified. Each
+repeated block is gathered for its own forward and backward, and the rest of the root for those of
+the root. The parameters that the script holds are replaced by sharded ones. The hooks of FSDP are
+wrappers around calls here, so that the script finds its modules as it made them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.strategies.inspection.blocks import listed_blocks
+from autofit.worker.harness.batch.layout import Batch, Layout
+from autofit.worker.harness.batch.outputs import Gradients
+from autofit.worker.harness.patching.observers import plain_backward
+from autofit.worker.harness.ranks.references import replace_parameters
+from autofit.worker.harness.ranks.shared_call import SharedCall, SharedRoot
+from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
+from autofit.worker.harness.torch_state.pytree import flatten
+
+OTHER_PARAMETERS = "the script has replaced or added parameters of the model"
+OTHER_WAY = "the ranks have taken different ways through the model's blocks"
+MEMBERS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY)
+"""Attributes that ``fully_shard`` sets on modules and needs for the compiler only."""
+
+
+class Owner(Protocol):
+    """What sharding needs of the root (``session.root.HarnessRoot``)."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
+        """Put ``wrapper`` around each forward of the root."""
+
+    def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of a submodule."""
+
+
+class ShardedWeights:
+    """The sharded weights of one root. They stay sharded for the life of the process."""
+
+    def __init__(self, owner: Owner, whole: WholeTensors) -> None:
+        self._owner = owner
+        self._whole = whole
+        self._states: dict[nn.Module, Any] = {}
+        """FSDP's state of each module that is gathered by itself."""
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._called: list[int] = []
+        """The blocks of the present forward, by their number, in the order of their calls."""
+        self._undos: list[Undo] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the weights are sharded now."""
+        return bool(self._states)
+
+    def start(self, shared: SharedRoot) -> Undo:
+        """Run the calls of ``shared`` with sharded weights from now on."""
+        shared.sharded = self
+        self._undos = [self._owner.around_forward(self._around_root)]
+        self._wrap_blocks()
+
+        def undo() -> None:
+            shared.sharded = None
+            while self._undos:
+                self._undos.pop()()
+
+        return undo
+
+    # --- calls -----------------------------------------------------------------------------
+
+    def call(self, shared: SharedRoot, run: Forward, batch: Batch, layout: Layout | None) -> Any:
+        """Run a training call: divided by ``layout``, or whole on every rank."""
+        self._whole.check()
+        if not self.active:
+            self._shard(self._owner.module)
+        self._refuse_other_parameters()
+        if layout is not None:
+            call = ShardedCall(shared, self, run, batch, layout)
+            if call.divides:
+                return call()
+        return self._run_whole(shared.group.size, run, batch)
+
+    def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call without gradients, whole on every rank."""
+        self._whole.check()
+        if not torch.is_inference_mode_enabled():
+            return run(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():  # gathered weights serve training too
+            return run(*args, **kwargs)
+
+    def _run_whole(self, size: int, run: Forward, batch: Batch) -> Any:
+        """Run the whole batch on every rank; the sum of equal gradients is divided again."""
+        leaves = [_scaled(each, size) for each in batch.leaves]
+        args, kwargs = batch.call(leaves)
+        outputs, spec = flatten(run(*args, **kwargs))
+        return tree_unflatten([_scaled(each, 1 / size) for each in outputs], spec)
+
+    def _around_root(self, run: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return run(*args, **kwargs)
+            self._called.clear()
+            with self._whole.in_model() if torch.is_grad_enabled() else nullcontext():
+                return self._gathered(self._owner.module, run, args, kwargs)
+
+        return forward
+
+    def _around_block(self, block: nn.Module, number: int) -> Wrapper:
+        reference = weakref.ref(block)
+
+        def wrapper(run: Forward) -> Forward:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                module = reference()
+                assert module is not None, "a block is alive while it is called"
+                self._called.append(number)
+                return self._gathered(module, run, args, kwargs)
+
+            return forward
+
+        return wrapper
+
+    def _gathered(self, module: nn.Module, run: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call while the weights of ``module`` are gathered, as FSDP's hooks would."""
+        state = self._states[module]
+        with self._whole.by_parts():
+            args, kwargs = state._pre_forward(module, args, kwargs)
+        output = run(*args, **kwargs)
+        with self._whole.by_parts():
+            return state._post_forward(module, args, output)
+
+    def called(self) -> tuple[int, ...]:
+        """Return the blocks that the last forward has called, in order."""
+        return tuple(self._called)
+
+    def _refuse_other_parameters(self) -> None:
+        now = list(self._owner.module.parameters())
+        known = [each() for each in self._parameters]
+        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+            raise Refused(OTHER_PARAMETERS, STRATEGY)
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in now):
+            raise Refused("the script has hooks on parameters", STRATEGY)
+
+    # --- sharding --------------------------------------------------------------------------
+
+    def _shard(self, module: nn.Module) -> None:
+        """Shard the weights of ``module``, and put the new parameters wherever the old ones are."""
+        before = list(module.named_parameters(remove_duplicate=False))
+        blocks = _blocks(module)
+        for each in (*blocks, module):
+            _refuse_what_is_not_sharded(each)
+        mesh = self._whole.mesh(before[0][1].device)
+        classes = {each: type(each) for each in (*blocks, module)}
+        gradients = {old: old.grad for _, old in before if old.grad is not None}
+        with self._whole.by_parts():
+            for each in (*blocks, module):
+                made = fully_shard(each, mesh=mesh, reshard_after_forward=True)
+                assert isinstance(made, FSDPModule)
+                made.set_gradient_divide_factor(1.0)
+                made.set_force_sum_reduction_for_comms(True)
+        for each, cls in classes.items():
+            state = each._get_fsdp_state()  # type: ignore[operator]
+            self._states[each] = state
+            each.__class__ = cls
+        with self._whole.by_parts():
+            self._states[module]._lazy_init()
+        for state in self._states.values():
+            _remove_hooks(state)
+        for each in module.modules():
+            for name in MEMBERS:
+                each.__dict__.pop(name, None)
+        after = dict(module.named_parameters(remove_duplicate=False))
+        new = {old: after[name] for name, old in before if old is not after[name]}
+        for old, gradient in gradients.items():
+            new[old].grad = self._whole.part(gradient, new[old])
+        del before, gradients
+        self._parameters = [weakref.ref(each) for each in module.parameters()]
+        replace_parameters(new)
+        self._wrap_blocks()
+
+    def _wrap_blocks(self) -> None:
+        blocks = [each for each in self._states if each is not self._owner.module]
+        for number, block in enumerate(blocks):
+            self._undos.append(self._owner.around_call(block, self._around_block(block, number)))
+
+
+class ShardedCall(SharedCall):
+    """A divided call. FSDP sums its gradients, and adds each rank's part to ``.grad``."""
+
+    def __init__(
+        self,
+        root: SharedRoot,
+        weights: ShardedWeights,
+        run: Forward,
+        batch: Batch,
+        layout: Layout,
+    ) -> None:
+        super().__init__(root, run, batch, layout)
+        self._weights = weights
+        self.parameters = [nn.Parameter(torch.empty(0))]  # autograd follows a call by its inputs
+
+    def _forward(self) -> tuple[list[Any], TreeSpec]:
+        """Return the outputs of this rank's slice. All ranks must take the same way."""
+        found = super()._forward()
+        group = self._root.group
+        if len(set(group.meet(f"the blocks of {self._root.name}", self._weights.called()))) > 1:
+            raise Refused(OTHER_WAY, STRATEGY)
+        return found
+
+    def _differentiate(
+        self, outputs: list[torch.Tensor], shares: list[torch.Tensor], keeps: bool
+    ) -> tuple[Gradients, Gradients]:
+        """Return this slice's gradients of its arguments."""
+        if outputs:
+            plain_backward(outputs, shares, retain_graph=keeps)
+        return [None], [each.grad for each in self._arguments]
+
+
+class _Scaled(torch.autograd.Function):
+    """Passes a tensor on, and multiplies its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the tensor."""
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient times the factor."""
+        return gradient * ctx.factor, None
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return _Scaled.apply(value, factor)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _remove_hooks(state: Any) -> None:
+    """Remove what FSDP has registered on modules: its work is done around their calls."""
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    # torch 2.11 has one group a module, later releases may have several
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        for handle in (
+            *group._module_to_pre_save_state_dict_hook_handle.values(),
+            *group._module_to_pre_load_state_dict_hook_handle.values(),
+            *(each._post_load_hook_handle for each in group.fsdp_params),
+        ):
+            handle.remove()
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of ``module`` whose parameters no other module has."""
+    users: dict[nn.Parameter, int] = {}
+    for each in module.modules():
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                users[parameter] = users.get(parameter, 0) + 1
+    return [
+        block
+        for block in listed_blocks(module)
+        if block is not module and all(users[each] == 1 for each in block.parameters())
+    ]
+
+
+def _refuse_what_is_not_sharded(module: nn.Module) -> None:
+    parameters = list(module.parameters())
+    reasons: dict[str, Callable[[torch.Tensor], bool]] = {
+        "a part of the model is sharded already": lambda each: isinstance(each, DTensor),
+        "a parameter is of a class of its own": lambda each: type(each) is not nn.Parameter,
+        "a parameter is a single number": lambda each: not each.dim(),
+        "a parameter is not contiguous in memory": lambda each: not each.is_contiguous(),
+        "the script has hooks on parameters": lambda each: bool(
+            each._backward_hooks or each._post_accumulate_grad_hooks
+        ),
+    }
+    for reason, holds in reasons.items():
+        if any(holds(each) for each in parameters):
+            raise Refused(reason, STRATEGY)
+    if len({each.dtype for each in parameters}) > 1:
+        raise Refused("the model's parameters have different types", STRATEGY)
