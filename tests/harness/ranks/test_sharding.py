@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,10 +89,14 @@ READING = (
 )
 """It keeps an average of the weights, reads the optimizer's state, and copies and pickles it."""
 HELD = """
-state = vars(optimizer)["state"].values()  # what this rank keeps
-sizes = [each.nbytes for held in state for each in held.values()]
-torch.save(sum(sizes), "out.pt")
+kinds = {
+    "weights": model.parameters(),
+    "state": [x for held in vars(optimizer)["state"].values() for x in held.values()],
+}
+parts = {kind: [getattr(x, "_local_tensor", x) for x in kinds[kind]] for kind in kinds}
+torch.save({kind: sum(x.nbytes for x in parts[kind]) for kind in kinds}, "out.pt")
 """
+"""Stores how many bytes this rank keeps."""
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -142,10 +149,37 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, level: str
         assert difference(found, expected) < 1e-9
 
 
-def test_a_rank_keeps_its_share_of_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("level", "kinds"), [("zero1", ["state"]), ("full", ["state", "weights"])])
+def test_a_rank_keeps_its_share(tmp_path: Path, level: str, kinds: list[str]) -> None:
     plain = run(tmp_path / "plain", LANGUAGE + HELD)
-    sharded = run(tmp_path / "sharded", LANGUAGE + HELD, {"ranks": "2", "sharding": "zero1"})
-    assert 0.4 * plain.saved < sharded.saved < 0.6 * plain.saved
+    sharded = run(tmp_path / "sharded", LANGUAGE + HELD, {"ranks": "2", "sharding": level})
+    for kind in plain.saved:
+        share = sharded.saved[kind] / plain.saved[kind]
+        assert 0.4 < share < 0.6 if kind in kinds else share == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_example(tmp_path: Path, root: Path, level: str) -> None:
+    small = ["--batch-size", "4", "--layers", "2", "--width", "64", "--heads", "2", "--steps", "20"]
+    options = [*small, "--dtype", "float64", "--device", "cpu", "--losses"]
+    script = str(root / "examples" / "char_lm.py")
+    levels = {"ranks": "2", "sharding": level}
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": levels}))
+    plan = ["--plan", "plan.json", "--storage", "sqlite:///store.db"]
+    for command in (
+        [script, *options, "plain"],
+        ["-m", "autofit", "run", *plan, script, "--", *options, "sharded"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        assert "cannot be used" not in done.stderr
+    plain, sharded = (
+        [float(line) for line in (tmp_path / each).read_text().split()]
+        for each in ("plain", "sharded")
+    )
+    assert sharded == pytest.approx(plain, rel=0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +192,14 @@ def test_a_rank_keeps_its_share_of_the_state(tmp_path: Path) -> None:
             ),
             "Own may update parameters together",
         ),
+        (
+            SEQUENCES.replace(
+                "SGD(model.parameters(), lr=0.1", "SGD(model.parameters(), fused=True"
+            ),
+            "takes gradients that are scaled",
+        ),
     ],
+    ids=["class", "scaled"],
 )
 def test_what_cannot_be_followed_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     refused = run(tmp_path / "refused", text + TAIL, {"ranks": "2", "sharding": "zero1"})

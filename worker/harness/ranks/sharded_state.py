@@ -30,6 +30,7 @@ from autofit.worker.harness.ranks.lockstep import buckets
 
 INSIDERS = ("torch.optim.", "autofit.")
 """Prefixes of the modules that see the state as it is stored; all others see the whole state."""
+COMPILED = "the script compiles the step of its optimizer, or steps it in another way"
 SCALED = "the script's fused optimizer takes gradients that are scaled; use fused=False"
 
 State = dict[str, Any]
@@ -109,6 +110,8 @@ class ShardedState:
         """The rank that steps a parameter. It stays, also when other parameters come or go."""
         self._loads = [0] * group.size
         """Bytes of the parameters of each rank."""
+        self._read = False
+        """The state of other ranks is here until the next step, because the script has read it."""
         self._borrowed: list[torch.Tensor] = []
         """Parameters of other ranks whose state is here while a ``state_dict`` is made."""
 
@@ -141,6 +144,7 @@ class ShardedState:
         if getattr(optimizer, "grad_scale", None) is not None:
             raise Refused(SCALED)
         self._divide(optimizer)
+        self._read = False
         stepped = [each for each in parameters(optimizer) if each.grad is not None]
         others = {id(each) for each in stepped if self._owners[each] != self._group.rank}
         if len(others) < len(stepped):
@@ -188,7 +192,10 @@ class ShardedState:
 
         ``on_host``: copies from a GPU are in host memory, because the device may have no room.
         """
+        if not self._read and not all(map(self._is_own, stored(optimizer))):
+            raise Refused(COMPILED)
         self._divide(optimizer)
+        self._read = not on_host
         state, held = stored(optimizer), list(parameters(optimizer))
         own = {
             i: {name: _Tensor.described(value) for name, value in state[each].items()}

@@ -161,7 +161,7 @@ class WholeTensors:
     def whole(self, tensor: Any) -> torch.Tensor:
         """Return all values of a tensor; all ranks must ask for them."""
         self._group.meet("the values of a sharded tensor")
-        with self.by_parts():
+        with self.by_parts(), _followed():
             found: torch.Tensor = tensor.full_tensor()
         padded = found.untyped_storage().nbytes() > found.nbytes  # a file would be larger
         return found.clone() if padded else found
@@ -177,6 +177,7 @@ class WholeTensors:
         """
         if not isinstance(parameter, DTensor):
             return None
+        self.check()
         return self.whole(parameter.detach()) if here else self.on_host(parameter)
 
     def part(self, values: torch.Tensor, like: Any) -> DTensor:
@@ -314,6 +315,16 @@ class WholeTensors:
             return self.whole(result) if isinstance(result, DTensor) else result
 
         return run
+
+
+@contextmanager
+def _followed() -> Iterator[None]:
+    """Let tensors count their changes, also in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
