@@ -205,3 +205,14 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, text: str, reason: s
     refused = run(tmp_path / "refused", text + TAIL, {"ranks": "2", "sharding": "zero1"})
     assert reason in refused.err
     assert refused.code == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "reason"), [("zero1", "compiles the step of its optimizer"), ("full", "functions")]
+)
+def test_a_compiled_step_is_refused(tmp_path: Path, level: str, reason: str) -> None:
+    made = "compiled = torch.compile(optimizer.step, backend='eager')\nschedule ="
+    text = WHOLE.replace("optimizer.step()", "compiled()").replace("schedule =", made)
+    text = text.replace("range(20)", "range(3)") + DOCUMENT
+    refused = run(tmp_path / "refused", text, {"ranks": "2", "sharding": level})
+    assert reason in refused.err

@@ -32,6 +32,7 @@ from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
 from autofit.worker.harness.torch_state.pytree import flatten
 
 OTHER_PARAMETERS = "the script has replaced or added parameters of the model"
+COMPILED = "the script compiles functions, which might use parameters that are sharded"
 OTHER_WAY = "the ranks have taken different ways through the model's blocks"
 MEMBERS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY)
 """Attributes that ``fully_shard`` sets on modules and needs for the compiler only."""
@@ -87,6 +88,8 @@ class ShardedWeights:
     def call(self, shared: SharedRoot, run: Forward, batch: Batch, layout: Layout | None) -> Any:
         """Run a training call: divided by ``layout``, or whole on every rank."""
         self._whole.check()
+        if shared.seams.compiles_functions:
+            raise Refused(COMPILED, STRATEGY)
         if not self.active:
             self._shard(self._owner.module)
         self._refuse_other_parameters()
