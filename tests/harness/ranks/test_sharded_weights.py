@@ -141,10 +141,23 @@ for step in range(12):
 """
 
 
+ONLY_BLOCKS = """
+model = nn.Sequential(*[Block() for _ in range(3)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.randn(6, 16)
+    loss = (model(x) - x.roll(1, 1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    show(loss)
+"""
+
+
 @pytest.mark.parametrize(
     "text",
-    [GRADIENTS + LOOP, VALUES + LOOP, COPIES + LOOP, SCALED],
-    ids=["gradients", "values", "copies", "scaled"],
+    [GRADIENTS + LOOP, VALUES + LOOP, COPIES + LOOP, SCALED, ONLY_BLOCKS],
+    ids=["gradients", "values", "copies", "scaled", "only blocks"],
 )
 def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
     assert_same(tmp_path, MODEL + text + TAIL, FULL)

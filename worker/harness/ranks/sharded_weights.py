@@ -259,8 +259,11 @@ def _remove_hooks(state: Any) -> None:
     """Remove what FSDP has registered on modules: its work is done around their calls."""
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    # torch 2.11 has one group a module, later releases may have several
+    # torch 2.11 has one group a module, later releases may have several; a module whose blocks have
+    # all parameters has none
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is None:
+            continue
         for handle in (
             *group._module_to_pre_save_state_dict_hook_handle.values(),
             *group._module_to_pre_load_state_dict_hook_handle.values(),
