@@ -22,6 +22,7 @@ def main() -> None:
     from autofit.worker.harness.parent.pipe import connect
     from autofit.worker.harness.process import program, sandbox
     from autofit.worker.harness.process.lifecycle import ScriptLifecycle
+    from autofit.worker.harness.process.private_files import PrivateFiles
     from autofit.worker.harness.verification.short_of_memory import NOTE, in_check
     from autofit.worker.launch import lifeline
     from autofit.worker.records.trials import Uncontained
@@ -30,9 +31,9 @@ def main() -> None:
     rank, ranks = spec.rank, spec.request.ranks
     if spec.scratch is not None:
         contained = sandbox.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
-        if not contained and spec.mode == "run":
-            sys.exit("autofit: the system allows no overlay, and ranks would overwrite files")
-        if not contained and rank == 0:
+        if not contained and spec.meeting is not None and rank > 0:
+            PrivateFiles(Path(spec.scratch)).attach()
+        elif not contained and rank == 0:
             reporter.send(Uncontained())
     if spec.mode == "run":
         lifeline.die_with_parent()

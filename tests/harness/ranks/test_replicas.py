@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from tests.harness.ranks.trainings import (
     SEQUENCES,
     STOP,
     TAIL,
+    WITHOUT_OVERLAY,
     assert_same,
+    difference,
     run,
 )
 
@@ -42,3 +46,19 @@ def test_each_rank_sees_its_slice_and_only_rank_0_leaves_files(
     run(tmp_path / "ranked", LANGUAGE + TAIL, {"ranks": "2"})
     notes = (tmp_path / "ranked" / "notes").read_text().split()
     assert notes == ["3"] * 40
+
+
+@pytest.mark.full
+def test_only_rank_0_leaves_files_where_no_overlay_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shutil.which("unshare") or subprocess.run([*WITHOUT_OVERLAY, "true"]).returncode:
+        pytest.skip("the system does not let this test forbid overlays")
+    monkeypatch.setenv("NOTES", "1")
+    plain = run(tmp_path / "plain", LANGUAGE + TAIL)
+    ranked = run(tmp_path / "ranked", LANGUAGE + TAIL, {"ranks": "2"}, WITHOUT_OVERLAY)
+    assert (ranked.out, ranked.code) == (plain.out, 0), ranked.err
+    assert ranked.files == plain.files
+    assert difference(plain, ranked) < 1e-9
+    notes = (tmp_path / "ranked" / "notes").read_text().split()
+    assert notes[-40:] == ["3"] * 40  # those before are rank 0's of the verification

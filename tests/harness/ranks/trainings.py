@@ -158,8 +158,28 @@ class Ran:
     files: list[str]
 
 
-def run(folder: Path, text: str, levels: dict[str, str] | None = None) -> Ran:
-    """Run a script in a folder of its own: under a plan, or plainly."""
+WITHOUT_OVERLAY = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "sh",
+    "-c",
+    'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"',
+    "sh",
+)
+"""Runs a command that cannot create user namespaces, and so has no overlay."""
+
+
+def run(
+    folder: Path,
+    text: str,
+    levels: dict[str, str] | None = None,
+    before: tuple[str, ...] = (),
+) -> Ran:
+    """Run a script in a folder of its own: under a plan, or plainly.
+
+    ``before``: words before the command.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(HEAD + text)
     command = [sys.executable, "train.py"]
@@ -169,6 +189,7 @@ def run(folder: Path, text: str, levels: dict[str, str] | None = None) -> Ran:
         store = f"sqlite:///{folder.parent}/store.db"
         options = ["--plan", str(plan), "--storage", store]
         command = [sys.executable, "-m", "autofit", "run", *options, "train.py"]
+    command = [*before, *command]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     saved = torch.load(folder / "out.pt") if (folder / "out.pt").exists() else None
     files = sorted(each.name for each in folder.iterdir() if each.name != "__pycache__")
