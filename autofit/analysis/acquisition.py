@@ -25,7 +25,7 @@ GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
 START = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""
-PAYBACK = 2.0
+PAYBACK = 1.5
 """A plan is measured if it is expected to save so many times the seconds of its trial."""
 CHECK = 2.0
 """Seconds to verify a plan and to switch to it, beside its steps."""
