@@ -40,6 +40,10 @@ H100. The whole model's graph fuses it with the loss."""
 MOST_LOGITS = 0.3
 """Largest share of the step time that the logits are expected to take."""
 
+KEEPS = 0.8
+"""Share of the activations that fused kernels leave: 0.46 in GPT-2 XL, 0.94 in BERT-L, 0.99 in ViT-L,
+in bf16 on an H100 or H200."""
+
 BUDGET = 0.5
 """Share of the activations to keep: 0 is the graph's inputs only, 1 is the fastest choice."""
 
@@ -83,10 +87,17 @@ class Compile(Strategy):
             name="regional",
             summary="the repeated blocks, compiled once",
             slowdown=0.85,
+            keeps=KEEPS,
             setup_seconds=14.0,
+            lowers=frozenset({Memory.ACTIVATIONS}),
         ),
         Level(
-            name="full", summary="the whole model as one graph", slowdown=0.84, setup_seconds=100.0
+            name="full",
+            summary="the whole model as one graph",
+            slowdown=0.84,
+            keeps=KEEPS,
+            setup_seconds=100.0,
+            lowers=frozenset({Memory.ACTIVATIONS}),
         ),
         Level(
             name="budget",
