@@ -212,7 +212,7 @@ def test_what_is_made_for_one_size_waits_for_that_size(ended: Ended) -> None:
     assert dominated(compiled, [ended(SPLIT, 4, verdict=Verdict.MEASURED)], 8) is None
     short = ended(SPLIT, verdict=Verdict.OUT_OF_MEMORY)
     assert "fits at no size" in (dominated(compiled, [short], 8) or "")
-    crashed = ended(SPLIT, verdict=Verdict.ERROR)
+    crashed = ended(SPLIT, verdict=Verdict.PLAN_FAILED)
     assert "could not be measured" in (dominated(compiled, [crashed], 8) or "")
 
 
