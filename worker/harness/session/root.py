@@ -437,18 +437,21 @@ class HarnessRoot:
         if self._elastic is not None:
             self._elastic.use_one_size(wanted)
 
-    def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
+    def _find_layout(self, batch: Batch, gradients: bool, known: Layout | None) -> Layout:
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
         on_copy = self._policy.checks_on_copies or self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
             module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
+            if known is not None and on_copy and known.updates:
+                known = replace(known, updates=places_at(module, map(key_of, known.updates)))
             found = find_layout(
                 module,
                 ddp.refuse_collectives(self._composed.in_lasting(plain)),
                 batch,
                 gradients=gradients,
+                known=known,
                 leanly=None if on_copy else self.leanly,
                 narrowly=self._narrowly,
                 doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),

@@ -33,8 +33,9 @@ SMALL = 1 << 22
 CLASSES = 1 << 16
 """The most class weights that are stored as JSON."""
 
-Find = Callable[[Batch, bool], Layout]
-"""Verifies how a call is split, by its gradients or by its outputs only."""
+Find = Callable[[Batch, bool, Layout | None], Layout]
+"""Verifies how a call is split, by its gradients or by its outputs only. The layout is that of an
+earlier call of the kind, if its rules may hold here too."""
 Rehearse = Callable[[Batch, Layout], str]
 """Returns the graph shape of a few samples of a call without a plan; empty if they do not fit in
 memory."""
@@ -175,7 +176,7 @@ class Layouts:
 
     def _prove(self, batch: Batch, gradients: bool, key: Key) -> CallKind:
         try:
-            layout = self._find(batch, gradients)
+            layout = self._find(batch, gradients, None)
         except Refused as refusal:
             return CallKind(
                 key, type(refusal)(str(refusal))
@@ -217,7 +218,7 @@ class Layouts:
         if further in kind.refused:
             raise Refused(kind.refused[further])
         try:
-            kind.layout = self._find_again(batch, gradients)
+            kind.layout = self._find_again(batch, gradients, layout)
         except Undecided:
             return layout
         except Refused as refusal:
@@ -229,9 +230,9 @@ class Layouts:
         self._keep(kind)
         return kind.layout
 
-    def _find_again(self, batch: Batch, gradients: bool) -> Layout:
+    def _find_again(self, batch: Batch, gradients: bool, known: Layout | None = None) -> Layout:
         """Verify the layout on ``batch``; raise ``Undecided`` if that does not fit in memory."""
-        outcome = attempt(lambda: self._find(batch, gradients))
+        outcome = attempt(lambda: self._find(batch, gradients, known))
         if not outcome.fits:
             raise Undecided("memory ran out while the split was verified on another kind of batch")
         return outcome.result()

@@ -82,6 +82,7 @@ def find_layout(
     batch: Batch,
     *,
     gradients: bool = True,
+    known: Layout | None = None,
     leanly: Leanly | None = None,
     narrowly: Leanly | None = None,
     doubted: bool = False,
@@ -89,7 +90,8 @@ def find_layout(
     """Return how calls like this one are split; raise ``Refused`` with the reason if they cannot
     be.
 
-    Without ``gradients`` (evaluation), only outputs are compared. ``leanly`` and ``narrowly`` save
+    Without ``gradients`` (evaluation), only outputs are compared. ``known``: the layout of an earlier
+    call of this kind; if it holds here, the rules are not searched again. ``leanly`` and ``narrowly`` save
     memory if the check does not fit otherwise; the latter runs in half precision. ``doubted``: the
     first dimension may be time, so the refusal also gives the reason against the second dimension.
     """
@@ -106,7 +108,7 @@ def find_layout(
                 raise Refused("the model sees one sample at a time already")
             if reason := pointing(batch, layout):
                 raise Refused(reason)
-            check = _SplitCheck(module, forward, batch, gradients)
+            check = _SplitCheck(module, forward, batch, gradients, known)
             return _find_frugally(check, layout, leanly, narrowly)
         except Refused as refusal:
             reasons.append(type(refusal)(str(refusal)))
@@ -176,11 +178,20 @@ def _try(
 class _SplitCheck:
     """The check of one root on one of its calls."""
 
-    def __init__(self, module: nn.Module, forward: Forward, batch: Batch, gradients: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        batch: Batch,
+        gradients: bool,
+        known: Layout | None = None,
+    ) -> None:
         self.module = module
         self.forward = forward
         self.batch = batch
         self.gradients = gradients
+        self.known = known
+        """The layout of an earlier call of this kind."""
         self.on_host: saved_tensors_hooks | None = None
         """Stores autograd's saved tensors in host memory; ``None`` if they fit on the device."""
         self.sharp = True
@@ -248,6 +259,10 @@ class _SplitCheck:
         updates = state_updates(start, part, chunk, self.forward, state, draws=draws)
         dtypes = self._refuse_escapes(part)
         layout = replace(layout, draws=draws, updates=updates)
+        if self.known is not None and replace(layout, joins=self.known.joins) == self.known:
+            known = _with_updates(self.known, updates)
+            with suppress(Refused):  # the rules are searched again
+                return self._decide(known, part, start, seen, dtypes, _verified_again)
         if layout.draws and not self.gradients and self.module.training:
             raise Refused("the model draws random numbers")
         found = self._decide(layout, part, start, seen, dtypes, Comparison.find)
@@ -278,8 +293,7 @@ class _SplitCheck:
             outcome = attempt_model(lambda: self._updates(layout, part, start))
             if outcome.failure is not None:  # such as a singular matrix
                 return layout
-            updates = {key_of(place): place for place in (*outcome.result(), *layout.updates)}
-            layout = replace(layout, updates=tuple(updates.values()))
+            layout = _with_updates(layout, outcome.result())
             confirmed = attempt_model(
                 lambda: self._decide(layout, part, start, seen, dtypes, _confirmed)
             )
@@ -447,6 +461,17 @@ class _SplitCheck:
             raise Refused("the model cannot run without gradients, as a part of it must")
         outcome.result()
         return before != RandomState.now(), Batch.of(args, kwargs)
+
+
+def _with_updates(layout: Layout, further: Sequence[Place]) -> Layout:
+    """Return ``layout`` with further state that each call updates."""
+    updates = {key_of(place): place for place in (*further, *layout.updates)}
+    return replace(layout, updates=tuple(updates.values()))
+
+
+def _verified_again(comparison: Comparison, _: Progress) -> Layout:
+    comparison.verify_again()
+    return comparison.layout
 
 
 def _confirmed(comparison: Comparison, _: Progress) -> Layout:

@@ -247,6 +247,16 @@ class Comparison:
     def _variants(self) -> Iterator[Variant]:
         return variants(self.part, self.whole, self.layout, self.labels, self.seen)
 
+    def verify_again(self) -> None:
+        """Raise ``Refused`` unless all rules of the layout hold here too, by outputs and gradients.
+
+        Unlike ``confirm``, this counts outputs that are the same for all chunks.
+        """
+        whole, expected = self._with_gradients(self.layout, self.part, (0, self.size))
+        if not _finite(whole):
+            raise Undecided("the model's outputs are not finite")
+        self._add_up(whole, expected, constants=True)
+
     def confirm(self) -> None:
         """Raise ``Doubt`` unless the layout's own rules hold here too.
 
@@ -272,13 +282,19 @@ class Comparison:
 
     def _confirm(self) -> None:
         whole, expected = self._with_gradients(self.layout, self.part, (0, self.size))
-        if not _finite(whole):
-            return
+        if _finite(whole):
+            self._add_up(whole, expected, constants=False)
+
+    def _add_up(self, whole: Output, expected: Digest | None, *, constants: bool) -> None:
+        """Raise ``Doubt`` unless the chunks' outputs and gradients add up to those of the samples.
+
+        ``constants``: also compare outputs that the layout takes from the first chunk.
+        """
         found = [self._with_gradients(self.layout, self.part, cut) for cut in self.cuts]
         columns = _columns([chunk for chunk, _ in found])
         for join, leaf, column in zip(self.layout.joins, whole.leaves, columns, strict=True):
-            varies = join.rule is not Rule.SAME
-            if varies and not self._holds(join, self.part, self.cuts, column, leaf):
+            compared = constants or join.rule is not Rule.SAME
+            if compared and not self._holds(join, self.part, self.cuts, column, leaf):
                 raise Doubt(_mismatch(leaf))
         self._compare_gradients(expected, [gradients for _, gradients in found])
 
