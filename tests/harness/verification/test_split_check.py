@@ -1227,3 +1227,40 @@ def test_where_the_last_bits_decide_nothing_is_asked() -> None:
     wrong = Chaotic(mixes=True)
     with pytest.raises(Refused):
         find_layout(wrong, wrong, batch)
+
+
+class WordLoss(nn.Module):
+    """The mean loss over words; with ``pads``, the word 0 counts in a mean over all other words."""
+
+    def __init__(self, pads: bool) -> None:
+        super().__init__()
+        self.pads = pads
+        self.sizes: Notes[int] = Notes()
+        self.embedding = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(words))
+        losses = self.head(self.embedding(words).tanh())[..., 0] ** 2
+        found: torch.Tensor = losses.sum() / (words != 0).sum() if self.pads else losses.mean()
+        return found
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_batch_of_another_kind_is_verified_by_the_known_rules_first(
+    rooted: Callable[..., HarnessRoot], pads: bool
+) -> None:
+    torch.manual_seed(0)
+    model = WordLoss(pads)
+    root = rooted(model)
+    words = torch.randint(1, 50, (8, 12))
+    root.layout(Batch.of((words,), {}))
+    first = sum(model.sizes)
+    model.sizes.clear()
+    words[0, :5] = 0
+    layout = root.layout(Batch.of((words,), {}))
+    if pads:
+        assert layout.joins[0].rule is Rule.TOKENS, "found again: they do not hold"
+    else:
+        assert layout.joins[0].rule is Rule.SAMPLES
+        assert 0 < sum(model.sizes) < first / 3
