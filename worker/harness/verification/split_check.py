@@ -90,10 +90,11 @@ def find_layout(
     """Return how calls like this one are split; raise ``Refused`` with the reason if they cannot
     be.
 
-    Without ``gradients`` (evaluation), only outputs are compared. ``known``: the layout of an earlier
-    call of this kind; if it holds here, the rules are not searched again. ``leanly`` and ``narrowly`` save
-    memory if the check does not fit otherwise; the latter runs in half precision. ``doubted``: the
-    first dimension may be time, so the refusal also gives the reason against the second dimension.
+    Without ``gradients`` (evaluation), only outputs are compared. ``known``: the layout of an
+    earlier call of this kind; if it holds here, the rules are not searched again. ``leanly`` and
+    ``narrowly`` save memory if the check does not fit otherwise; the latter runs in half precision.
+    ``doubted``: the first dimension may be time, so the refusal also gives the reason against the
+    second dimension.
     """
     if gradients:
         refuse_listeners(module)
