@@ -1,0 +1,199 @@
+"""One script on one and on several cards: autofit's ranks beside DDP and FSDP2 written by hand.
+
+    python benchmarks/cards.py --out FILE [--work decoder ...] [--device cpu] [--seconds N]
+
+A row is one run of a script: as it is on one card, under torchrun with its own DDP or FSDP2, and
+unmodified under ``autofit run`` with ``ranks``. Scripts print a line with their loss at each step.
+Seconds a step are the median between these lines, without the first ``SETTLING`` steps, so start-up
+and autofit's checks are left out. A script may also print its own speed. The peak is the largest
+memory in use on any card, as NVML reports it every half second. No row starts after N seconds.
+Writes what each row found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from grid import EXAMPLES, HERE
+
+SETTLING = 8
+"""Steps at the start that are not timed."""
+STEPS = 30
+LIMIT = 150.0
+"""Seconds of a row, after which it is stopped."""
+LOSS = re.compile(r"loss\W+([\d.]+)")
+SPEED = re.compile(r"speed ([\d.]+) samples/s")
+"""What a script says that times its own steps."""
+
+DECODER = f"{EXAMPLES / 'decoder_lm.py'} --steps {STEPS} --log-every 1"
+FAST = "--precision bf16 --optimizer fused"
+FAST_PLAN = {"precision": "bf16", "optimizer": "fused"}
+TORCHRUN = "-m torch.distributed.run --nproc-per-node {cards}"
+TRAINER = f"{HERE / 'works' / 'gpt2_trainer.py'} --steps 40"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run: a command line of ``python``, and autofit's plan if it runs under one."""
+
+    work: str
+    name: str
+    line: str
+    samples: int
+    plan: dict[str, str] | None = None
+
+
+def rows(device: str) -> list[Row]:
+    """Return all rows. On the CPU the decoder is the tiny one, to try this file."""
+    small = device == "cpu"
+    found: list[Row] = []
+    presets = ("tiny",) if small else ("1.1b", "7b")
+    for preset in presets:
+        work = f"decoder {preset}"
+        line = f"{DECODER} --preset {preset} --device {device}"
+        saved = {"checkpointing": "all"} if preset == "7b" else {}
+        by_hand = f"{FAST} --checkpointing" if saved else FAST
+        plan = {**FAST_PLAN, **saved, "ranks": "2"}
+        if not saved:
+            found += [
+                Row(work, "one card, by hand", f"{line} {by_hand}", 16),
+                Row(work, "DDP, by hand", f"{TORCHRUN} {line} {by_hand} --parallel ddp", 16),
+                Row(work, "ranks 2", line, 16, plan),
+                Row(work, "ranks 2, zero1", line, 16, {**plan, "sharding": "zero1"}),
+            ]
+        found += [
+            Row(work, "FSDP2, by hand", f"{TORCHRUN} {line} {by_hand} --parallel fsdp2", 16),
+            Row(work, "ranks 2, full", line, 16, {**plan, "sharding": "full"}),
+        ]
+    if not small:
+        found += [
+            Row("gpt2 trainer", "one card, plan", TRAINER, 16, {"precision": "bf16"}),
+            Row("gpt2 trainer", "ranks 2", TRAINER, 16, {"precision": "bf16", "ranks": "2"}),
+        ]
+    return found
+
+
+@contextmanager
+def largest_use() -> Iterator[list[int]]:
+    """Yield a list that holds the largest bytes in use on any card since now; 0 without a card."""
+    found, ended = [0], threading.Event()
+
+    def watch() -> None:
+        with suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            cards = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            while not ended.wait(0.5):
+                used = [int(pynvml.nvmlDeviceGetMemoryInfo(card).used) for card in cards]
+                found[0] = max(found[0], *used)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def run(row: Row, cards: int) -> dict[str, object]:
+    """Run a row; return its seconds a step, samples a second, peak and losses."""
+    line = row.line.format(cards=cards).split()
+    started = time.monotonic()
+    ticks: list[float] = []
+    losses: list[float] = []
+    last: list[str] = []
+    speed = None
+    with tempfile.TemporaryDirectory() as folder, largest_use() as used:
+        if row.plan is not None:
+            (Path(folder) / "plan.json").write_text(json.dumps({"plan": row.plan}))
+            plan = ["--plan", f"{folder}/plan.json", "--storage", f"sqlite:///{folder}/a.db"]
+            line = ["-m", "autofit", "run", *plan, line[0], "--", *line[1:]]
+        child = subprocess.Popen(
+            [sys.executable, *line],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=HERE.parent,
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if "one card" in row.name else {}),
+        )
+        stop = threading.Timer(LIMIT, child.terminate)
+        stop.start()
+        assert child.stdout is not None
+        for text in child.stdout:
+            last = [*last[-14:], text.rstrip()]
+            if loss := LOSS.search(text):
+                ticks.append(time.monotonic())
+                losses.append(float(loss[1]))
+            if told := SPEED.match(text):
+                speed = float(told[1])
+        code = child.wait()
+        stop.cancel()
+    found = {
+        "work": row.work,
+        "run": row.name,
+        "code": code,
+        "command_seconds": round(time.monotonic() - started, 1),
+        "peak_bytes": used[0],
+        "losses": losses[:20],
+    }
+    between = [b - a for a, b in pairwise(ticks)][SETTLING:]
+    if speed is not None:
+        return {**found, "samples_per_second": speed}
+    if len(between) < 3:
+        return {**found, "said": last}
+    seconds = statistics.median(between)
+    return {**found, "step_seconds": seconds, "samples_per_second": row.samples / seconds}
+
+
+def table(found: Sequence[dict[str, object]]) -> str:
+    """Return the rows as a table in Markdown."""
+    lines = ["| work | run | samples/s | peak of a card | last loss |", "|---|---|---|---|---|"]
+    for each in found:
+        rate, losses = each.get("samples_per_second"), each["losses"]
+        shown = f"{rate:.2f}" if isinstance(rate, float) else f"failed ({each['code']})"
+        assert isinstance(losses, list)
+        peak = f"{each['peak_bytes'] / (1 << 30):.1f} GiB"  # type: ignore[operator]
+        loss = f"{losses[-1]:.6f}" if losses else ""
+        lines.append(f"| {each['work']} | {each['run']} | {shown} | {peak} | {loss} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the rows one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", action="append", help="start of a work's name (repeatable)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--cards", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no row later than this")
+    options = parser.parse_args()
+    end, found = time.monotonic() + options.seconds, []
+    for row in rows(options.device):
+        wanted = not options.work or row.work.startswith(tuple(options.work))
+        if wanted and time.monotonic() < end:
+            found.append(run(row, options.cards))
+            sys.stdout.write(json.dumps(found[-1]) + "\n")
+            sys.stdout.flush()
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(table(found))
+
+
+if __name__ == "__main__":
+    main()
