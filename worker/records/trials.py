@@ -654,6 +654,11 @@ class ChildSpec:
     meeting: Meeting | None = None
     """Where the ranks meet, if they are replicas of a single-process script."""
 
+    @property
+    def leaves_files(self) -> bool:
+        """Whether the script's files are this process's: of replicas, only rank 0 leaves any."""
+        return self.meeting is None or self.rank == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:

@@ -110,22 +110,24 @@ class PrivateFiles:
     def _is_gone(self, origin: str) -> bool:
         return any(str(each) in self._gone for each in (Path(origin), *Path(origin).parents))
 
+    def _own(self, origin: str) -> str:
+        """Return the private place of a file, and make its folder."""
+        own = self._folder + origin
+        os.makedirs(os.path.dirname(own), exist_ok=True)
+        return own
+
     def _new(self, origin: str) -> str:
         """Return where to create a file; the real place if that must fail."""
         seen, parent = self._seen(origin), self._seen(os.path.dirname(origin))
         if os.path.lexists(seen) or not os.path.isdir(parent):
             return seen
-        own = self._folder + origin
-        os.makedirs(os.path.dirname(own), exist_ok=True)
-        return own
+        return self._own(origin)
 
     def _new_file(self, origin: str) -> str:
         """Return where to write a file anew."""
         if os.path.isdir(self._seen(origin)) or not os.path.isfile(self._seen(origin)):
             return self._new(origin)
-        own = self._folder + origin
-        os.makedirs(os.path.dirname(own), exist_ok=True)
-        return own
+        return self._own(origin)
 
     def _changed(self, origin: str) -> str:
         """Return where to change a file: in a copy of it."""
@@ -258,8 +260,7 @@ class PrivateFiles:
             if self._names(new):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), dst)
             self._gone.add(new)
-            target = self._folder + new
-            os.makedirs(os.path.dirname(target), exist_ok=True)
+            target = self._own(new)
         whole = self._whole(old) if os.path.isdir(seen) else seen
         if whole.startswith(f"{self._folder}/") or not os.path.lexists(seen):
             shutil.move(whole, target) if new is None else plain(whole, target)
@@ -299,7 +300,7 @@ class PrivateFiles:
         """Return the names in a folder that the script sees, and the folder of each."""
         found: dict[str, str] = {}
         if os.path.isdir(origin) and not self._is_gone(origin):
-            real = (name for name in os.listdir(origin))
+            real = os.listdir(origin)
             found = {n: origin for n in real if os.path.join(origin, n) not in self._gone}
         own = self._folder + origin
         return found | (dict.fromkeys(os.listdir(own), own) if os.path.isdir(own) else {})

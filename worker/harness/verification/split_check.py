@@ -260,13 +260,25 @@ class _SplitCheck:
         updates = state_updates(start, part, chunk, self.forward, state, draws=draws)
         dtypes = self._refuse_escapes(part)
         layout = replace(layout, draws=draws, updates=updates)
+        if layout.draws and not self.gradients and self.module.training:
+            raise Refused("the model draws random numbers")
         if self.known is not None and replace(layout, joins=self.known.joins) == self.known:
             known = _with_updates(self.known, updates)
             with suppress(Refused):  # the rules are searched again
-                return self._decide(known, part, start, seen, dtypes, _verified_again)
-        if layout.draws and not self.gradients and self.module.training:
-            raise Refused("the model draws random numbers")
-        found = self._decide(layout, part, start, seen, dtypes, Comparison.find)
+                return self._settle(known, part, start, seen, dtypes, _verified_again)
+        return self._settle(layout, part, start, seen, dtypes, Comparison.find)
+
+    def _settle(
+        self,
+        layout: Layout,
+        part: Batch,
+        start: Snapshot,
+        seen: Observer,
+        dtypes: set[torch.dtype],
+        ask: Ask,
+    ) -> Layout:
+        """Return the answer to ``ask``, confirmed at other weights if gradients count."""
+        found = self._decide(layout, part, start, seen, dtypes, ask)
         if not self.gradients:
             return found
         part = rolled(part, layout, seen)
