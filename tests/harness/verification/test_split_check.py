@@ -1264,3 +1264,27 @@ def test_a_batch_of_another_kind_is_verified_by_the_known_rules_first(
     else:
         assert layout.joins[0].rule is Rule.SAMPLES
         assert 0 < sum(model.sizes) < first / 2
+
+
+class GatedPads(WordLoss):
+    """A term for any word 0 in the batch, behind a gate that is closed at the present weights."""
+
+    def __init__(self) -> None:
+        super().__init__(pads=False)
+        self.gate = nn.Parameter(torch.tensor(-0.01))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return super().forward(words) + self.gate.relu() * (words == 0).any()
+
+
+def test_known_rules_that_hold_only_at_the_present_weights_are_refused(
+    rooted: Callable[..., HarnessRoot],
+) -> None:
+    torch.manual_seed(0)
+    model = GatedPads()
+    root = rooted(model)
+    words = torch.randint(1, 50, (8, 12))
+    assert root.layout(Batch.of((words,), {})).joins[0].rule is Rule.SAMPLES
+    words[0, :5] = 0
+    with pytest.raises(Refused, match="do not add up"):
+        root.layout(Batch.of((words,), {}))
