@@ -31,7 +31,7 @@ def main() -> None:
     rank, ranks = spec.rank, spec.request.ranks
     if spec.scratch is not None:
         contained = sandbox.contain(Path(spec.scratch), rank, ranks, reporter, lifeline_fd)
-        if not contained and not spec.leaves_files:
+        if not contained and not spec.saves_files:
             PrivateFiles(Path(spec.scratch)).attach()
         elif not contained and rank == 0:
             reporter.send(Uncontained())

@@ -655,7 +655,7 @@ class ChildSpec:
     """Where the ranks meet, if they are replicas of a single-process script."""
 
     @property
-    def leaves_files(self) -> bool:
+    def saves_files(self) -> bool:
         """Whether the script's files are this process's: of replicas, only rank 0 leaves any."""
         return self.meeting is None or self.rank == 0
 

@@ -57,7 +57,7 @@ class ScriptLifecycle:
 
     def wait_for_torch(self) -> None:
         """Start the session as soon as the script has imported torch."""
-        if self._spec.mode == "run" and self._spec.leaves_files:
+        if self._spec.mode == "run" and self._spec.saves_files:
             SavedFiles(self._reporter).attach(checkpoints=self._spec.report_saves)
         if self._spec.meeting is not None:
             random.seed(self._spec.meeting.seed)  # the script may draw before it imports torch
