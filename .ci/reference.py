@@ -91,23 +91,36 @@ def fields(cls: type) -> dict[str, str]:
 def command_line() -> str:
     """Return ``cli.md``: each command with its options, and the exit codes."""
     told = ["# Command line", NOTICE, ""]
-    context = click.Context(cli, info_name="autofit")
-    commands = [(name, cli.get_command(context, name)) for name in cli.list_commands(context)]
-    told += table(
-        ("command", "what it does"),
-        ((f"[`autofit {n}`](#autofit-{n})", c.get_short_help_str(200)) for n, c in commands if c),
-    )
+    commands = list(_commands(click.Context(cli, info_name="autofit")))
+    told += table(("command", "what it does"), map(_entry, commands))
     told += ["", OPTIONS_BEFORE, ""]
-    for name, command in commands:
-        assert command is not None
-        own = click.Context(command, info_name=name, parent=context)
+    for own in commands:
+        command = own.command
         usage = command.get_usage(own).removeprefix("Usage: ")
-        told += [f"## autofit {name}", "", "```", " ".join(usage.split()), "```", ""]
+        told += [f"## {own.command_path}", "", "```", " ".join(usage.split()), "```", ""]
         told += [prose(command.help or ""), ""]
         told += table(("option", "meaning"), filter(None, map(_option(own), command.params)))
         told += [""]
     told += ["## Exit codes", "", *table(("code", "meaning"), exit_codes()), "", RUN_CODE]
     return "\n".join(told) + "\n"
+
+
+def _commands(context: click.Context) -> Iterator[click.Context]:
+    """Yield the context of each command of a group, followed by those of its own commands."""
+    group = context.command
+    assert isinstance(group, click.Group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        own = click.Context(command, info_name=name, parent=context)
+        yield own
+        if isinstance(command, click.Group):
+            yield from _commands(own)
+
+
+def _entry(own: click.Context) -> tuple[str, str]:
+    path = own.command_path
+    return f"[`{path}`](#{path.replace(' ', '-')})", own.command.get_short_help_str(200)
 
 
 OPTIONS_BEFORE = """\

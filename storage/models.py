@@ -163,7 +163,7 @@ class Trial(Held, Base):
     traceback: Mapped[str | None] = mapped_column(Text)
     startup_seconds: Mapped[float | None]
     trace: Mapped[dict[str, Any] | None] = mapped_column(Json(), deferred=True)
-    """Only for the study's reference; hundreds of kilobytes, so it is loaded on demand."""
+    """For the study's reference and confirmation runs; hundreds of kilobytes, loaded on demand."""
 
     measurements: Mapped[list[Measurement]] = relationship(
         order_by="Measurement.position", lazy="selectin"

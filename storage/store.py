@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
@@ -18,7 +19,7 @@ from autofit.exceptions import StorageError
 from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
-from autofit.storage.models import Event, Evidence, Fitted, Held, Study, Trial
+from autofit.storage.models import Event, Evidence, Fitted, Held, Measurement, Study, Trial
 from autofit.storage.owner import TOLERANCE, Owner
 from autofit.storage.records import (
     EventRecord,
@@ -182,6 +183,21 @@ class Store:
             row.facts = convert.to_json(facts)
             return self._record(convert.study_record, row)
 
+    def delete_study(self, study: StudyRecord) -> None:
+        """Delete a study with its trials, their measurements, and its events.
+
+        Evidence on the script stays, because other studies of the script use it.
+        """
+        with self._write() as session:
+            row = self._study(session, study.id)
+            mine = select(Trial.id).filter_by(study_id=study.id)
+            session.execute(delete(Measurement).where(Measurement.trial_id.in_(mine)))
+            session.execute(
+                delete(Event).where((Event.study_id == study.id) | Event.trial_id.in_(mine))
+            )
+            session.execute(delete(Trial).filter_by(study_id=study.id))
+            session.delete(row)
+
     def leave_out(self, study: StudyRecord, strategy: str, level: str, reason: str) -> StudyRecord:
         """Exclude this level from this study; a later reason does not replace the first."""
         with self._write() as session:
@@ -284,7 +300,8 @@ class Store:
     ) -> TrialRecord:
         """Store the report of a running trial in one transaction; the trial is final afterwards.
 
-        ``trace``: given for the trial with which later ones are compared (``reference``).
+        ``trace``: given for the trial with which later ones are compared (``reference``), and for
+        confirmation runs.
         """
         if report.plan != trial.plan:
             raise StorageError(
@@ -334,16 +351,22 @@ class Store:
             return self._records(convert.trial_record, session.scalars(query))
 
     def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
-        """Return the study's first trial that has a trace, and the trace."""
+        """Return the first trial of the study's search that has a trace, and the trace."""
         query = (
             select(Trial)
-            .filter_by(study_id=study.id)
+            .filter_by(study_id=study.id, purpose=Purpose.SEARCH)
             .where(Trial.trace.is_not(None))
             .order_by(Trial.number)
             .options(undefer(Trial.trace))
         )
         with self._read() as session:
             return next(iter(self._records(_with_trace, session.scalars(query))), None)
+
+    def trace(self, trial: TrialRecord) -> Trace | None:
+        """Return the trace of a trial, if it is stored: of the reference and confirmation runs."""
+        with self._read() as session:
+            row = self._trial(session, trial)
+            return self._record(_trace_of, row)
 
     def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
         """Store the number of the trial in Optuna's study; any state allows it."""
@@ -507,6 +530,10 @@ class Store:
         return row
 
 
+def _trace_of(row: Trial) -> Trace | None:
+    return None if row.trace is None else convert.from_json(row.trace, Trace)
+
+
 def _with_trace(row: Trial) -> tuple[TrialRecord, Trace]:
     assert row.trace is not None, "the query selects rows with a trace"
     return convert.trial_record(row), convert.from_json(row.trace, Trace)
@@ -540,9 +567,9 @@ def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
     """Return an empty study with a new identifier."""
     stem = key.fingerprint[:8]
     taken = set(session.scalars(select(Study.id).where(Study.id.startswith(stem))))
-    number = len(taken) + 1
+    names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
     return Study(
-        id=stem if number == 1 else f"{stem}-{number}",
+        id=next(name for name in names if name not in taken),
         fingerprint=key.fingerprint,
         generation=generation,
         script_path=convert.readable(key.script),

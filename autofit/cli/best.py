@@ -44,7 +44,7 @@ def command(
     launch = some_launch(script, module)
 
     from autofit.analysis.ranking import best
-    from autofit.cli.view.summary import lines
+    from autofit.view.summary import lines
 
     script_of_launch, ranks = (launch.script, launch.ranks) if launch else (None, None)
     result, note = best(

@@ -119,8 +119,8 @@ def _end_as_by_ctrl_c() -> None:
 
 
 def _preview(options: SearchOptions, as_json: bool) -> None:
-    from autofit.cli.view.preview import as_document, lines
     from autofit.tuning.preview import dry_run
+    from autofit.view.preview import as_document, lines
 
     preview = dry_run(options)
     if as_json:
@@ -130,10 +130,10 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
 
 
 def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
-    from autofit.cli.view.render import renderer
-    from autofit.cli.view.summary import lines
     from autofit.export import render
     from autofit.tuning.controller import search
+    from autofit.view.render import renderer
+    from autofit.view.summary import lines
 
     _end_as_by_ctrl_c()
     with renderer(stderr=as_json) as listener:

@@ -19,7 +19,7 @@ def document(result: Result) -> dict[str, Any]:
     """
     return {
         PLAN: result.plan.levels,
-        **_figures(result.measurement),
+        **figures(result.measurement),
         "confirmed": result.confirmed,
         "budget_bytes": result.budget,
         "fidelity": result.fidelity,
@@ -30,14 +30,15 @@ def document(result: Result) -> dict[str, Any]:
         "launches_out_of_memory": result.launches_out_of_memory,
         "search_seconds": result.search_seconds,
         "study": result.study,
-        "script": _script(result.script),
+        "script": script_document(result.script),
         "ranks": result.ranks,
         "hardware": _hardware(result),
         "versions": dict(result.versions),
     }
 
 
-def _script(script: Script) -> dict[str, Any]:
+def script_document(script: Script) -> dict[str, Any]:
+    """Return a script and its arguments."""
     return {
         **asdict(script),
         "args": list(script.args),
@@ -46,7 +47,8 @@ def _script(script: Script) -> dict[str, Any]:
     }
 
 
-def _figures(measurement: Measurement) -> dict[str, Any]:
+def figures(measurement: Measurement) -> dict[str, Any]:
+    """Return the figures of a plan."""
     return {
         "samples_per_second": measurement.samples_per_second,
         "samples_per_second_spread": measurement.samples_per_second_spread,
@@ -66,7 +68,7 @@ def _baseline(result: Result) -> dict[str, Any]:
         return verdict
     levels = dict.fromkeys(result.plan.levels, AS_IS)
     fixed = {PLAN: levels, "budget_bytes": result.budget, "fidelity": "exact"}
-    return {**verdict, **fixed, **_figures(result.baseline)}
+    return {**verdict, **fixed, **figures(result.baseline)}
 
 
 def _hardware(result: Result) -> dict[str, Any]:

@@ -264,7 +264,8 @@ class History:
         report = judged(report, self.baseline())
         if report.best is not None and self.study.facts is not None:
             report = replace(report, best=report.best.whole(self.study.facts))
-        trace = trace if trace is self.reference.trace else None
+        again = trial.purpose is Purpose.CONFIRM  # a report shows its losses beside the reference's
+        trace = trace if again or trace is self.reference.trace else None
         before = self.now.hardly_fit
         if report.verdict in BLAMED:
             revoked = self.evidence.revoke(report.plan)

@@ -7,6 +7,7 @@ the missing trials. ``optuna-dashboard`` shows the same file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import warnings
@@ -364,6 +365,19 @@ class OptunaStudy:
         if name not in self._attributes or self._attributes[name] != value:
             self._study.set_user_attr(name, value)
             self._attributes[name] = value
+
+
+def delete_optuna_study(store: Store, study: StudyRecord) -> None:
+    """Delete the Optuna study of a study, if there is one."""
+    import optuna
+
+    with warnings.catch_warnings(), store.explained():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with store.alone():
+            storage = optuna.storages.RDBStorage(store.url)
+        with contextlib.suppress(KeyError):  # no search has begun, or a kill came before it did
+            optuna.delete_study(study_name=name_of(study), storage=storage)
 
 
 def name_of(study: StudyRecord) -> str:

@@ -15,12 +15,12 @@ import pytest
 from autofit.analysis.result import Result
 from autofit.cli import main
 from autofit.cli.search import _options
-from autofit.cli.view.summary import lines
 from autofit.exceptions import UsageError
 from autofit.launch_lines import Launch, accelerate_line, torchrun_line, understand
 from autofit.launch_lines.line import Line
 from autofit.launch_lines.span import span
 from autofit.running.run import as_searched
+from autofit.view.summary import lines
 from autofit.worker.records.trials import Script
 
 CONFIG = """\

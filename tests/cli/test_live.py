@@ -12,7 +12,6 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from autofit.cli.view.live import LiveTable, Running, running_line
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.tuning.notices import (
@@ -23,6 +22,7 @@ from autofit.tuning.notices import (
     TrialEnded,
     TrialStarted,
 )
+from autofit.view.live import LiveTable, Running, running_line
 from autofit.worker.records.trials import Measurement, TrialReport
 
 pytestmark = pytest.mark.quick
@@ -70,7 +70,7 @@ def test_which_card_runs_what() -> None:
 
 def test_a_real_terminal_gets_the_live_table() -> None:
     code = (
-        "from autofit.cli.view.render import renderer\n"
+        "from autofit.view.render import renderer\n"
         "from autofit.tuning.notices import Line\n"
         "with renderer(stderr=False) as show:\n"
         "    show(Line(text='hello'))\n"
@@ -89,7 +89,7 @@ def test_a_real_terminal_gets_the_live_table() -> None:
 def test_a_pipe_gets_plain_lines() -> None:
     code = (
         "import sys\n"
-        "from autofit.cli.view.render import renderer\n"
+        "from autofit.view.render import renderer\n"
         "print(type(renderer(stderr=False)).__name__, 'rich' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

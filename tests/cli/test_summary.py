@@ -10,9 +10,9 @@ import pytest
 
 from autofit.analysis.result import Result
 from autofit.cli import cli
-from autofit.cli.view.summary import SAME, lines
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
+from autofit.view.summary import SAME, lines
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
 pytestmark = pytest.mark.quick

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from autofit.cli.view.render import PlainLines
-from autofit.cli.view.transcript import Transcript
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.tuning.notices import (
@@ -23,6 +21,8 @@ from autofit.tuning.notices import (
     TrialEnded,
     TrialStarted,
 )
+from autofit.view.render import PlainLines
+from autofit.view.transcript import Transcript
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick

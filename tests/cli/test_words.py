@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from autofit.cli.view import words
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts
 from autofit.tuning.notices import StudyStarted
+from autofit.view import words
 from autofit.worker.records.trials import (
     Measurement,
     OutOfMemory,

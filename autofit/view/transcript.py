@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autofit.cli.view import table, words
 from autofit.facts import Facts
 from autofit.printable import printable
 from autofit.tuning.notices import (
@@ -19,6 +18,7 @@ from autofit.tuning.notices import (
     TrialEnded,
     TrialStarted,
 )
+from autofit.view import table, words
 from autofit.worker.records.trials import Measurement, Verdict
 
 

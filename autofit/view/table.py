@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from textwrap import wrap
 
-from autofit.cli.view import words
+from autofit.view import words
 from autofit.worker.records.trials import TrialReport, Verdict
 
 PLAN = 50

@@ -6,9 +6,9 @@ import shlex
 
 from autofit.analysis.result import Result
 from autofit.analysis.speeds import NOISY, is_faster, margin
-from autofit.cli.view import words
 from autofit.storage.url import without_password
 from autofit.units import exact_size, format_duration
+from autofit.view import words
 from autofit.worker.records.trials import Script, Verdict
 
 PLAN_FILE = "plan.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autofit.cli.view import words
+from autofit.view import words
 
 if TYPE_CHECKING:
     from autofit.tuning.preview import Preview

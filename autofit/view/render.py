@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, TextIO
 
-from autofit.cli.view.transcript import Transcript
 from autofit.tuning.notices import Listener, Notice
+from autofit.view.transcript import Transcript
 
 
 class PlainLines:
@@ -42,6 +42,6 @@ def renderer(*, stderr: bool) -> AbstractContextManager[Listener]:
     stream = sys.stderr if stderr else sys.stdout
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return PlainLines(stream)
-    from autofit.cli.view.live import LiveTable
+    from autofit.view.live import LiveTable
 
     return LiveTable(stream)

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from autofit.cli.view import words
-from autofit.cli.view.transcript import StyledLine, Transcript
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.tuning.notices import (
@@ -24,6 +22,8 @@ from autofit.tuning.notices import (
     TrialStarted,
 )
 from autofit.units import format_duration
+from autofit.view import words
+from autofit.view.transcript import StyledLine, Transcript
 from autofit.worker.records.trials import Measurement
 
 STYLES = {"head": "bold", "best": "green", "bad": "yellow", "dim": "dim", "": ""}

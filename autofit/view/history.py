@@ -1,0 +1,183 @@
+"""The tables of ``autofit history``: stored studies, the trials of one, and two side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from autofit.analysis.studies import Side, StoredStudy
+from autofit.analysis.verdicts import best_plan
+from autofit.printable import printable
+from autofit.storage import Purpose, State, StudyRecord, TrialRecord
+from autofit.strategies import AS_IS, NAMES
+from autofit.units import format_duration, format_size
+from autofit.view import words
+from autofit.worker.records.trials import Measurement, Verdict
+
+DIFFERENT = "*"
+"""Marks a row of a comparison whose two values differ."""
+
+
+def table(titles: Sequence[str], *, right: Iterable[str] = ()) -> Table:
+    """Return an empty table; the columns ``right`` hold numbers. No cell is read as markup."""
+    found = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    numbers = set(right)
+    for title in titles:
+        found.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    return found
+
+
+def add(to: Table, *cells: str, style: str = "") -> None:
+    """Add a row of plain text to a table."""
+    to.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+
+
+# --- studies ----------------------------------------------------------------------------------
+
+
+def studies(found: Iterable[StoredStudy]) -> Table:
+    """Return the table of all studies."""
+    made = table(
+        ("study", "script", "device", "budget", "trials", "best plan", "samples/s", "last search"),
+        right=("trials", "samples/s"),
+    )
+    for each in found:
+        study, result = each.study, each.result
+        add(
+            made,
+            study.id,
+            str(study.script),
+            device(study),
+            format_size(study.budget),
+            str(each.searched),
+            "no plan fits" if result is None else str(result.plan),
+            "-" if result is None else words.rate(result.measurement.samples_per_second),
+            day(study.opened),
+        )
+    return made
+
+
+def device(study: StudyRecord) -> str:
+    """Return the devices of one training: ``"2 x NVIDIA H200"``."""
+    return f"{study.key.gpus} x {study.hardware.name}" if study.key.gpus > 1 else study.key.gpu
+
+
+def day(moment: datetime) -> str:
+    """Return a moment in local time, to the minute."""
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+# --- one study --------------------------------------------------------------------------------
+
+
+def head(found: StoredStudy) -> list[str]:
+    """Return the lines above the trials of a study."""
+    study, asked = found.study, "as asked" if found.study.key.memory is not None else "free"
+    return [
+        f"study {study.id}: {study.script}",
+        f"{device(study)}, budget {format_size(study.budget)} {asked};"
+        f" allowed: {words.allowed(study.key.allow)}",
+        f"{words.many(found.searched, 'trial')} in {words.many(study.launches, 'launch')},"
+        f" {format_duration(study.seconds)};"
+        f" first search {day(study.created)}, last {day(study.opened)}",
+    ]
+
+
+def trials(found: StoredStudy) -> Table:
+    """Return the table of the trials of a study, the one of its best plan marked."""
+    made = table(
+        ("#", "plan", "samples/s", "vs now", "peak", "verdict"),
+        right=("#", "samples/s", "vs now", "peak"),
+    )
+    baseline = found.result.baseline if found.result is not None else None
+    for trial in found.trials:
+        best = found.winner is not None and trial.id == found.winner.id
+        measured = trial.measurement if trial.verdict is Verdict.MEASURED else None
+        add(
+            made,
+            str(trial.number),
+            str(best_plan(trial)),
+            words.speed(measured) if measured else "-",
+            versus(trial, baseline),
+            format_size(measured.peak_device) if measured else "-",
+            verdict(trial, best=best),
+            style="green" if best else "" if measured else "dim",
+        )
+    return made
+
+
+def versus(trial: TrialRecord, baseline: Measurement | None) -> str:
+    """Return the change of speed from the script as it is; a dash if one has no speed."""
+    if trial.plan.neutral and trial.verdict is Verdict.MEASURED:
+        return "now"
+    if baseline is None or trial.measurement is None or trial.verdict is not Verdict.MEASURED:
+        return "-"
+    return words.against(trial.measurement, baseline)
+
+
+def verdict(trial: TrialRecord, *, best: bool = False) -> str:
+    """Return how a trial ended and why; running and interrupted trials have no verdict yet."""
+    again = "confirmation run: " if trial.purpose is Purpose.CONFIRM else ""
+    if trial.report is None:
+        return f"{again}{'running' if trial.state is State.RUNNING else 'interrupted'}"
+    return again + words.verdict(trial.report, best=best)
+
+
+# --- two side by side -------------------------------------------------------------------------
+
+
+def comparison(one: Side, other: Side, names: tuple[str, str]) -> Table:
+    """Return two trials or studies side by side; rows that differ are marked."""
+    made = table(("", *names, ""))
+    for title, a, b in rows(one, other):
+        add(made, title, a, b, DIFFERENT if a != b else "", style="" if a != b else "dim")
+    return made
+
+
+def rows(one: Side, other: Side) -> Iterator[tuple[str, str, str]]:
+    """Yield the title and both values of each row of a comparison."""
+    a, b = _about(one), _about(other)
+    yield from ((title, a[title], b[title]) for title in a)
+    mine, its = (side.plan.levels if side.plan else {} for side in (one, other))
+    for name in NAMES:
+        levels = mine.get(name, "-"), its.get(name, "-")
+        if not {*levels} <= {AS_IS, "-"}:
+            yield (name, *levels)
+
+
+def conclusion(one: Side, other: Side, names: tuple[str, str]) -> str:
+    """Return the line that says which side is faster, and which needs less memory."""
+    a, b = one.measurement, other.measurement
+    if a is None or b is None:
+        left = " and ".join(n for n, found in zip(names, (a, b), strict=True) if found is None)
+        return f"{left}: not measured, so that there is nothing to compare"
+    return (
+        f"{names[1]} against {names[0]}: speed {words.against(b, a)},"
+        f" peak {words.change(b.peak_device / a.peak_device)}"
+    )
+
+
+def _about(side: Side) -> dict[str, str]:
+    """Return the rows of one side, without its plan."""
+    study, trial, measured = side.study, side.trial, side.measurement
+    figures = dict.fromkeys(("samples/s", "seconds a step", "peak", "samples a step"), "-")
+    if measured is not None:
+        figures = {
+            "samples/s": words.speed(measured),
+            "seconds a step": f"{measured.seconds:.4g}",
+            "peak": format_size(measured.peak_device),
+            "samples a step": str(measured.effective_batch),
+        }
+    return {
+        "study": study.id,
+        "trial": "-" if trial is None else str(trial.number),
+        "script": str(study.script),
+        "device": device(study),
+        "budget": format_size(study.budget),
+        "verdict": "no plan fits" if trial is None else verdict(trial),
+        **figures,
+    }
