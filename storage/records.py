@@ -84,9 +84,20 @@ class StudyKey:
     """The requested budget in bytes for each device; ``None`` if none was given."""
     allow: str
     """The largest change of the training that is allowed, as ``str(Fidelity)``."""
+    spread: int = 1
+    """Number of devices over which the search may spread a training of one process."""
 
     @classmethod
-    def of(cls, script: Script, *, gpu: str, gpus: int, memory: int | None, allow: str) -> Self:
+    def of(
+        cls,
+        script: Script,
+        *,
+        gpu: str,
+        gpus: int,
+        memory: int | None,
+        allow: str,
+        spread: int = 1,
+    ) -> Self:
         """Return the key of a search of ``script``; raise ``UsageError`` if it cannot be read."""
         file = _script_file(script)
         try:
@@ -104,14 +115,20 @@ class StudyKey:
             gpus=gpus,
             memory=memory,
             allow=allow,
+            spread=spread,
         )
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON without an empty environment, hexadecimal."""
+        """SHA-256 of this key as canonical JSON, hexadecimal.
+
+        An empty environment and a ``spread`` of 1 are left out.
+        """
         plain = asdict(self)
         if not self.environment:
             del plain["environment"]
+        if self.spread == 1:
+            del plain["spread"]
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

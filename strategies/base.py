@@ -357,6 +357,10 @@ class Strategy(ABC):
             raise UsageError(f"{unknown}: it was removed in 0.2: use {self.removed[name]}")
         raise UsageError(f"{unknown}; it has {allowed}")
 
+    def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
+        """Return the levels beside ``as_is`` that a search on ``hardware`` considers."""
+        return tuple(level.name for level in self.levels[1:])
+
     def searched(self, level: str) -> str:
         """Return the level of a search that finds ``level``: ``auto`` in place of a number."""
         return level

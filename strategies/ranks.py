@@ -47,6 +47,11 @@ class Ranks(Strategy):
         except UsageError as error:
             raise UsageError(f"{error} or another number of ranks") from None
 
+    def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
+        """Return one rank for each device, but no more than the batch has samples."""
+        most = min([hardware.devices, *(root.batch for root in facts.roots if root.batch)])
+        return (str(most),) if most >= FEWEST else ()
+
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact. If the model has dropout, random draws differ."""
         drops = facts is not None and any(root.dropout for root in facts.roots)

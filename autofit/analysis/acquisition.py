@@ -23,6 +23,11 @@ from autofit.worker.records.trials import HORIZON, STEPS
 
 GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
+GAIN_BEFORE_SPREAD = 0.05
+"""The same while plans run on one device each and will be spread over several.
+
+A spread training is far faster, and a launch of it can still measure what was left out.
+"""
 START = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""
 PAYBACK = 1.5
@@ -76,6 +81,8 @@ class Situation:
     facts: Facts | None
     budget: int
     cuda: bool
+    link: str = ""
+    """As in ``Hardware``."""
     horizon: int = HORIZON
     """Optimizer steps over which the time to compile is charged."""
     fixed: Plan | None = None
@@ -86,6 +93,8 @@ class Situation:
     """Seconds until ``--timeout`` ends the search; ``None`` without it."""
     expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None
     """Other priors for the cost model: see ``CostModel``."""
+    least_gain: float = GAIN
+    """Minimum expected gain in speed, as a share, for which a plan is measured."""
 
     @property
     def best(self) -> float | None:
@@ -120,6 +129,7 @@ def prospects(situation: Situation) -> list[Prospect]:
         situation.facts,
         situation.budget,
         cuda=situation.cuda,
+        link=situation.link,
         horizon=situation.horizon,
         expectations=situation.expectations,
     )
@@ -162,19 +172,18 @@ def _seconds(
 def worthwhile(situation: Situation) -> list[Prospect]:
     """Return the prospects that pay for their trial, the largest gain per second first.
 
-    Before any plan fits, all do. Then the expected gain must be at least ``GAIN``. Over ``horizon``
-    steps it must save ``PAYBACK`` times the seconds of the trial, and the trial must end before
-    ``--timeout``.
+    Before any plan fits, all do. Then the expected gain must be at least ``least_gain``. Over
+    ``horizon`` steps it must save ``PAYBACK`` times the seconds of the trial. The trial must end
+    before ``--timeout``.
     """
     best, left = situation.best, situation.seconds_left
     found = [p for p in prospects(situation) if left is None or p.seconds <= left]
     if best is None:
         return found
     whole = best * situation.horizon
+    found = [each for each in found if each.gain >= situation.least_gain]
     return [
-        each
-        for each in found
-        if each.gain >= GAIN and each.gain / (1.0 + each.gain) * whole >= PAYBACK * each.seconds
+        each for each in found if each.gain / (1.0 + each.gain) * whole >= PAYBACK * each.seconds
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autofit.analysis.acquisition import Situation
+from autofit.analysis.acquisition import GAIN, GAIN_BEFORE_SPREAD, Situation
 from autofit.analysis.feasibility import LevelSet, level_sets_needed
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.analysis.ranking import ranked
@@ -61,6 +61,10 @@ class SearchState:
     """Plans whose loss was wrong after other plans; each must be the first of a process."""
     seconds_left: float | None = None
     """Seconds until ``--timeout`` ends the search; ``None`` without it."""
+    link: str = ""
+    """As in ``Hardware``."""
+    spreads_later: bool = False
+    """Whether the plans run on one device each, and the search will spread them over several."""
 
     @cached_property
     def baseline(self) -> Verdict | None:
@@ -100,6 +104,8 @@ class SearchState:
             horizon=self.horizon,
             fixed=launch.fixed if launch is not None else None,
             seconds_left=self.seconds_left,
+            link=self.link,
+            least_gain=GAIN_BEFORE_SPREAD if self.spreads_later else GAIN,
         )
         if launch is not None and not launch.fresh:
             left = tuple(p for p in found.candidates if p not in self.first_in_process)
@@ -112,6 +118,8 @@ class SearchState:
         for name, level in plan.searched.changes:
             if level not in levels[name]:
                 return f"{name} {level} is left out"
+        if plan["ranks"] != self.space.ranks:
+            return f"now each training has {self.space.ranks} ranks"
         ended = (*self.drifted, *refused(self.finished))
         if tainted(plan, ended, self.finished):
             return "another plan with these levels was refused"

@@ -3,18 +3,21 @@
 Both predictions have a fixed structure, so that a few trials are enough to fit them:
 
     peak    = (weights + gradients + state + samples * slope) * (1 + waste) + context
-    seconds = chunks * the larger of (compute in a chunk, overhead of a chunk)
+    seconds = chunks * the larger of (compute in a chunk, overhead of a chunk) + sent / bandwidth
     compute in a chunk = compute * share * (1 + rerun * (1 - share))
 
 - ``samples`` is the number of samples in a chunk, and ``share`` is their part of the batch.
 - ``rerun`` is the relative cost of what runs twice if the batch is split.
 - ``overhead`` is the time to launch the kernels of a chunk, which bounds the speed of small chunks.
 - ``weights``, ``gradients`` and ``state`` are computed from the facts of the script.
+- ``chunks`` are those of one rank. Several ranks divide the batch, so each has fewer.
+- ``sent`` is the bytes that a rank sends in a step: see ``autofit/space/communication.py``.
 
 Each level multiplies ``compute`` and the kinds of memory that its strategy lowers by factors of its
 own. Their priors are the strategy's expectations. If a share ``b`` of the blocks is checkpointed,
 the factor is ``1 + b * (f - 1)``, where ``f`` is the factor for all blocks. A plan that leaves the
-number of blocks open takes the share that makes it fastest.
+number of blocks open takes the share that makes it fastest. The number of ranks has no factor, and
+a sharded kind of memory is divided by that number.
 
 If the batch is whole, the backward pass frees activations while it creates gradients, so the peak
 has the larger of the two. A plan that trains on fewer samples differs only in the size of its
@@ -40,12 +43,15 @@ from autofit import strategies
 from autofit.analysis import pruning
 from autofit.analysis.priors import PRIORS
 from autofit.plan import Plan
+from autofit.space.communication import bandwidth, sent_bytes
 from autofit.space.static_memory import Static, total_bytes
 from autofit.space.static_memory import context as context_of
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
 from autofit.strategies.checkpointing import ALL, Checkpointing
 from autofit.strategies.micro_batch import AUTO
+from autofit.strategies.ranks import Ranks, count
+from autofit.strategies.sharding import Sharding
 from autofit.worker.records.trials import HORIZON, Measurement, Verdict
 
 Array: TypeAlias = NDArray[np.float64]
@@ -57,15 +63,16 @@ SHORT_WINDOW = 2
 KNEE = 4.0
 """Exponent of the smooth maximum of compute and overhead; 1 would be their sum."""
 CHECKPOINTING = Checkpointing()
+SHARDING = Sharding()
 EFFECTS = tuple(
     (strategy, level)
     for strategy in strategies.REGISTRY
     for level in strategy.levels[1:]
-    if (strategy.name, level.name) != (CHECKPOINTING.name, AUTO)
+    if (strategy.name, level.name) != (CHECKPOINTING.name, AUTO) and strategy.name != Ranks.name
 )
 """Every level except the first one of each strategy: the parameters of the fit.
 
-Checkpointing has one parameter, for all blocks.
+Checkpointing has one parameter, for all blocks. The number of ranks has none.
 """
 BLOCKS = [(strategy.name, level.name) for strategy, level in EFFECTS].index(
     (CHECKPOINTING.name, ALL)
@@ -101,11 +108,25 @@ class Row:
     """Share of the blocks that is checkpointed."""
     samples: float
     """Samples in a chunk."""
-    whole: float
-    """Samples in a batch under the plan."""
     figure: float
     """Seconds of a step, or peak bytes."""
     noise: float = PRIORS.noise
+
+
+@dataclass(frozen=True, slots=True)
+class Designs:
+    """What is known of plans beside the effects of their levels: one row, or entry, a plan."""
+
+    effects: Array
+    """1 for each effect that the plan has; the share of the blocks for checkpointing."""
+    whole: Array
+    """Samples in a batch of one rank."""
+    ranks: Array
+    """Number of ranks."""
+    shards: Mapping[Memory, Array]
+    """Share of each kind of memory that one rank keeps."""
+    sent: Array
+    """Bytes that a rank sends in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +157,7 @@ class CostModel:
         budget: int,
         *,
         cuda: bool,
+        link: str = "",
         horizon: int = HORIZON,
         expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None,
     ) -> None:
@@ -167,25 +189,37 @@ class CostModel:
         first = points[0] if points else None
         seconds = first.seconds if first else 1.0
         if first is not None:
-            design = _design([first.plan], [first.blocks])
-            seconds /= float(_factor(slowdowns[None], design)[0, 0])
+            effects = _effects([first.plan], [first.blocks])
+            seconds *= count(first.plan[Ranks.name])
+            seconds /= float(_factor(slowdowns[None], effects)[0, 0])
+        designs = self._designs
         self._memory = _Fit(
             self._peak,
+            designs,
             np.array([np.log(context), np.log(slope), 0.0, *keeps]),
             _prior_covariance(
                 [PRIORS.context.of(cuda=cuda), PRIORS.slope, self._static.unsure],
                 KEEPS,
                 PRIORS.memory_effects,
             ),
-            [Row(p.plan, p.blocks, p.samples, self._whole(p.plan), p.peak) for p in points],
+            [Row(p.plan, p.blocks, p.samples, p.peak) for p in points],
             bounds,
         )
         blocks = sum(root.blocks for root in facts.roots) or PRIORS.blocks
         launch = PRIORS.launch * blocks if cuda else PRIORS.cpu_launch * seconds
+        sending = -np.log(bandwidth(link, cuda=cuda))
         self._time = _Fit(
             self._seconds,
+            designs,
             np.array(
-                [np.log(seconds), np.log(PRIORS.rerun), np.log(launch), *slowdowns, *launches]
+                [
+                    np.log(seconds),
+                    np.log(PRIORS.rerun),
+                    np.log(launch),
+                    sending,
+                    *slowdowns,
+                    *launches,
+                ]
             ),
             _block_diagonal(
                 _prior_covariance(
@@ -193,32 +227,27 @@ class CostModel:
                         PRIORS.first_seconds if first else PRIORS.no_seconds,
                         PRIORS.rerun_width,
                         PRIORS.launch_width.of(cuda=cuda),
+                        PRIORS.bandwidth_width,
                     ],
                     widths,
                     PRIORS.time_effects,
                 ),
                 _prior_covariance([], widths * KERNELS, PRIORS.launch_effects),
             ),
-            [
-                Row(p.plan, p.blocks, p.samples, self._whole(p.plan), p.seconds, p.noise)
-                for p in points
-            ],
+            [Row(p.plan, p.blocks, p.samples, p.seconds, p.noise) for p in points],
             [],
         )
 
     def compile_seconds(self, plan: Plan) -> float:
         """Return the seconds that compilation is expected to take under ``plan``."""
-        return float(self._designed([plan])[0] @ self._compile_seconds)
+        return float(self._designed([plan]).effects[0] @ self._compile_seconds)
 
     def predict(self, plan: Plan, samples: int) -> tuple[float, float]:
         """Return the expected step seconds and peak bytes of a plan with ``samples`` in a chunk."""
-        design, size, whole = (
-            self._designed([plan]),
-            np.array([float(samples)]),
-            self._wholes([plan]),
-        )
-        seconds = self._seconds(self._time.mean[None], design, size, whole)
-        peak = self._peak(self._memory.mean[None], design, size, whole)
+        designs = self._designed([plan])
+        size = np.minimum(float(samples), designs.whole)
+        seconds = self._seconds(self._time.mean[None], designs, size)
+        peak = self._peak(self._memory.mean[None], designs, size)
         return float(seconds[0, 0]), float(peak[0, 0])
 
     def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
@@ -232,22 +261,22 @@ class CostModel:
             for share in (SHARES if plan["checkpointing"] == AUTO else (self._blocks(plan),))
         ]
         columns = np.array([column for column, _ in tried], dtype=int)
-        design = _design([plans[column] for column in columns], [share for _, share in tried])
+        designs = self._designs([plans[column] for column in columns], [s for _, s in tried])
         memory, time = self._memory.draw(self._rng), self._time.draw(self._rng)
         shape = (DRAWS, len(plans))
         short = np.exp(self._memory.deviation * self._rng.standard_normal(shape))[:, columns]
-        whole = self._wholes(plans)[columns]
-        rest = self._peak(memory, design, np.zeros(len(tried)), whole)
-        slope = np.maximum(self._peak(memory, design, np.ones(len(tried)), whole) - rest, 1.0)
+        whole = designs.whole
+        rest = self._peak(memory, designs, np.zeros(len(tried)))
+        slope = np.maximum(self._peak(memory, designs, np.ones(len(tried))) - rest, 1.0)
         most = np.array([pruning.max_micro_batch(plan, self._finished) for plan in plans])[columns]
         room = (self._budget / short - rest) / slope
         largest = np.floor(np.clip(room, 0.0, np.minimum(most, whole - 1)))
         splits = np.array([plan["micro_batch"] == AUTO for plan in plans])[columns]
-        fits = self._peak(memory, design, whole, whole) * short <= self._budget
+        fits = self._peak(memory, designs, whole) * short <= self._budget
         samples = np.where(fits & (most >= whole), whole, np.where(splits, largest, 0.0))
         late = np.exp(self._time.deviation * self._rng.standard_normal(shape))[:, columns]
-        seconds = self._seconds(time, design, np.maximum(samples, 1.0), whole) * late
-        seconds = seconds + design @ self._compile_seconds / self._horizon
+        seconds = self._seconds(time, designs, np.maximum(samples, 1.0)) * late
+        seconds = seconds + designs.effects @ self._compile_seconds / self._horizon
         seconds = np.where(samples > 0, seconds, np.inf)
         first = np.searchsorted(columns, np.arange(len(plans)))
         fastest = np.minimum.reduceat(seconds, first, axis=1)
@@ -256,42 +285,58 @@ class CostModel:
 
     # --- the structure ---------------------------------------------------------------------
 
-    def _peak(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
-        """Return the peak bytes of each plan of ``design`` for each row of ``theta``."""
+    def _peak(self, theta: Array, designs: Designs, samples: Array) -> Array:
+        """Return the peak bytes of each plan of ``designs`` for each row of ``theta``."""
         context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
-        factor = {kind: _factor(theta[:, 3:], design * mask) for kind, mask in LOWERS.items()}
+        factor = {
+            kind: _factor(theta[:, 3:], designs.effects * mask) * designs.shards[kind]
+            for kind, mask in LOWERS.items()
+        }
         weights = self._static.weights * factor[Memory.WEIGHTS]
         gradients = self._static.gradients * factor[Memory.GRADIENTS]
         state_bytes = self._static.state * state * factor[Memory.OPTIMIZER_STATE]
         activations = slope * factor[Memory.ACTIVATIONS] * samples
         one = np.maximum(activations, gradients)
-        work = np.where(samples >= whole, one, activations + gradients)
+        work = np.where(samples >= designs.whole, one, activations + gradients)
         held = weights + state_bytes + work
         return np.asarray(total_bytes(held, factor[Memory.WORKSPACE], context))
 
-    def _seconds(self, theta: Array, design: Array, samples: Array, whole: Array) -> Array:
-        """Return the step seconds of each plan of ``design`` for each row of ``theta``."""
-        plain, rerun, overhead = (np.exp(theta[:, [i]]) for i in range(3))
-        effects, launches = np.split(theta[:, 3:], 2, axis=1)
-        compute = plain * _factor(effects, design)
+    def _seconds(self, theta: Array, designs: Designs, samples: Array) -> Array:
+        """Return the step seconds of each plan of ``designs`` for each row of ``theta``."""
+        plain, rerun, overhead, sending = (np.exp(theta[:, [i]]) for i in range(4))
+        effects, launches = np.split(theta[:, 4:], 2, axis=1)
+        compute = plain * _factor(effects, designs.effects)
         share = np.minimum(samples / self._batch, 1.0)
-        compute = compute * (1.0 + rerun * (1.0 - np.minimum(samples / whole, 1.0))) * share
-        overhead = overhead * _factor(launches, design)
-        return np.asarray((compute**KNEE + overhead**KNEE) ** (1.0 / KNEE) / share)
+        again = 1.0 - np.minimum(samples / designs.whole, 1.0)
+        compute = compute * (1.0 + rerun * again) * share
+        overhead = overhead * _factor(launches, designs.effects)
+        chunk = (compute**KNEE + overhead**KNEE) ** (1.0 / KNEE)
+        return np.asarray(chunk / (share * designs.ranks) + designs.sent * sending)
 
     def _blocks(self, plan: Plan) -> float:
         """Return the share of the blocks that is checkpointed under ``plan``."""
         return CHECKPOINTING.block_share(plan[CHECKPOINTING.name], self._facts)
 
-    def _designed(self, plans: Sequence[Plan]) -> Array:
-        return _design(plans, [self._blocks(plan) for plan in plans])
+    def _designed(self, plans: Sequence[Plan]) -> Designs:
+        return self._designs(plans, [self._blocks(plan) for plan in plans])
 
-    def _wholes(self, plans: Sequence[Plan]) -> Array:
-        return np.array([self._whole(plan) for plan in plans])
+    def _designs(self, plans: Sequence[Plan], blocks: Sequence[float]) -> Designs:
+        """Return the designs of ``plans``; ``blocks`` is the share that each checkpoints."""
+        levels = [plan.levels for plan in plans]
+        return Designs(
+            effects=_effects(plans, blocks),
+            whole=np.array([self._whole(plan) for plan in plans]),
+            ranks=np.array([float(count(each[Ranks.name])) for each in levels]),
+            shards={
+                kind: np.array([_shard(kind, each) for each in levels], dtype=float)
+                for kind in Memory
+            },
+            sent=np.array([sent_bytes(plan, self._facts) for plan in plans], dtype=float),
+        )
 
     def _whole(self, plan: Plan) -> float:
-        """Return the samples in a batch under ``plan``."""
-        return float(plan.samples(round(self._batch)))
+        """Return the samples in a batch of one rank under ``plan``."""
+        return max(1.0, plan.samples(round(self._batch)) / count(plan[Ranks.name]))
 
     def _bounds(self, trial: TrialRecord) -> list[Row]:
         """Return a lower bound on the peak at the size that ran out of memory, if one did."""
@@ -306,7 +351,7 @@ class CostModel:
         split = trial.plan["micro_batch"]
         smallest = {AS_IS: whole, AUTO: 1.0}.get(split) or float(split)
         size = short.micro_batch or (smallest if out else whole)
-        return [Row(plan, blocks, float(size), whole, float(trial.budget))]
+        return [Row(plan, blocks, min(float(size), whole), float(trial.budget))]
 
 
 class _Fit:
@@ -314,16 +359,16 @@ class _Fit:
 
     def __init__(
         self,
-        predict: Callable[[Array, Array, Array, Array], Array],
+        predict: Callable[[Array, Designs, Array], Array],
+        designed: Callable[[Sequence[Plan], Sequence[float]], Designs],
         prior: Array,
         unsure: Array,
         points: Sequence[Row],
         bounds: Sequence[Row],
     ) -> None:
         rows = (*points, *bounds)
-        design = _design([row.plan for row in rows], [row.blocks for row in rows])
-        samples = np.array([row.samples for row in rows])
-        whole = np.array([row.whole for row in rows])
+        designs = designed([row.plan for row in rows], [row.blocks for row in rows])
+        samples = np.minimum([row.samples for row in rows], designs.whole)
         target = np.log([row.figure for row in rows])
         whiten = np.linalg.inv(np.linalg.cholesky(_covariance(points)))
         tie = np.linalg.inv(np.linalg.cholesky(unsure))
@@ -333,7 +378,7 @@ class _Fit:
             pull = (theta - prior) @ tie.T
             if not rows:
                 return pull
-            off = np.log(predict(theta, design, samples, whole)) - target
+            off = np.log(predict(theta, designs, samples)) - target
             seen, short = off[:, : len(points)] @ whiten.T, off[:, len(points) :]
             parts = np.hstack([seen, np.minimum(short, 0.0)]) / scale
             return np.hstack([parts, pull])
@@ -343,7 +388,7 @@ class _Fit:
             off = residuals(self.mean[None])[0, : len(points)]
             scale *= max(1.0, float(np.sqrt(np.mean(off**2))))
             self.mean, inverse = _least_squares(residuals, self.mean)
-        left = np.log(predict(self.mean[None], design, samples, whole))[0] - target
+        left = np.log(predict(self.mean[None], designs, samples))[0] - target
         off = np.array([_mean(plan, points, left) for plan in {row.plan for row in points}])
         self.deviation = max(PRIORS.deviation, float(np.sqrt(np.mean(off**2))) if points else 0.0)
         """Expected deviation of an unmeasured plan from the structure, as a share."""
@@ -395,7 +440,7 @@ def _covariance(points: Sequence[Row]) -> Array:
     return same.reshape(len(points), len(points)) + np.diag((noise / PRIORS.deviation) ** 2)
 
 
-def _design(plans: Sequence[Plan], blocks: Sequence[float]) -> Array:
+def _effects(plans: Sequence[Plan], blocks: Sequence[float]) -> Array:
     """Return the design matrix: one row a plan, one column an effect, 1 if the plan has it.
 
     ``blocks``: for each plan, the share of the blocks that is checkpointed.
@@ -404,6 +449,12 @@ def _design(plans: Sequence[Plan], blocks: Sequence[float]) -> Array:
     design = np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
     design[:, BLOCKS] = blocks
     return design
+
+
+def _shard(kind: Memory, levels: Mapping[str, str]) -> float:
+    """Return the share of a kind of memory that one rank keeps."""
+    level = levels[SHARDING.name]
+    return 1.0 if level == AS_IS else SHARDING.keeps(level, kind, levels)
 
 
 def _factor(effects: Array, design: Array) -> Array:
@@ -418,10 +469,13 @@ def _lowers() -> dict[Memory, Array]:
     """Return, for each kind of memory, a 0/1 mask of the effects that lower it.
 
     An effect on workspace counts only if the level lowers nothing else. Levels that leave samples
-    out have no effect on the memory of a chunk, so they count for no kind.
+    out have no effect on the memory of a chunk, so they count for no kind. Sharding divides memory
+    by the number of ranks instead.
     """
     lowered = [
-        frozenset() if strategy.drops_samples(level.name) else strategy.lowered(level.name)
+        strategy.lowered(level.name)
+        if strategy.name != SHARDING.name and not strategy.drops_samples(level.name)
+        else frozenset()
         for strategy, level in EFFECTS
     ]
     acts = [each - {Memory.WORKSPACE} or each for each in lowered]

@@ -109,7 +109,7 @@ def level_sets_within(
     """
     found = []
     for levels in _sets(space):
-        plan = Plan.of(levels)
+        plan = Plan.of({**levels, "ranks": space.ranks})
         if least_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
             free_bytes = budget - expected_bytes(plan, facts, budget, cuda=cuda)
             order = (free_bytes <= 0, *by_change(plan, facts))

@@ -50,6 +50,8 @@ class Priors:
     """The same on compute."""
     launch_effects: float = 2.0
     """The same on the time that launches take."""
+    bandwidth_width: float = 0.7
+    """Width of the bytes a second between ranks, of which computation may hide a part."""
     least_effect: float = 0.05
     """Width of an effect that is expected to be none."""
     alike: float = 0.8

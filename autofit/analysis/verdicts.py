@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autofit import strategies
 from autofit.equivalence.compare import compare, divergence, finite
-from autofit.plan import Plan
+from autofit.plan import SPLITTING, Plan
 from autofit.space.order import by_cost
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
@@ -74,7 +74,8 @@ def compared(
         if expected.trace is None:
             without = True
         elif expected.repeats is not False:
-            splits = any(each["micro_batch"] != AS_IS for each in (report.plan, expected.plan))
+            plans = (report.plan, expected.plan)
+            splits = any(plan[name] != AS_IS for plan in plans for name in SPLITTING)
             steps = compare(trace, expected.trace, fidelity, splits=splits)
             if steps.drifted is not None:
                 return Comparison(report=_drifted(report, steps.drifted))

@@ -1,4 +1,4 @@
-"""Decides on how many GPUs each training runs: by the option, by the launch line, or one.
+"""Decides how many ranks the script has: by the option, by the launch line, or one.
 
 These are pure functions of the options and the launch line.
 """
@@ -41,14 +41,12 @@ def span(
         return launch.ranks, (_as_the_line_says(launch.ranks),) * (launch.ranks > 1)
     if gpus is None or gpus == 1:
         return None, ()
-    word = _mentioned(launch)
-    hint = (
-        f"; {launch.script.target} mentions {word}: to train on all of them at once,"
-        f" add --gpus-per-trial {gpus} or give its launch line"
-        if word
-        else ""
+    if not (word := _mentioned(launch)):
+        return None, ()
+    return None, (
+        f"{launch.script.target} mentions {word}: to let it train on {gpus} GPUs by itself,"
+        f" add --gpus-per-trial {gpus} or give its launch line",
     )
-    return None, (f"1 GPU a training: no launch line says otherwise{hint}",)
 
 
 def differing(launch: Launch, per_trial: int) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from autofit.plan import Plan
 from autofit.space.order import by_cost
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Strategy
 from autofit.strategies.micro_batch import AUTO
+from autofit.strategies.ranks import Ranks
 
+RANKS = Ranks.name
 Reason = tuple[str, str, str]
 """``(strategy, level, reason why the search leaves the level out)``."""
 
@@ -29,14 +31,16 @@ class Space:
 
         Every plan splits the batch if it can be split. The search for a size tries the whole batch
         too, so that a plan without a split would be measured twice. A level that is never worse
-        than ``as_is`` replaces it. ``refinements`` returns the plans with levels that refine.
+        than ``as_is`` replaces it. If there is a number of ranks, every plan has it.
+        ``refinements`` returns the plans with levels that refine.
 
         ``fixed`` holds levels that every plan must have.
         """
         names = [name for name, _ in self.levels]
         given = {name: (level,) for name, level in (fixed or {}).items()}
         combinations = itertools.product(*(given.get(name) or self._tried(name) for name in names))
-        plans = {Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations}
+        combined = (Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations)
+        plans = {plan if "micro_batch" in given else _undivided(plan) for plan in combined}
         tried = (plan for plan in plans if not plan.neutral and not clash(plan))
         return tuple(sorted(tried, key=by_cost))
 
@@ -45,11 +49,14 @@ class Space:
 
         The level is added, or replaces another level of its strategy. As in ``plans``, levels that
         are never worse are included and the batch is split. If ``plan`` does not split the batch,
-        plans without a split are returned too, because some levels gain from a whole batch.
+        plans without a split are returned too, because some levels gain from a whole batch. The
+        number of ranks, if there is one, is included as well.
         """
         tried = {name: self._tried(name) for name, _ in self.levels}
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
-        base = plan.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
+        base = plan.replace(**{RANKS: self.ranks})
+        base = base if self.ranks != AS_IS else base.replace(sharding=AS_IS)
+        base = base.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
         bases = dict.fromkeys((base, base.replace(micro_batch=plan["micro_batch"])))
         found = dict.fromkeys(  # keeps the order, also for plans of equal cost
             each.replace(**{name: level})
@@ -59,6 +66,11 @@ class Space:
             if level != each[name] and strategies.get(name).level(level).refines
         )
         return tuple(sorted((each for each in found if not clash(each)), key=by_cost))
+
+    @property
+    def ranks(self) -> str:
+        """The level of ``ranks`` that every plan has: ``as_is``, or a number."""
+        return dict(self.levels).get(RANKS, (AS_IS,))[-1]
 
     def choices(self, name: str) -> tuple[str, ...]:
         """Return the levels of a strategy, without ``as_is`` if another level is never worse."""
@@ -70,6 +82,8 @@ class Space:
         choices = self.choices(name)
         if name == "micro_batch" and AUTO in choices:
             return (AUTO,)
+        if name == RANKS:
+            return (self.ranks,)
         known = strategies.get(name)
         return tuple(each for each in choices if not known.level(each).refines)
 
@@ -94,14 +108,14 @@ def space(
     for strategy in strategies.REGISTRY:
         chosen = strategy.name not in without and (not only or strategy.name in only)
         possible = [AS_IS]
-        for level in strategy.levels[1:] if chosen else ():
-            reason = known.get((strategy.name, level.name)) or _reason(
-                strategy, level.name, hardware, facts, allow
+        for level in strategy.offered(hardware, facts) if chosen else ():
+            reason = known.get((strategy.name, level)) or _reason(
+                strategy, level, hardware, facts, allow
             )
             if reason is None:
-                possible.append(level.name)
+                possible.append(level)
             else:
-                left_out.append((strategy.name, level.name, reason))
+                left_out.append((strategy.name, level, reason))
         levels.append((strategy.name, tuple(possible)))
     return Space(levels=tuple(levels), left_out=tuple(left_out))
 
@@ -113,6 +127,12 @@ def _reason(
     if fidelity > allow:
         return f"{fidelity}, and only {allow} is allowed"
     return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
+
+
+def _undivided(plan: Plan) -> Plan:
+    """Return ``plan`` without its split of the batch, if its other levels rule out a split only."""
+    whole = plan.replace(micro_batch=AS_IS)
+    return whole if clash(plan) and not clash(whole) else plan
 
 
 def clash(plan: Plan) -> str | None:

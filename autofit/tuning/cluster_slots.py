@@ -26,6 +26,7 @@ FIRST_WORKER_SECONDS = 120.0
 MORE_WORKERS_SECONDS = 20.0
 """Seconds to wait for more workers after the first. Later ones join the running search."""
 _PAUSE = 0.5
+ONE_EACH = "Each training runs on one GPU: on a cluster, a search does not spread it over several."
 NO_WORKER = (
     f"none started a worker within {FIRST_WORKER_SECONDS:.0f} s;"
     " other jobs may hold the CPUs or GPUs"
@@ -35,6 +36,12 @@ NO_WORKER = (
 def open_slots(options: SearchOptions, stack: ExitStack) -> LocalSlots:
     """Return the slots of a search, on this machine or on the cluster of ``--address``."""
     return LocalSlots(options) if options.address is None else ClusterSlots(options, stack)
+
+
+def _one_each(options: SearchOptions) -> tuple[str, ...]:
+    """Return the line that a training is not spread over the GPUs, if a search here would do so."""
+    several = options.gpus is not None and options.gpus > 1
+    return (ONE_EACH,) if several and options.gpus_per_trial is None else ()
 
 
 class ClusterSlots(LocalSlots):
@@ -49,6 +56,7 @@ class ClusterSlots(LocalSlots):
         self._options = options
         self.ranks = options.gpus_per_trial or 1
         self.prepares = False
+        self.spread = 1
         self._lost: dict[int, str] = {}
         self.interrupted = 0
         self._own = of_node()
@@ -68,7 +76,7 @@ class ClusterSlots(LocalSlots):
         self._tried: set[str] = set()
         """Ids of the nodes on which slots were started."""
         self._add(alive, self._places.slots)
-        lines = [*self._places.lines]
+        lines = [*self._places.lines, *_one_each(options)]
         self._wait_for_workers(lines.append)
         self.lines = tuple(lines)
 

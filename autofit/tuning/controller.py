@@ -58,6 +58,7 @@ HEARTBEAT = 10.0
 UNCONTAINED = (
     "The files that the script writes are not removed after a trial: this system allows no overlay."
 )
+SPANS = "Each training now spans {} devices."
 RETRIES = 2
 """Maximum number of retries of a plan whose worker was lost."""
 KILL_RETRIES = 1
@@ -126,6 +127,7 @@ class Search:
         history = self._history
         self._drive(self._proposer.next)
         history.require_baseline()
+        self._spread()
         if not history.ranked():
             timeout = self._options.timeout if history.late() else None
             messages.give_up(history.finished(), history.study.budget, timeout)
@@ -143,6 +145,17 @@ class Search:
         assert result is not None, "a confirmed plan is a result"
         return result
 
+    def _spread(self) -> None:
+        """Search on, with each training spread over all devices, if the options allow it."""
+        if not self._proposer.spread():
+            return
+        for slot, launch in self._launches.items():  # all of them wait for a plan
+            self._send_plan(slot, launch, None, Purpose.SEARCH)
+        self._drive(lambda: None, Purpose.CONFIRM)  # until they have ended
+        self._slots.span()
+        self._history.say(SPANS.format(self._slots.spread))
+        self._drive(self._proposer.next)
+
     # --- opening ---------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -153,7 +166,12 @@ class Search:
         self._workers = partial(self._slots.workers, self._stack)  # started for the first launch
         self._store = self._stack.enter_context(Store(options.storage))
         study, before = studies.open_study(
-            self._store, options, hardware, budget, self._slots.versions
+            self._store,
+            options,
+            hardware,
+            budget,
+            self._slots.versions,
+            self._slots.spread,
         )
         self._tell(
             studies.study_started(study, options, devices=self._slots.devices, resumed=len(before))
@@ -167,7 +185,7 @@ class Search:
             self._history.say(messages.LEARNS_NOTHING)
         for number, trial in enumerate(before):
             self._history.announce(number, trial, slot=0)
-        self._proposer = Proposer(self._history, hardware)
+        self._proposer = Proposer(self._history, hardware, spread=self._slots.spread)
 
     # --- driving ---------------------------------------------------------------------------
 

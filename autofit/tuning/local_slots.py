@@ -29,6 +29,11 @@ BLIND = (
     " The search takes the whole card to be free."
 )
 
+ONE_FIRST = (
+    "The search finds techniques on one device each, then spreads the training over {0}"
+    " (--gpus-per-trial 1: it does not)."
+)
+
 Say = Callable[[str], None]
 
 
@@ -56,6 +61,10 @@ class LocalSlots:
         """Free bytes that each rank has at least."""
         self.ranks = options.gpus_per_trial or 1
         """Processes of each launch. Without a GPU they share the machine's memory."""
+        self._each = self.ranks
+        """Devices of a slot."""
+        self.spread = 1
+        """Devices over which the search may spread a training of one process."""
         self.prepares = self.device in PREPARED_ON
         """Whether the next process is prepared beside a running launch.
 
@@ -70,9 +79,16 @@ class LocalSlots:
                 self.lines = (
                     f"--gpus {options.gpus}: no GPU is visible. The search uses the CPU.",
                 )
+            self.spread = self._spread(options.gpus or 1)
             self.hardware = meter.hardware(self.device)
-            self.free = meter.free_bytes(self.device) // self.ranks
+            self.free = meter.free_bytes(self.device) // max(self.ranks, self.spread)
         self.prepares &= self.count == self.ranks == 1
+        if self.spread > 1:
+            self.lines += (ONE_FIRST.format(self.spread),)
+
+    def _spread(self, devices: int) -> int:
+        """Return over how many of ``devices`` the search may spread a training."""
+        return devices if self._options.gpus_per_trial is None else 1
 
     def _choose(self) -> None:
         each = self.ranks
@@ -85,6 +101,7 @@ class LocalSlots:
         if len(found.cards) < each:
             raise WorkerError(f"--gpus-per-trial {each}: {'; '.join(found.lines)}")
         self.count = len(found.cards) // each
+        self.spread = self._spread(len(found.cards))
         self._cards = found.cards
 
     @property
@@ -103,12 +120,21 @@ class LocalSlots:
             pool = Pool(
                 self.count,
                 self.device,
-                gpus=self.ranks,
+                gpus=self._each,
                 cards=[card.entry for card in self._cards],
                 prepares=self.prepares,
             )
             self._pool = stack.enter_context(pool)
         return self._pool
+
+    def span(self) -> None:
+        """Make all devices one slot, for trainings that are spread over them.
+
+        No launch may be running.
+        """
+        self.count, self._each, self._lost = 1, self.spread, {}
+        if self._pool is not None:
+            self._pool.span(self.spread)
 
     def _none_left(self) -> WorkerError:
         return WorkerError(

@@ -97,6 +97,7 @@ class OptunaStudy:
             self._attributes = self._study.user_attrs
             self._set(Attribute.BUDGET, study.budget)
             self._set(Attribute.DEVICE, study.hardware.device)
+            self._set(Attribute.LINK, study.hardware.link)
             self._set(Attribute.HORIZON, horizon)
             self._set("script", str(study.script))
             self._set("hardware", study.hardware.name)
@@ -234,6 +235,7 @@ class OptunaStudy:
         self._parameters = parameters(state.space.levels, known)
         self._set(Attribute.PARAMETERS, {**known, **self._parameters})
         self._set(Attribute.SPACE, {name: list(levels) for name, levels in state.space.levels})
+        self._set(Attribute.SPREADS_LATER, state.spreads_later)
         self._set(Attribute.FIRST, [plan_to_json(plan) for plan in state.first_in_process])
         deadline = None if state.seconds_left is None else time.time() + state.seconds_left
         before = self._attributes.get(Attribute.DEADLINE)

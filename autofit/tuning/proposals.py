@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from autofit import strategies
 from autofit.analysis.candidates import Launch, SearchState
@@ -11,7 +12,7 @@ from autofit.analysis.pruning import FRAGMENTED, fragmentation
 from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
-from autofit.strategies import Facts, Hardware
+from autofit.strategies import AS_IS, Facts, Hardware
 from autofit.strategies.allocator import EXPANDABLE
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
@@ -22,9 +23,11 @@ from autofit.units import format_duration
 class Proposer:
     """Proposes one plan at a time, from the current state of the history."""
 
-    def __init__(self, history: History, hardware: Hardware) -> None:
+    def __init__(self, history: History, hardware: Hardware, *, spread: int = 1) -> None:
+        """``spread``: devices over which the search will spread a training."""
         self._history = history
         self._hardware = hardware
+        self._spread = spread
         self._left_out: tuple[Reason, ...] = ()
 
     def next(self, launch: Launch | None = None) -> Plan | None:
@@ -41,11 +44,19 @@ class Proposer:
             return None
         return study.ask(state, launch, start=start)
 
+    def spread(self) -> bool:
+        """Propose from now on plans that span all devices; return whether there may be any."""
+        if self._spread == 1 or self._limit_reached(len(self._history.finished())):
+            return False
+        self._hardware, self._spread = replace(self._hardware, devices=self._spread), 1
+        return self._space().ranks != AS_IS
+
     def known(self) -> tuple[Hashable, ...]:
         """Return the state on which proposals depend. Equal states give equal proposals."""
         study = self._history.study
         running = frozenset(trial.plan for trial in self._history.running())
-        return len(self._history.finished()), running, study.facts, study.left_out
+        known = len(self._history.finished()), running, study.facts, study.left_out
+        return *known, self._hardware.devices
 
     def wants_launch(self) -> bool:
         """Return whether there is a plan to measure in a new launch."""
@@ -111,6 +122,8 @@ class Proposer:
             horizon=history.options.horizon,
             first_in_process=history.first_in_process,
             seconds_left=history.seconds_left(),
+            link=self._hardware.link,
+            spreads_later=self._spread > 1,
         )
 
     def _starts(self, state: SearchState) -> FixedStarts:

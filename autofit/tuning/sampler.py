@@ -92,6 +92,7 @@ class AutofitSampler(BaseSampler):
             state.running,
             state.facts,
             state.space,
+            state.spreads_later,
             state.first_in_process,
             None if left is None else round(left / MOMENT),
             launch,
@@ -152,6 +153,8 @@ def state_of(study: Study, read: dict[int, TrialRecord] | None = None) -> Search
         horizon=int(attributes.get(Attribute.HORIZON, HORIZON)),
         first_in_process=frozenset(map(Plan.of, attributes.get(Attribute.FIRST, ()))),
         seconds_left=None if deadline is None else deadline - time.time(),
+        link=attributes.get(Attribute.LINK, ""),
+        spreads_later=bool(attributes.get(Attribute.SPREADS_LATER)),
     )
 
 

@@ -17,14 +17,18 @@ from autofit.worker.cluster.versions import versions
 __all__ = ["budget", "delete_study", "key", "open_study", "study_started", "versions"]
 
 
-def key(options: SearchOptions, hardware: Hardware) -> StudyKey:
-    """Return the key of the study. Searches with equal keys share a study."""
+def key(options: SearchOptions, hardware: Hardware, spread: int = 1) -> StudyKey:
+    """Return the key of the study. Searches with equal keys share a study.
+
+    ``spread``: devices over which the search may spread a training.
+    """
     return StudyKey.of(
         options.script,
         gpu=hardware.name,
         gpus=options.gpus_per_trial or 1,
         memory=options.memory,
         allow=str(options.allow),
+        spread=spread,
     )
 
 
@@ -50,6 +54,7 @@ def open_study(
     hardware: Hardware,
     budget: int,
     installed: Mapping[str, str],
+    spread: int = 1,
 ) -> tuple[StudyRecord, tuple[TrialRecord, ...]]:
     """Return the study to search and its finished trials.
 
@@ -59,7 +64,7 @@ def open_study(
 
     def found(*, fresh: bool) -> StudyRecord:
         return store.open_study(
-            key(options, hardware),
+            key(options, hardware, spread),
             script=options.script,
             hardware=hardware,
             budget=budget,

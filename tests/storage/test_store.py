@@ -117,6 +117,7 @@ def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:
         "gpus": 2,
         "memory": None,
         "allow": "exact",
+        "spread": 2,
     }
     assert set(changes) == {field.name for field in dataclasses.fields(key)}
     others = [dataclasses.replace(key, **{name: value}) for name, value in changes.items()]
@@ -125,7 +126,7 @@ def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:
 
 def test_a_key_without_an_environment_is_as_it_was_before_keys_had_one(key: StudyKey) -> None:
     plain = dataclasses.asdict(key)
-    del plain["environment"]
+    del plain["environment"], plain["spread"]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     assert key.fingerprint == hashlib.sha256(text.encode()).hexdigest()
 

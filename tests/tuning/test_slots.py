@@ -106,8 +106,13 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
 @pytest.mark.quick
 def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
     assert local_slots.LocalSlots(options).lines == ()
-    said = local_slots.LocalSlots(replace(options, gpus=4)).lines
-    assert said == ("--gpus 4: no GPU is visible. The search uses the CPU.",)
+    slots = local_slots.LocalSlots(replace(options, gpus=4))
+    assert slots.lines == (
+        "--gpus 4: no GPU is visible. The search uses the CPU.",
+        local_slots.ONE_FIRST.format(4),
+    )
+    assert slots.spread == 4
+    assert local_slots.LocalSlots(replace(options, gpus=4, gpus_per_trial=1)).spread == 1
 
 
 @pytest.mark.full

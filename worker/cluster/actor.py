@@ -142,6 +142,9 @@ class Slot:
     def launch(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
         """Run ``request`` and yield its events and reports."""
         self._idle.clear()
+        environment = self._environment
+        if self._setting.device == "cuda" and request.processes == 1:
+            environment = with_one_gpu(environment)
         try:
             if self._setting.folder is not None:
                 script = in_copied_folder(request.script, self._setting.folder, os.getcwd())
@@ -149,7 +152,7 @@ class Slot:
             yield from launch(
                 request,
                 harness=self._setting.harness or HARNESS,
-                environment=self._environment,
+                environment=environment,
                 scratch=self._scratch,
                 lone=True,
                 control=self._control,
@@ -181,6 +184,15 @@ class Slot:
         """Kill the running launch, if there is one, and wait until it has ended."""
         self.stop()
         self._idle.wait(GOODBYE)
+
+
+def with_one_gpu(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` with the first of its visible GPUs only, for a single process.
+
+    A script that sees more of them may use them all, which would be another training.
+    """
+    cards = environment.get(VISIBLE, "").split(",")
+    return {**environment, VISIBLE: cards[0]} if len(cards) > 1 else dict(environment)
 
 
 def share(slots: int) -> str:

@@ -108,6 +108,23 @@ class Pool:
         finally:
             self._ray.close()
 
+    def span(self, gpus: int) -> None:
+        """Replace all slots by one with ``gpus`` GPUs. No launch may be running.
+
+        On the CPU, the slot stays as it is.
+        """
+        import ray
+
+        self._leave()
+        if self._ray.ours:  # otherwise ``_leave`` has ended them
+            for actor in (*self._actors.values(), *self._spares.values()):
+                ray.kill(actor)
+        for table in (self._groups, self._streams, self._spares, self._prepared):
+            table.clear()
+        self._prepares, self.slots, self.labels = False, range(1), {0: ""}
+        self._gpus = gpus if self._device == "cuda" else 0
+        self._open()
+
     def submit(self, slot: int, request: LaunchRequest) -> None:
         """Start ``request`` on ``slot``, which must be free; use the prepared launch if any."""
         if slot not in self.free:
