@@ -54,13 +54,13 @@ def best(
             study, result = max(found, key=lambda pair: pair[0].opened)
         else:
             study, result = min(
-                found, key=lambda pair: len(_differences(pair[0].key, script, ranks))
+                found, key=lambda pair: len(differences(pair[0].key, script, ranks))
             )
         if memory is not None:
             study, result = _within(memory, store, found, study.key)
     if (doubt := _doubt(result, study.budget)) is not None:
         say(doubt)
-    differs = ", ".join(_differences(study.key, script, ranks)) if script else ""
+    differs = ", ".join(differences(study.key, script, ranks)) if script else ""
     return result, f"study {study.id}: {study.script}" + (f" ({differs})" if differs else "")
 
 
@@ -290,7 +290,7 @@ def _peak(trial: TrialRecord) -> int:
     return trial.measurement.peak_device if trial.measurement else 0
 
 
-def _differences(key: StudyKey, script: Script, ranks: int | None) -> list[str]:
+def differences(key: StudyKey, script: Script, ranks: int | None) -> list[str]:
     """Return the differences between a study and the given script, in words.
 
     If the script is given without a launcher, the variables of the study's launcher are accepted.

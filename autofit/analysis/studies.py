@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autofit.analysis.ranking import result_of, winning
+from autofit.analysis.ranking import differences, result_of, winning
 from autofit.analysis.result import Result
 from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
+from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord, script_path
 from autofit.suggestions import did_you_mean
-from autofit.worker.records.trials import Measurement
+from autofit.worker.records.trials import Measurement, Script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,17 @@ def study_named(store: Store, name: str | None) -> StudyRecord:
         raise UsageError(f"{name!r} is the beginning of several studies: {named}; write more of it")
     hint = did_you_mean(name, studies) or "`autofit history` lists all studies"
     raise UsageError(f"the store has no study {name!r}; {hint}")
+
+
+def study_of_script(store: Store, script: Script, ranks: int | None = None) -> StudyRecord:
+    """Return the newest study that differs least from ``script``.
+
+    ``ranks``: ranks of a training, if known. Raises ``UsageError`` if the script has no study.
+    """
+    studies = store.studies(script_path(script))
+    if not studies:
+        raise UsageError(f"no study of {script.target} is stored: run `autofit search` first")
+    return min(studies, key=lambda study: len(differences(study.key, script, ranks)))
 
 
 def side_named(store: Store, name: str) -> Side:

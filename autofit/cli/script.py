@@ -53,7 +53,7 @@ def _follows_a_script(args: list[str], option: str) -> bool:
 
 def script_argument(command: _F) -> _F:
     """Give ``command`` the parameters ``script`` and ``module`` of :func:`the_launch`."""
-    metavar = "[SCRIPT]" if command.name == "best" else "SCRIPT"
+    metavar = "[SCRIPT]" if command.name in ("best", "report") else "SCRIPT"
     command.params.insert(0, click.Argument(["script"], required=False, metavar=metavar))
     command.params.insert(
         1,

@@ -44,12 +44,17 @@ class Static:
         numbers, unsure = STATE[_is_adam(facts)]
         return cls(float(weights), float(gradients), numbers * gradients, unsure)
 
+    def by_kind(self, plan: Plan) -> dict[Memory, float]:
+        """Return the bytes of weights, gradients and state under ``plan``, each by its kind."""
+        sizes = (self.weights, self.gradients, self.state)
+        return {
+            kind: size * remaining_share(plan, kind)
+            for kind, size in zip(KINDS, sizes, strict=True)
+        }
+
     def under(self, plan: Plan) -> float:
         """Return the bytes of weights, gradients and state under ``plan``."""
-        sizes = (self.weights, self.gradients, self.state)
-        return sum(
-            size * remaining_share(plan, kind) for kind, size in zip(KINDS, sizes, strict=True)
-        )
+        return sum(self.by_kind(plan).values())
 
     def made(self, plan: Plan, *, cuda: bool) -> float:
         """Return the bytes of the weights while the script makes the model under ``plan``."""

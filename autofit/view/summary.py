@@ -30,15 +30,16 @@ def lines(result: Result, *, storage: str | None = None, memory: int | None = No
     peak = words.of_budget(result.budget, result.measurement.peak_device)
     return [
         f"{speed} samples/s in {peak}: {result.plan}",
-        _against_baseline(result),
+        against_baseline(result),
         *_noise(result),
         *_memory(result),
         _effort(result),
-        *_next(result.script, storage, memory),
+        *_next(commands(result.script, storage, memory)),
     ]
 
 
-def _against_baseline(result: Result) -> str:
+def against_baseline(result: Result) -> str:
+    """Return the sentence that compares a result with the script as it is."""
     same = SAME[result.fidelity]
     if result.plan.neutral and result.trials == 1:
         return "No other plan was measured: nothing to change."
@@ -100,24 +101,30 @@ def _effort(result: Result) -> str:
     )
 
 
-def _next(script: Script, storage: str | None, memory: int | None) -> list[str]:
+def commands(
+    script: Script, storage: str | None = None, memory: int | None = None
+) -> list[tuple[str, str]]:
+    """Return the commands that use a result, and what each does; arguments as for ``lines``."""
     options = [] if storage is None else ["--storage", without_password(storage)]
     if memory is None:
-        commands = [
+        found = [
             (_command(script, "run", *options), "train with this plan"),
             (_command(script, "best", *options, "--format", "json"), "export this plan"),
         ]
     else:  # `autofit run` takes the study's best plan, unless it is given another
         limit, plan = ["--memory", exact_size(memory)], ["--plan", PLAN_FILE]
-        commands = [
+        found = [
             (_command(script, "best", *options, *limit, "-o", PLAN_FILE), "export this plan"),
             (_command(script, "run", *options, *plan, *limit), "train with it"),
         ]
         options += limit
     by_hand = _command(script, "best", *options, "--format", "python")
-    commands.append((by_hand, "show it as PyTorch code"))
-    wide = max(len(command) for command, _ in commands)
-    return [f"   {command:<{wide}}   {purpose}" for command, purpose in commands]
+    return [*found, (by_hand, "show it as PyTorch code")]
+
+
+def _next(found: list[tuple[str, str]]) -> list[str]:
+    wide = max(len(command) for command, _ in found)
+    return [f"   {command:<{wide}}   {purpose}" for command, purpose in found]
 
 
 def _command(script: Script, name: str, *options: str) -> str:
