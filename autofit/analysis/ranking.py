@@ -154,7 +154,18 @@ def result_of(
         search_seconds=study.seconds,
         versions=dict(study.versions),
         ranks=study.key.gpus,
+        elsewhere=_elsewhere(trials, study.budget if memory is None else memory, point.plan),
     )
+
+
+def _elsewhere(
+    trials: Sequence[TrialRecord], budget: int, plan: Plan
+) -> tuple[Plan, Measurement] | None:
+    """Return the fastest plan on another number of devices than ``plan``, and its figures."""
+    for trial in ranked_sound(trials, budget):
+        if trial.plan["ranks"] != plan["ranks"] and trial.measurement is not None:
+            return best_plan(trial), trial.measurement
+    return None
 
 
 def _best_point(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autofit.facts import Hardware
 from autofit.plan import Plan
+from autofit.strategies.ranks import count
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
 
@@ -41,4 +42,11 @@ class Result:
     versions: dict[str, str]
     """Releases of autofit, torch, Python and other packages that affect the figures."""
     ranks: int = 1
-    """Processes of each training, one a device."""
+    """Processes of each training, one a device; those of a plan's ``ranks`` do not count."""
+    elsewhere: tuple[Plan, Measurement] | None = None
+    """The fastest plan on another number of devices that was measured, and its figures."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the training under the plan."""
+        return max(self.ranks, count(self.plan["ranks"]))

@@ -1,4 +1,7 @@
-"""Writes a shell script that starts the ranks with ``torchrun`` and applies the plan in each."""
+"""Writes a shell script that starts the ranks with ``torchrun`` and applies the plan in each.
+
+If the plan itself has ranks, ``autofit run`` starts them, without ``torchrun``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from autofit.analysis.result import Result
 from autofit.export.header import launched_with, origin
 from autofit.export.load import PLAN
 from autofit.printable import printable
+from autofit.strategies import AS_IS
 
 FILE = "autofit-plan.json"
 END = "END_OF_PLAN"
@@ -27,15 +31,18 @@ def _lines(result: Result) -> Iterator[str]:
     yield f"# Run it in the folder of the search, {printable(script.cwd)}, or in a copy of it."
     for name, value in launched_with(result).items():
         yield f"export {name}={shlex.quote(value)}"
-    start = ["exec", "torchrun", "--standalone", "--nproc-per-node", str(result.ranks)]
+    start = ["torchrun", "--standalone", "--nproc-per-node", str(result.ranks)]
     module = ["-m"] if script.module else []
     if result.plan.neutral:
-        yield shlex.join([*start, *module, script.target, *script.args])
+        yield shlex.join(["exec", *start, *module, script.target, *script.args])
         return
     yield "# torchrun has no setting for the plan: autofit, which has to be installed, applies it."
+    if alone := result.plan["ranks"] != AS_IS:
+        yield "# It also starts the ranks, because the script is written for one process."
     yield f"cat > {FILE} <<'{END}'"
     yield json.dumps({PLAN: dict(result.plan.changes)})
     yield END
-    tuned = ["--no-python", "autofit", "run", "--plan", FILE, *module, script.target]
+    start = [] if alone else [*start, "--no-python"]
+    tuned = ["autofit", "run", "--plan", FILE, *module, script.target]
     args = ["--", *script.args] if script.args else []
-    yield shlex.join([*start, *tuned, *args])
+    yield shlex.join(["exec", *start, *tuned, *args])

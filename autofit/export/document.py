@@ -32,6 +32,7 @@ def document(result: Result) -> dict[str, Any]:
         "study": result.study,
         "script": script_document(result.script),
         "ranks": result.ranks,
+        "devices": result.devices,
         "hardware": _hardware(result),
         "versions": dict(result.versions),
     }

@@ -14,7 +14,7 @@ from autofit.worker.launch import rank_environment
 def origin(result: Result) -> str:
     """Return the comment line with the plan and its measurement."""
     measured = result.measurement
-    devices = f"{result.ranks} x {result.hardware.name}"
+    devices = f"{result.devices} x {result.hardware.name}"
     speed, peak = f"{measured.samples_per_second:.4g}", format_size(measured.peak_device)
     line = f"{result.plan}: {speed} samples/s on {devices}, peak {peak}, as autofit measured it."
     return f"# {printable(line)}"

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from autofit.exceptions import WorkerError
 from autofit.strategies import Hardware
+from autofit.strategies.ranks import Ranks
 from autofit.tuning.cards import choose
 from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
@@ -88,7 +89,11 @@ class LocalSlots:
 
     def _spread(self, devices: int) -> int:
         """Return over how many of ``devices`` the search may spread a training."""
-        return devices if self._options.gpus_per_trial is None else 1
+        options = self._options
+        left_out = Ranks.name in options.without or (
+            options.only and Ranks.name not in options.only
+        )
+        return 1 if left_out or options.gpus_per_trial is not None else devices
 
     def _choose(self) -> None:
         each = self.ranks

@@ -7,6 +7,7 @@ import shlex
 from autofit.analysis.result import Result
 from autofit.analysis.speeds import NOISY, is_faster, margin
 from autofit.storage.url import without_password
+from autofit.strategies.ranks import count
 from autofit.units import exact_size, format_duration
 from autofit.view import words
 from autofit.worker.records.trials import Script, Verdict
@@ -31,6 +32,7 @@ def lines(result: Result, *, storage: str | None = None, memory: int | None = No
     return [
         f"{speed} samples/s in {peak}: {result.plan}",
         against_baseline(result),
+        *_devices(result),
         *_noise(result),
         *_memory(result),
         _effort(result),
@@ -56,6 +58,25 @@ def against_baseline(result: Result) -> str:
         f"{about if is_faster(new, old) else 'About as fast as'} the script as it is "
         f"({words.speed(old)} samples/s in {peak} {unit}); {same}."
     )
+
+
+def _devices(result: Result) -> list[str]:
+    """Return the line on the number of devices, if plans on several numbers were measured."""
+    if result.elsewhere is None:
+        return []
+    (plan, other), new = result.elsewhere, result.measurement
+    used, more = result.devices, max(result.ranks, count(plan["ranks"]))
+    name = "GPU" if result.hardware.device == "cuda" else "process"
+    against = f"the fastest plan on {words.many(more, name)}"
+    if used < more:
+        fewer = words.many(used, name)
+        return [f"It uses {fewer}: {against} reaches {words.speed(other)} samples/s ({plan})."]
+    factor = new.samples_per_second / other.samples_per_second
+    gain = f"{factor:.2f} ±{factor * margin(new, other):.2f} times as fast as"
+    return [
+        f"It uses {words.many(used, name)}, which is {gain} {against}"
+        f" ({words.speed(other)} samples/s: {plan})."
+    ]
 
 
 def _noise(result: Result) -> list[str]:

@@ -78,7 +78,7 @@ def count(number: int) -> str:
 
 def many(number: int, noun: str) -> str:
     """Return ``"1 launch"``, ``"6 launches"``."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number} {noun}{ending}"
 
 

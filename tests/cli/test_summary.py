@@ -90,3 +90,34 @@ def test_the_commands_shown_parse(make_result: MakeResult, module: bool) -> None
         params = parsed.make_context(name, rest).params
         assert params["module" if module else "script"] == "my train"
         assert params["storage"] == "sqlite:///a b.db"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "other", "said"),
+    [
+        (
+            {"ranks": "2"},
+            {},
+            "It uses 2 GPUs, which is 2.03 ±0.06 times as fast as the fastest plan on 1 GPU"
+            " (10.0 ±0.0 samples/s: bf16).",
+        ),
+        (
+            {},
+            {"ranks": "2"},
+            "It uses 1 GPU: the fastest plan on 2 GPUs reaches 10.0 ±0.0 samples/s"
+            " (bf16, 2 ranks).",
+        ),
+    ],
+    ids=["spread", "not spread"],
+)
+def test_what_more_gpus_gain_is_said(
+    make_result: MakeResult,
+    measure: Callable[..., Measurement],
+    ranks: dict[str, str],
+    other: dict[str, str],
+    said: str,
+) -> None:
+    plan = Plan.of({"precision": "bf16", **ranks})
+    elsewhere = Plan.of({"precision": "bf16", **other}), measure(10.0, 20.0)
+    assert lines(make_result(plan=plan, elsewhere=elsewhere))[2] == said
+    assert not any(line.startswith("It uses") for line in lines(make_result(plan=plan)))

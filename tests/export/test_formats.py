@@ -45,6 +45,7 @@ KEYS = {
     "study",
     "script",
     "ranks",
+    "devices",
     "hardware",
     "versions",
 }
@@ -69,7 +70,7 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
     found = json.loads(render("json", result))["baseline"]
     only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
-    only |= {"ranks", "confirmed", "step_variation"}
+    only |= {"ranks", "devices", "confirmed", "step_variation"}
     same = KEYS - only - {"baseline", "hardware", "versions"}
     assert set(found) == same | {"verdict"}
     assert set(found["plan"].values()) == {"as_is"}
@@ -119,3 +120,15 @@ def test_a_plan_comes_back(form: str, plan: Plan, make_result: MakeResult, tmp_p
     file = tmp_path / "plan"
     file.write_text(render(form, make_result(plan)), encoding="utf-8")
     assert load_plan(file) == plan
+
+
+def test_ranks_of_the_plan_are_started_by_autofit(make_result: MakeResult) -> None:
+    """Neither torchrun nor Accelerate can start copies of a script that train as one."""
+    result = make_result(Plan.of({"precision": "bf16", "ranks": "2"}))
+    started = render("torchrun", result).splitlines()
+    assert started[-1].startswith("exec autofit run --plan autofit-plan.json train.py -- --name")
+    assert any("It also starts the ranks" in line for line in started)
+    assert "2 x NVIDIA H200" in started[1]
+    for form in ("accelerate", "trainer"):
+        assert "has no setting for it: ranks 2" in render(form, result)
+    assert "ranks" in render("python", result)

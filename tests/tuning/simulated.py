@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,14 +28,16 @@ class Simulated(Protocol):
         """Return what a trial says, the so-manieth of its process, and what is known then."""
 
 
-def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: str) -> History:
+def opened(
+    store: Store, folder: Path, allow: Fidelity, budget: int, *without: str, link: str = ""
+) -> History:
     """Return a new study of a script in ``folder`` on an H200."""
     (folder / "train.py").touch()
     script = Script(target="train.py", cwd=str(folder))
     study = store.open_study(
         StudyKey.of(script, gpu=H200.name, gpus=1, memory=budget, allow=str(allow)),
         script=script,
-        hardware=H200,
+        hardware=replace(H200, link=link),
         budget=budget,
         versions={},
     )
@@ -44,14 +47,21 @@ def opened(store: Store, folder: Path, allow: Fidelity, budget: int, *without: s
     return History(store, study, options, lambda _: None, 0.0)
 
 
-def searched(history: History, model: Simulated, *, most: int = 1000) -> int:
+def searched(history: History, model: Simulated, *, most: int = 1000, spread: int = 1) -> int:
     """Search as the controller does, one card, ``most`` plans; return the launches it took.
 
     Where memory has run out in a model that was called, the process goes on: as if nothing had
-    run in it, as long as no plan was measured.
+    run in it, as long as no plan was measured. ``spread``: cards of each training, at last.
     """
-    proposer, launches, index, fresh = Proposer(history, H200), 0, 0, True
-    facts = Facts()
+    proposer, launches = Proposer(history, H200, spread=spread), 0
+    launches += _searched(history, model, proposer, most)
+    if proposer.spread():
+        launches += _searched(history, model, proposer, most)
+    return launches
+
+
+def _searched(history: History, model: Simulated, proposer: Proposer, most: int) -> int:
+    launches, index, fresh, facts = 0, 0, True, history.study.facts or Facts()
     plan, fixed = proposer.next(), None
     while plan is not None and len(history.finished()) < most:
         launches += fixed is None
