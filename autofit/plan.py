@@ -115,6 +115,11 @@ class Plan:
         """
         return type(self)(tuple((s.name, level) for s, level in self if s.acts_at_start(level)))
 
+    @property
+    def alone(self) -> bool:
+        """Whether it must be the first plan of its process, and the last."""
+        return any(strategy.level(level).alone for strategy, level in self)
+
     def follows(self, fixed: Plan) -> bool:
         """Return whether a launch whose plans have the levels ``fixed`` can measure this plan.
 

@@ -117,6 +117,8 @@ class Level:
     """Can be undone between two steps, so that one launch measures several plans."""
     late: bool = False
     """Cannot be undone, but can be applied in a launch that started without it."""
+    alone: bool = False
+    """A process can measure one plan with it, because the next could not be checked."""
     replaces_as_is: bool = False
     """Exact, and never slower or larger than ``as_is``: a search tries it in place of that."""
     refines: bool = False

@@ -47,6 +47,7 @@ class Sharding(Strategy):
             slowdown=1.3,
             keeps=0.55,
             undo=False,
+            alone=True,
         ),
     )
 

@@ -34,7 +34,8 @@ class Launch:
 
     def can_measure(self, plan: Plan, first_in_process: frozenset[Plan]) -> bool:
         """Return whether the launch can measure ``plan``."""
-        return plan.follows(self.fixed) and (self.fresh or plan not in first_in_process)
+        first = plan.alone or plan in first_in_process
+        return plan.follows(self.fixed) and (self.fresh or not first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ class SearchState:
             least_gain=GAIN_BEFORE_SPREAD if self.spreads_later else GAIN,
         )
         if launch is not None and not launch.fresh:
-            left = tuple(p for p in found.candidates if p not in self.first_in_process)
-            return replace(found, candidates=left)
+            left = (p for p in found.candidates if not p.alone and p not in self.first_in_process)
+            return replace(found, candidates=tuple(left))
         return found
 
     def why_not(self, plan: Plan) -> str | None:

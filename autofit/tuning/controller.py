@@ -125,7 +125,8 @@ class Search:
     def run(self) -> Result:
         """Search, confirm the winner and return it."""
         history = self._history
-        self._drive(self._proposer.next)
+        if not self._proposer.has_spread:
+            self._drive(self._proposer.next)
         history.require_baseline()
         self._spread()
         if not history.ranked():

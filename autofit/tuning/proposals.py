@@ -44,6 +44,11 @@ class Proposer:
             return None
         return study.ask(state, launch, start=start)
 
+    @property
+    def has_spread(self) -> bool:
+        """Whether an earlier search of the study has measured plans that span several devices."""
+        return any(trial.plan["ranks"] != AS_IS for trial in self._history.finished())
+
     def spread(self) -> bool:
         """Propose from now on plans that span all devices; return whether there may be any."""
         if self._spread == 1 or self._limit_reached(len(self._history.finished())):

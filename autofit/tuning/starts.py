@@ -106,7 +106,7 @@ class FixedStarts:
             return None
         if launch is None:
             return plan
-        alone = first is not None or plan in state.first_in_process
+        alone = first is not None or plan.alone or plan in state.first_in_process
         here = _follows(plan, launch) and not level_set.own_process and (launch.fresh or not alone)
         return plan if here else None
 

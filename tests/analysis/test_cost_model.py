@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 
 from autofit.analysis.cost_model import CostModel
 from autofit.plan import Plan
+from autofit.space.communication import BANDWIDTHS, sent_bytes
+from autofit.storage import Owner, Purpose, State, TrialRecord
 from autofit.strategies import Facts, RootFacts
+from autofit.worker.records.trials import Measurement, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -72,3 +76,72 @@ def test_of_fewer_samples_a_part_needs_as_much() -> None:
     assert set(model.outcomes([fewer.replace(micro_batch="auto")]).samples.ravel()) <= {
         0.0, 1.0, 2.0, 3.0, 4.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_divide_the_batch_and_what_is_sharded(ranks: int) -> None:
+    """Any number of them: it is a matter of structure, not of a level's effect."""
+    root = replace(NET, batch=24)
+    facts = Facts(roots=(root,), optimizers=("AdamW",), stepped=True)
+    model = CostModel((), facts, 40 << 30, cuda=True, link="nvlink")
+    one = Plan.of({"precision": "bf16"})
+    several = one.replace(ranks=str(ranks))
+    part = 24 // ranks
+    split = one.replace(micro_batch=str(part))
+    (_, whole), (_, chunk) = model.predict(several, 24), model.predict(split, part)
+    weights = 4 * 10**8
+    assert 0 <= chunk - whole <= 1.1 * weights, "a slice is whole: gradients come after it"
+    state, waste = 2 * weights, 1.06
+    (_, zero1), (_, full) = (
+        model.predict(several.replace(sharding=level), 24) for level in ("zero1", "full")
+    )
+    saved = (1 - 1 / ranks) * waste
+    assert whole - zero1 == pytest.approx(saved * state, rel=0.01)
+    assert zero1 - full >= saved * weights * 0.99
+
+
+def test_what_ranks_send_takes_its_time() -> None:
+    root = replace(NET, batch=32)
+    facts = Facts(roots=(root,), optimizers=("AdamW",), stepped=True)
+    one, several = Plan(), Plan.of({"ranks": "4"})
+    speedups = []
+    for link in ("nvlink", "pcie"):
+        model = CostModel((measured(one, 0.5),), facts, 40 << 30, cuda=True, link=link)
+        alone, spread = (model.predict(plan, 32)[0] for plan in (one, several))
+        sent = 2 * 3 / 4 * 4 * 10**8
+        assert spread - alone / 4 == pytest.approx(sent / BANDWIDTHS[link], rel=0.3)
+        speedups.append(alone / spread)
+    assert 3.5 < speedups[0] < 4
+    assert speedups[1] < 3.2
+    assert sent_bytes(several.replace(sharding="full"), facts) == pytest.approx(1.5 * sent)
+    assert sent_bytes(several.replace(sharding="zero1"), facts) == pytest.approx(sent)
+    assert sent_bytes(one, facts) == 0
+
+
+def measured(plan: Plan, seconds: float) -> TrialRecord:
+    """Return a trial of ``plan`` with the whole batch of 32."""
+    figures = Measurement(
+        micro_batch=32,
+        effective_batch=32,
+        step_seconds=(seconds,) * 5,
+        peak_allocated=8 << 30,
+        peak_reserved=8 << 30,
+        peak_device=8 << 30,
+    )
+    report = TrialReport(
+        index=0, plan=plan, verdict=Verdict.MEASURED, best=plan, measurements=(figures,)
+    )
+    return TrialRecord(
+        id=1,
+        study="study",
+        number=0,
+        purpose=Purpose.SEARCH,
+        state=State.FINISHED,
+        plan=plan,
+        launch=0,
+        owner=Owner.current(),
+        budget=40 << 30,
+        versions={},
+        created=datetime.now(UTC),
+        report=report,
+    )

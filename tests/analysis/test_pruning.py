@@ -122,6 +122,27 @@ def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
     assert {name for plan in only.plans() for name, _ in plan.changes} == {"precision"}
 
 
+def test_of_several_devices_every_plan_has_ranks() -> None:
+    """One for each device; full sharding, which no split goes with, has the whole batch."""
+    adam = replace(FACTS, optimizers=("AdamW",))
+    found = tried(adam, hardware=replace(GPU, devices=4))
+    assert found.ranks == "4"
+    plans = found.plans()
+    assert {plan["ranks"] for plan in plans} == {"4"}
+    assert {plan["sharding"] for plan in plans} == {"as_is", "zero1", "full"}
+    assert {p["micro_batch"] for p in plans if p["sharding"] == "full"} == {"as_is"}
+    assert {p["micro_batch"] for p in plans if p["sharding"] != "full"} == {"auto"}
+    refined = found.refinements(Plan.of({"precision": "bf16", "micro_batch": "auto"}))
+    assert {plan["ranks"] for plan in refined} == {"4"}
+    few = replace(FACTS, roots=(replace(ROOT, batch=3),))
+    assert tried(few, hardware=replace(GPU, devices=4)).ranks == "3"
+    alone = tried(adam)
+    assert {(plan["ranks"], plan["sharding"]) for plan in alone.plans()} == {("as_is", "as_is")}
+    spread = plans[0].replace(sharding="zero1")
+    refined = alone.refinements(spread)
+    assert {(plan["ranks"], plan["sharding"]) for plan in refined} == {("as_is", "as_is")}
+
+
 def test_an_unknown_name_says_which_there_are() -> None:
     with pytest.raises(UsageError, match=r"no strategy 'magic'; there are adapters"):
         Plan.of({"magic": "on"})

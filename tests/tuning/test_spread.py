@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
-from autofit.storage import Store, TrialRecord
+from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import count
+from autofit.worker.meter import build
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.tuning.simulated import GIB, OOM, opened, searched
@@ -151,3 +157,81 @@ def test_what_fits_no_card_may_fit_several(tmp_path: Path) -> None:
     fitting = [trial for trial in found if trial.verdict is Verdict.MEASURED]
     assert {trial.plan["ranks"] for trial in fitting} == {"4"}
     assert {trial.plan["sharding"] for trial in fitting} == {"full"}
+
+
+WIDE = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 512)
+        self.down = nn.Linear(512, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(32, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step in range(60):
+    x = torch.randn(512, 32)
+    loss = nn.functional.mse_loss(model(x), x.mean(1, keepdim=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"loss {loss.item():.6f}")
+torch.save(model.state_dict(), "model.pt")
+"""
+"""A script of one process whose steps do enough for two."""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(build.shim() is None, reason="the shim needs Linux and a C compiler")
+def test_a_search_on_two_processes(
+    tmp_path: Path,
+    command: Callable[..., subprocess.CompletedProcess[str]],
+    trials: Callable[..., tuple[TrialRecord, ...]],
+) -> None:
+    """Plans are found in one process, then in two; ``run`` starts what won."""
+    (tmp_path / "train.py").write_text(WIDE)
+    options = ("--gpus", "2", "--memory", "256MiB", "--allow", "exact", "--trials", "8")
+    done = command("search", "train.py", *options, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found, finished = json.loads(done.stdout), trials(tmp_path)
+    searched = [trial for trial in finished if trial.purpose is Purpose.SEARCH]
+    counts = [trial.plan["ranks"] for trial in searched]
+    alone = counts.count(AS_IS)
+    assert counts == [AS_IS] * alone + ["2"] * (len(counts) - alone)
+    assert 1 <= alone < len(counts)
+    assert {trial.verdict for trial in searched[alone:]} == {Verdict.MEASURED}, searched
+    assert all(
+        len(each.measurement.rank_peaks) == 2 for each in searched[alone:] if each.measurement
+    )
+    confirmed = [trial for trial in finished if trial.purpose is Purpose.CONFIRM]
+    assert confirmed[0].plan["ranks"] == max(searched, key=speed).plan["ranks"]
+    assert found["devices"] == count(found["plan"]["ranks"])
+
+    # The same command again has nothing to launch.
+    again = command("search", "train.py", *options, "--json", cwd=tmp_path)
+    assert json.loads(again.stdout)["launches"] == found["launches"]
+    # One process is another study.
+    one = command(
+        "search", "train.py", *options, "--gpus-per-trial", "1", "--dry-run", cwd=tmp_path
+    )
+    assert "ranks" not in one.stdout
+
+    # The training under two ranks is that of the script.
+    plain = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    spread = best_plan(searched[alone]).levels
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": spread}))
+    ran = command("run", "train.py", "--plan", "plan.json", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    last = [float(text.split()[-1]) for text in (plain.stdout, ran.stdout)]
+    assert last[0] == pytest.approx(last[1], rel=1e-3)
