@@ -16,7 +16,6 @@ import itertools
 import re
 import sys
 import textwrap
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -28,6 +27,7 @@ import sqlalchemy
 import autofit
 from autofit import exceptions
 from autofit.analysis.frontier import Point, frontier
+from autofit.analysis.result import Result
 from autofit.cli import cli
 from autofit.cli.techniques import clashing, matrix
 from autofit.resilience import ActivePlan, Retry
@@ -53,12 +53,31 @@ def prose(text: str) -> str:
     """Return a docstring as Markdown: one line a paragraph, examples as code blocks."""
     paragraphs = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(text)):
+        title, _, entries = part.partition("\n")
         if all(line.startswith("    ") for line in part.splitlines()):
             paragraphs.append(f"```python\n{textwrap.dedent(part)}\n```")
-        else:
-            plain = re.sub(r":\w+:(?=`)", "", " ".join(part.split()))
-            paragraphs.append(re.sub(r"::$", ":", re.sub(r"``(.+?)``", r"`\1`", plain)))
+        elif title in SECTIONS and entries:
+            paragraphs += [SECTIONS[title], "\n".join(_entries(textwrap.dedent(entries)))]
+        elif part.strip() != "::":
+            paragraphs.append(re.sub(r"::$", ":", _sentence(part)))
     return "\n\n".join(paragraphs)
+
+
+SECTIONS = {"Args:": "Parameters:", "Raises:": "Raises:", "Returns:": "Returns:"}
+"""Sections of a docstring that hold a list, and their titles on a page."""
+
+
+def _sentence(text: str) -> str:
+    plain = re.sub(r":\w+:(?=`)", "", " ".join(text.split()))
+    return re.sub(r"``(.+?)``", r"`\1`", plain)
+
+
+def _entries(text: str) -> Iterator[str]:
+    """Yield an item of a list for each ``name: text``; the text may go on, indented."""
+    for entry in re.split(r"\n(?=\S)", text):
+        name, colon, rest = entry.partition(": ")
+        named = bool(colon) and name.isidentifier()
+        yield f"- `{name}`: {_sentence(rest)}" if named else f"- {_sentence(entry)}"
 
 
 def described(thing: object) -> str:
@@ -256,8 +275,6 @@ def _note(column: sqlalchemy.Column[Any], notes: dict[str, str]) -> str:
 
 def python() -> str:
     """Return ``python.md``: the public functions, and the records that they take and return."""
-    searching = typing.get_type_hints(autofit.search)
-    options, result = searching["options"], searching["return"]
     told = ["# Python API", NOTICE, "", PUBLIC]
     for name in ("search", "best", "run"):
         told += ["", *function(f"autofit.{name}", getattr(autofit, name))]
@@ -268,9 +285,9 @@ def python() -> str:
     for name in ("step", "active", "set_active", "set_hooks", "inject", "forget"):
         member = getattr(autofit.resilient, name)
         told += ["", *function(f"autofit.resilient.{name}", member, level=3)]
-    for cls in (autofit.Plan, ActivePlan, Store):
+    for cls in (autofit.Study, autofit.Plan, ActivePlan, Store):
         told += ["", *members(cls)]
-    for record in (options, Script, result, Point, Retry):
+    for record in (Result, Point, Script, Retry):
         told += ["", *dataclass(record)]
     told += ["", "## Exceptions", "", "Module `autofit.exceptions`.", ""]
     told += table(
@@ -289,13 +306,15 @@ PUBLIC = """\
 
 ```python
 import autofit
-from autofit.tuning.options import SearchOptions
-from autofit.worker.records.trials import Script
 
-script = Script(target="train.py", args=("--epochs", "3"), cwd="/home/me/project")
-result = autofit.search(SearchOptions(script=script, storage="sqlite:///autofit.db"))
-print(result.plan.levels)
-```"""
+study = autofit.search("train.py", trials=2, quiet=True)
+print(study)
+print(study.best.plan.levels)
+```
+
+The parameters are the options of the command line, under the same names. Values may be written as
+there: `memory="24GiB"`, `timeout="10m"`, `allow="rounding"`. Sizes may also be bytes, and durations
+seconds. A value that is not allowed raises `UsageError`, which says what is."""
 
 
 def function(name: str, thing: Callable[..., Any], level: int = 2) -> Iterator[str]:

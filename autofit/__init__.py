@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 from autofit._version import __version__
 
 if TYPE_CHECKING:
-    from autofit.analysis.ranking import best
+    from autofit.api.functions import best, run, search
+    from autofit.api.study import Study
     from autofit.plan import Plan
     from autofit.resilience import resilient
-    from autofit.running.run import run
-    from autofit.tuning.controller import search
 
-__all__ = ["Plan", "__version__", "best", "resilient", "run", "search"]
+__all__ = ["Plan", "Study", "__version__", "best", "resilient", "run", "search"]
 
 _HOMES = {
     "Plan": "autofit.plan",
-    "best": "autofit.analysis.ranking",
+    "Study": "autofit.api.study",
+    "best": "autofit.api.functions",
     "resilient": "autofit.resilience",
-    "run": "autofit.running.run",
-    "search": "autofit.tuning.controller",
+    "run": "autofit.api.functions",
+    "search": "autofit.api.functions",
 }
 
 

@@ -21,7 +21,9 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     """
     names = {name.lower(): name for name in known}
     lower = word.lower()
-    begins = [name for name in names if name.startswith(lower) or lower.startswith(name)]
+    begins = [
+        name for name in names if lower and (name.startswith(lower) or lower.startswith(name))
+    ]
     similar = difflib.get_close_matches(lower, begins or names, n=1, cutoff=0 if begins else ALIKE)
     return names[similar[0]] if similar else None
 

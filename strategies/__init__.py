@@ -27,6 +27,7 @@ from autofit.strategies.ranks import Ranks
 from autofit.strategies.sharding import Sharding
 from autofit.strategies.weights import Weights
 from autofit.strategies.zero_grad import ZeroGrad
+from autofit.suggestions import did_you_mean
 
 REGISTRY: tuple[Strategy, ...] = (
     Adapters(),
@@ -57,11 +58,12 @@ NAMES: tuple[str, ...] = tuple(strategy.name for strategy in REGISTRY)
 
 
 def get(name: str) -> Strategy:
-    """Return the strategy called ``name``. Raises ``UsageError``, which lists the known names."""
+    """Return the strategy called ``name``; raise ``UsageError`` with a suggestion if unknown."""
     for strategy in REGISTRY:
         if strategy.name == name:
             return strategy
-    raise UsageError(f"there is no strategy {name!r}; there are {', '.join(NAMES)}")
+    hint = did_you_mean(name, NAMES) or f"there are {', '.join(NAMES)}"
+    raise UsageError(f"there is no strategy {name!r}; {hint}")
 
 
 __all__ = [

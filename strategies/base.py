@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Protocol
 
 from autofit.exceptions import UsageError
 from autofit.facts import Facts, Hardware
+from autofit.suggestions import did_you_mean
 
 AS_IS = "as_is"
 """The name of every strategy's first level: as the script has it."""
@@ -349,15 +350,16 @@ class Strategy(ABC):
     """It draws other random numbers in dropout. The plan check runs without random draws."""
 
     def level(self, name: str) -> Level:
-        """Return the level called ``name``; raise ``UsageError`` naming those there are."""
+        """Return the level called ``name``; raise ``UsageError`` with a suggestion if unknown."""
         for level in self.levels:
             if level.name == name:
                 return level
-        allowed = ", ".join(level.name for level in self.levels)
+        names = [level.name for level in self.levels]
         unknown = f"{self.name} has no level {name!r}"
         if name in self.removed:
             raise UsageError(f"{unknown}: it was removed in 0.2: use {self.removed[name]}")
-        raise UsageError(f"{unknown}; it has {allowed}")
+        hint = did_you_mean(name, names) or f"it has {', '.join(names)}"
+        raise UsageError(f"{unknown}; {hint}")
 
     def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
         """Return the levels beside ``as_is`` that a search on ``hardware`` considers."""

@@ -95,6 +95,14 @@ def test_help_is_quick() -> None:
     assert min(seconds() for _ in range(5)) < 0.3
 
 
-def test_the_public_surface() -> None:
-    assert set(autofit.__all__) == {"Plan", "search", "best", "resilient", "run", "__version__"}
+def test_each_public_name_can_be_imported() -> None:
+    assert set(autofit.__all__) == {
+        "Plan",
+        "Study",
+        "search",
+        "best",
+        "resilient",
+        "run",
+        "__version__",
+    }
     _run("import autofit; [getattr(autofit, name) for name in autofit.__all__]")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autofit.cli import types
+from autofit.cli.lazy import Group
 from autofit.cli.out import render, say, show, write
 from autofit.exceptions import UsageError
 
@@ -29,7 +30,7 @@ def _options(function: F) -> F:
     return store(as_json(function))
 
 
-@click.group("history", invoke_without_command=True)
+@click.group("history", cls=Group, invoke_without_command=True)
 @_options
 @click.pass_context
 def command(context: click.Context, storage: str | None, as_json: bool) -> None:

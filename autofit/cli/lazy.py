@@ -6,8 +6,26 @@ from importlib import import_module
 
 import click
 
+from autofit.suggestions import did_you_mean
 
-class LazyGroup(click.Group):
+
+class Group(click.Group):
+    """A group that suggests a command for a misspelt one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that ``args`` begin with; raise ``UsageError`` with a suggestion."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            hint = did_you_mean(args[0], self.list_commands(ctx))
+            if not hint:
+                raise
+            raise click.UsageError(f"No such command {args[0]!r}; {hint}", ctx) from None
+
+
+class LazyGroup(Group):
     """A group that knows the name and the module of each command.
 
     ``name`` is the object ``command`` of ``<package>.<name>``.

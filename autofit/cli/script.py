@@ -71,25 +71,22 @@ def some_launch(script: str | None, module: str | None) -> Launch | None:
 
     Raises ``UsageError`` if it cannot be started.
     """
-    from autofit.launch_lines import MODULES, REPLACED, Launch, understand
-    from autofit.worker.records.trials import Script
+    from autofit.launch_lines import understand
+    from autofit.launch_lines.target import check_file, launch_of
 
     args = click.get_current_context().meta[_ARGS]
     cwd = str(Path.cwd())
     if script is not None and module is not None:
         raise UsageError(f"give SCRIPT or -m MODULE, not both: {script!r} and {module!r}")
-    if module in MODULES or module == REPLACED:
-        raise UsageError(f"-m {module} is a launcher: give its line after --, from python on")
-    target = script if module is None else module
-    if target is not None:
-        found = Script(target=target, module=module is not None, args=args, cwd=cwd)
-        launch = Launch(script=found)
-    elif args and not args[0].startswith("-"):
-        launch = understand(args, cwd)
-    else:
+    if module is not None:
+        return launch_of(module, module=True, args=args, cwd=cwd)
+    if script is not None:
+        return launch_of(script, module=False, args=args, cwd=cwd)
+    if not args or args[0].startswith("-"):
         return None
+    launch = understand(args, cwd)
     if not launch.script.module:
-        _check(launch.script.target)
+        check_file(launch.script.target, cwd)
     return launch
 
 
@@ -101,10 +98,3 @@ def the_launch(script: str | None, module: str | None) -> Launch:
             "no script given: write its path, or -m MODULE, or its launch line after --"
         )
     return launch
-
-
-def _check(path: str) -> None:
-    if Path(path).is_dir():
-        raise UsageError(f"{path!r} is a folder: give the script, or -m MODULE")
-    if not Path(path).is_file():
-        raise UsageError(f"there is no script {path!r}")

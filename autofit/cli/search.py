@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,8 +17,6 @@ from autofit.exceptions import UsageError
 if TYPE_CHECKING:
     from autofit.launch_lines import Launch
     from autofit.tuning.options import SearchOptions
-
-Names = frozenset[str]
 
 
 @script_argument
@@ -53,37 +50,11 @@ def command(
     return None
 
 
-def _options(
-    launch: Launch,
-    *,
-    allow: str,
-    storage: str | None,
-    only: Names,
-    without: Names,
-    gpus: int | None,
-    gpus_per_trial: int | None,
-    **given: Any,
-) -> SearchOptions:
-    if both := only & without:
-        raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
-
-    from autofit.launch_lines.span import span
+def _options(launch: Launch, *, allow: str, **given: Any) -> SearchOptions:
+    from autofit.api.scripts import search_options
     from autofit.strategies import Fidelity
-    from autofit.tuning.options import SearchOptions
 
-    ranks, why = span(launch, gpus, gpus_per_trial)
-    other = ranks != launch.ranks  # the launch line would start the wrong number of ranks
-    return SearchOptions(
-        script=replace(launch.script, launcher=()) if other else launch.script,
-        gpus=gpus,
-        gpus_per_trial=ranks,
-        lines=(*launch.lines, *why),
-        allow=Fidelity[allow.upper()],
-        storage=types.url_of(storage),
-        only=only,
-        without=without,
-        **given,
-    )
+    return search_options(launch, {**given, "allow": Fidelity[allow.upper()]})
 
 
 def _submit(

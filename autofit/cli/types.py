@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from autofit.exceptions import UsageError
+from autofit.suggestions import did_you_mean
 from autofit.tuning.options import Flag, Kind, default_of, flag_name, flags
 
 T = TypeVar("T")
@@ -65,7 +66,13 @@ class Fidelity(click.ParamType):  # type: ignore[type-arg]  # generic from click
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
         """Return the name, or end with a usage error that lists the names."""
-        return str(self._choice().convert(str(value), param, ctx))
+        choice = self._choice()
+        try:
+            return str(choice.convert(str(value), param, ctx))
+        except click.BadParameter as error:
+            hint = did_you_mean(str(value), choice.choices)
+            message = f"{error.message.rstrip('.')}; {hint}" if hint else error.message
+            raise click.BadParameter(message, ctx, param) from None
 
 
 _KINDS: dict[Kind, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from autofit.printable import printable
 from autofit.report.content import Content, LossCurve, MemoryBar, number_of
 from autofit.storage import TrialRecord
 from autofit.strategies import Memory
+from autofit.units import format_size
 from autofit.view import words
 from autofit.view.history import verdict
 from autofit.worker.records.trials import Measurement, Verdict
@@ -107,7 +108,7 @@ def _points(
             "width": 3,
         },
         "marker": {"color": colour, "symbol": symbol, "size": size},
-        **_hover(_about(trial, unit) for trial, _ in measured),
+        **_hover(_about(trial) for trial, _ in measured),
     }
 
 
@@ -127,7 +128,7 @@ def _other_sizes(content: Content, unit: int) -> Figure:
         "y": [each.samples_per_second for _, each in found],
         "marker": {"color": "--measured", "symbol": "circle-open", "size": 6},
         **_hover(
-            f"#{trial.number} {escaped(str(each.plan(trial.plan)))}<br>{_figures(each, unit)}"
+            f"#{trial.number} {escaped(str(each.plan(trial.plan)))}<br>{_figures(each)}"
             for trial, each in found
         ),
     }
@@ -144,7 +145,7 @@ def _frontier(content: Content, unit: int) -> Figure:
         "y": [point.measurement.samples_per_second for point in found],
         "line": {"color": "--frontier", "width": 2, "shape": "hv"},
         **_hover(
-            f"frontier, #{number} {escaped(str(point.plan))}<br>{_figures(point.measurement, unit)}"
+            f"frontier, #{number} {escaped(str(point.plan))}<br>{_figures(point.measurement)}"
             for number, point in zip(numbers, found, strict=True)
         ),
     }
@@ -168,7 +169,7 @@ def without_speed(failed: Sequence[TrialRecord]) -> Figure:
                 "symbol": "x" if name == "out of memory" else "triangle-down",
                 "size": 11,
             },
-            **_hover(_about(failed[place], 1) for place in places),
+            **_hover(_about(failed[place]) for place in places),
         }
         for name, places in by_verdict.items()
     ]
@@ -179,15 +180,14 @@ def without_speed(failed: Sequence[TrialRecord]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def _about(trial: TrialRecord, unit: int) -> str:
+def _about(trial: TrialRecord) -> str:
     text = f"#{trial.number} {escaped(str(best_plan(trial)))}<br>{escaped(verdict(trial))}"
     measured = trial.measurement if trial.verdict is Verdict.MEASURED else None
-    return f"{text}<br>{_figures(measured, unit)}" if measured else text
+    return f"{text}<br>{_figures(measured)}" if measured else text
 
 
-def _figures(measured: Measurement, unit: int) -> str:
-    peak = measured.peak_device / unit
-    return f"{words.speed(measured)} samples/s, peak {peak:.4g}"
+def _figures(measured: Measurement) -> str:
+    return f"{words.speed(measured)} samples/s, peak {format_size(measured.peak_device)}"
 
 
 def _hover(texts: Iterable[str]) -> Figure:
@@ -247,6 +247,7 @@ def memory(content: Content) -> Figure:
         "barmode": "stack",
         "xaxis": {"title": f"memory ({unit})", "range": [0, top]},
         "yaxis": {"autorange": "reversed", "type": "category"},
+        "legend": {"y": 1.1},  # above the label of the budget
         "shapes": [_budget_line(budget / size)],
         "annotations": [
             _budget_label(content, budget / size) | {"yanchor": "bottom"},

@@ -40,7 +40,10 @@
         margin: { l: 50, r: 16, t: 24, b: 44 },
         hovermode: "closest",
         hoverlabel: { bgcolor: panel, bordercolor: text, font: { color: text }, align: "left" },
-        legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom" },
+        legend: {
+          orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom",
+          ...figure.layout.legend,
+        },
       };
       const settings = { responsive: true, displaylogo: false, displayModeBar: false };
       Plotly.react(id, figure.data, layout, settings);

@@ -63,7 +63,8 @@ def studies(found: Iterable[StoredStudy]) -> Table:
 
 def device(study: StudyRecord) -> str:
     """Return the devices of one training: ``"2 x NVIDIA H200"``."""
-    return f"{study.key.gpus} x {study.hardware.name}" if study.key.gpus > 1 else study.key.gpu
+    devices = max(study.key.gpus, study.key.spread)
+    return f"{devices} x {study.hardware.name}" if devices > 1 else study.hardware.name
 
 
 def day(moment: datetime) -> str:
@@ -87,27 +88,34 @@ def head(found: StoredStudy) -> list[str]:
     ]
 
 
+TRIALS = ("#", "plan", "samples/s", "vs now", "peak", "verdict")
+"""Titles of the table of trials."""
+
+
 def trials(found: StoredStudy) -> Table:
     """Return the table of the trials of a study, the one of its best plan marked."""
-    made = table(
-        ("#", "plan", "samples/s", "vs now", "peak", "verdict"),
-        right=("#", "samples/s", "vs now", "peak"),
-    )
+    made = table(TRIALS, right=("#", "samples/s", "vs now", "peak"))
+    for trial, (cells, best) in zip(found.trials, trial_rows(found), strict=True):
+        measured = trial.verdict is Verdict.MEASURED
+        add(made, *cells, style="green" if best else "" if measured else "dim")
+    return made
+
+
+def trial_rows(found: StoredStudy) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Yield the cells of each trial, and whether it is the one of the best plan."""
     baseline = found.result.baseline if found.result is not None else None
     for trial in found.trials:
         best = found.winner is not None and trial.id == found.winner.id
         measured = trial.measurement if trial.verdict is Verdict.MEASURED else None
-        add(
-            made,
+        cells = (
             str(trial.number),
             str(best_plan(trial)),
             words.speed(measured) if measured else "-",
             versus(trial, baseline),
             format_size(measured.peak_device) if measured else "-",
             verdict(trial, best=best),
-            style="green" if best else "" if measured else "dim",
         )
-    return made
+        yield cells, best
 
 
 def versus(trial: TrialRecord, baseline: Measurement | None) -> str:

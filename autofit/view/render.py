@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, TextIO
 
+from autofit.printable import printable
 from autofit.tuning.notices import Listener, Notice
 from autofit.view.transcript import Transcript
 
@@ -38,10 +40,33 @@ class PlainLines:
 
 
 def renderer(*, stderr: bool) -> AbstractContextManager[Listener]:
-    """Return a listener that shows a search on standard output or, with ``stderr``, on that."""
+    """Return a listener that shows a search on standard output or, with ``stderr``, on that.
+
+    A terminal and a notebook get a live table, everything else plain lines.
+    """
     stream = sys.stderr if stderr else sys.stdout
+    if _in_notebook():
+        from rich.console import Console
+
+        from autofit.view.live import LiveTable
+
+        return LiveTable(stream, Console(highlight=False))
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return PlainLines(stream)
     from autofit.view.live import LiveTable
 
     return LiveTable(stream)
+
+
+def tell(line: str) -> None:
+    """Write a message to standard error, after ``autofit: ``."""
+    sys.stderr.write(f"autofit: {printable(line)}\n")
+
+
+def _in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook that can update what it shows."""
+    if "IPython" not in sys.modules or importlib.util.find_spec("ipywidgets") is None:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import autofit
 from autofit.analysis.frontier import frontier
+from autofit.analysis.ranking import best
 from autofit.analysis.result import Result
 from autofit.exceptions import NothingFits
 from autofit.plan import Plan
@@ -86,7 +86,7 @@ class Searched:
     def best(self, memory: int) -> tuple[Result, list[str]]:
         """The plan for so many MiB, and the lines that were said."""
         said: list[str] = []
-        result, _ = autofit.best(self.store.url, self.script, memory=memory * MIB, say=said.append)
+        result, _ = best(self.store.url, self.script, memory=memory * MIB, say=said.append)
         return result, said
 
 

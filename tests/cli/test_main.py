@@ -115,7 +115,11 @@ def test_any_other_error_is_a_bug_and_stays_one(
         (["search", "a.py", "--only", "precision", "--without", "precision"], "drop one"),
         (["best", "-o", "plan.xyz"], "no format goes with 'plan.xyz': add --format "),
         (["run", "a.py", "--plan", "none.json"], "'none.json' cannot be read"),
+        (["search", "a.py", "--only", "checkpoint"], "did you mean 'checkpointing'?"),
+        (["search", "a.py", "--allow", "roundng"], "did you mean 'rounding'?"),
         (["banana"], "No such command 'banana'"),
+        (["serach"], "No such command 'serach'; did you mean 'search'?"),
+        (["history", "shwo"], "No such command 'shwo'; did you mean 'show'?"),
     ],
     ids=" ".join,
 )

@@ -16,7 +16,8 @@ import pytest
 from autofit.storage import Store
 from autofit.worker.launch.reaper import SESSION, Reaper
 from tests.docs.blocks import blocks_of
-from tests.docs.test_commands import ON_A_HEAD, SCRIPT
+from tests.docs.conftest import SCRIPT
+from tests.docs.test_commands import ON_A_HEAD
 from tests.ray_head import TOOLS, free_ports, needs_a_job_server
 
 URL = "postgresql+psycopg://autofit@10.0.0.5/autofit"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,27 +13,12 @@ import pytest
 
 from autofit.cli import cli
 from tests.docs.blocks import blocks
-from tests.docs.prose import ROOT
-from tests.ray_head import TOOLS
+from tests.docs.conftest import Bash
 
 BLOCKS = blocks()
 ON_A_HEAD = ("docs/tutorials/cluster.md", "docs/how-to/submit-a-job.md")
 """Pages whose commands need a Ray head: see ``test_cluster.py``."""
 RUN = sorted({block.page for block in BLOCKS if block.runs} - set(ON_A_HEAD))
-SCRIPT = """
-import torch
-
-torch.manual_seed(0)
-torch.set_num_threads(1)
-model = torch.nn.Linear(16, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(40):
-    loss = model(torch.randn(32, 16)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-print(loss.item())
-"""
 
 
 def autofits(line: str) -> Iterator[list[str]]:
@@ -75,27 +57,10 @@ def test_a_comment_above_a_block_is_one_that_is_understood() -> None:
     assert all(re.fullmatch(r"|fails|not run: .{5,}", comment) for comment in comments), comments
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the pages expect it: the examples, and a script that has been searched."""
-    folder = tmp_path_factory.mktemp("docs")
-    (folder / "train.py").write_text(SCRIPT)
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    bash("autofit search train.py --trials 2", folder)
-    return folder
-
-
-def bash(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(
-        ["bash", "-euxc", commands], cwd=folder, env=environment, capture_output=True, text=True
-    )
-
-
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", RUN)
-def test_the_commands_run(page: str, workplace: Path) -> None:
+def test_the_commands_run(page: str, workplace: Path, bash: Bash) -> None:
     for block in BLOCKS:
         if block.page == page and block.runs:
             ran = bash(block.commands, workplace)

@@ -1,0 +1,214 @@
+"""The functions ``autofit.search``, ``autofit.best`` and ``autofit.run``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autofit.analysis import ranking
+from autofit.analysis.result import Result
+from autofit.api import scripts
+from autofit.api.study import Study
+from autofit.api.values import parse
+from autofit.exceptions import UsageError
+from autofit.export.load import load_plan
+from autofit.launch_lines.span import differing
+from autofit.plan import Plan
+from autofit.strategies import Fidelity
+from autofit.tuning.options import Kind, flags
+from autofit.view.render import renderer, tell
+from autofit.worker.records.trials import HORIZON
+
+
+def search(
+    script: str | os.PathLike[str] | Sequence[str],
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    cwd: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
+    allow: str | Fidelity = "rounding",
+    trials: int | None = None,
+    timeout: float | str | None = None,
+    only: str | Iterable[str] = (),
+    without: str | Iterable[str] = (),
+    horizon: int = HORIZON,
+    sampler: str = "autofit",
+    headroom: float = 5.0,
+    gpus: int | None = None,
+    gpus_per_trial: int | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    address: str | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Study:
+    """Find the fastest plan that fits the budget, store it, and return the study.
+
+    The parameters are the options of ``autofit search``::
+
+        study = autofit.search("train.py", ["--epochs", "3"], memory="24GiB", timeout="10m")
+        print(study.best.plan, study.best.measurement.samples_per_second)
+        study.report("report.html")
+
+    Args:
+        script: The path of the script, or the words of a launch line:
+            ``["torchrun", "--nproc-per-node", "2", "train.py"]``.
+        args: Arguments of the script.
+        module: ``script`` is the name of a module, as for ``python -m``.
+        cwd: The script's working directory; by default the present one.
+        memory: Budget per device, in bytes or as ``"24GiB"``; by default what is free.
+        allow: The most a plan may change: ``"exact"``, ``"redraw"``, ``"rounding"``, ``"recipe"``.
+        trials: The search ends after so many trials.
+        timeout: The search ends after so many seconds, or ``"10m"``.
+        only: Strategies to try; by default all.
+        without: Strategies to leave out.
+        horizon: Optimizer steps over which the time to compile is charged.
+        sampler: What chooses the plans: ``"autofit"``, ``"tpe"``, ``"gp"``, ``"random"``, or
+            ``"module:Class"``.
+        headroom: Percent of the device to leave free if ``memory`` is not given.
+        gpus: GPUs that may be used.
+        gpus_per_trial: GPUs each training spans.
+        storage: A file or an SQLAlchemy URL; by default ``$AUTOFIT_STORAGE`` or ``autofit.db``.
+        address: A running Ray cluster.
+        fresh: Open a new study; the old one is kept.
+        quiet: Show no progress.
+
+    Raises:
+        UsageError: A value is not allowed, or there is no such script.
+        ScriptError: The script fails without a plan.
+        NothingFits: No plan fits the budget.
+        StorageError: The store cannot be used.
+        WorkerError: A worker broke.
+    """
+    from autofit.tuning.controller import search as search_plans
+
+    given = _options(locals())
+    options = scripts.search_options(scripts.launch(script, args, module=module, cwd=cwd), given)
+    with contextlib.ExitStack() as stack:
+        listener = (lambda notice: None) if quiet else stack.enter_context(renderer(stderr=False))
+        result = search_plans(options, listener)
+    return Study.read(options.storage, result.study)
+
+
+def best(
+    script: str | os.PathLike[str] | Sequence[str] | None = None,
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    cwd: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Return the best stored result for a script, as ``autofit best`` does.
+
+    ::
+
+        result = autofit.best("train.py", memory="16GiB")
+        print(result.plan.levels, result.measurement.peak_device)
+
+    Args:
+        script: As for ``search``; by default the script of the newest study.
+        args: Arguments of the script.
+        module: As for ``search``.
+        cwd: As for ``search``.
+        memory: Budget per device: the result is the fastest known plan within it.
+        storage: As for ``search``.
+        quiet: Do not say which study was used, and what differs from it.
+
+    Raises:
+        UsageError: No plan is stored.
+        NothingFits: No known plan fits ``memory``.
+    """
+    launch = None if script is None else scripts.launch(script, args, module=module, cwd=cwd)
+    say = _say(quiet)
+    result, note = ranking.best(
+        scripts.url(storage),
+        None if launch is None else launch.script,
+        ranks=None if launch is None else launch.ranks,
+        memory=parse("memory", memory, Kind.SIZE),
+        say=say,
+    )
+    say(note)
+    return result
+
+
+def run(
+    script: str | os.PathLike[str] | Sequence[str],
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    cwd: str | os.PathLike[str] | None = None,
+    plan: Plan | Mapping[str, str] | str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
+    resume_arg: str | None = None,
+    gpus_per_trial: int | None = None,
+    verify_only: bool = False,
+    storage: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> int:
+    """Run a script to its end under its best plan, and return its exit code.
+
+    The parameters are the options of ``autofit run``::
+
+        code = autofit.run("train.py", ["--epochs", "3"], plan={"precision": "bf16"})
+
+    Args:
+        script: As for ``search``.
+        args: Arguments of the script.
+        module: As for ``search``.
+        cwd: As for ``search``.
+        plan: A plan, its levels by strategy, or the path of an exported plan; by default the best
+            stored one.
+        memory: Limit on each device, in bytes or as ``"24GiB"``.
+        resume_arg: Arguments to add when the script is started again after it ran out of memory,
+            such as ``"--resume {checkpoint}"``.
+        gpus_per_trial: Ranks to start.
+        verify_only: Verify the plan in a short launch and stop; the result is 1 if it fails.
+        storage: As for ``search``.
+        quiet: Say nothing; the script's own output stays.
+
+    Returns:
+        The script's exit code, or 128 + N if signal N ended it.
+
+    Raises:
+        UsageError: No plan is stored, or the given one cannot be used.
+    """
+    from autofit.running.run import run as run_script
+
+    launch, say = scripts.launch(script, args, module=module, cwd=cwd), _say(quiet)
+    ranks = parse("gpus_per_trial", gpus_per_trial, Kind.COUNT)
+    for line in (*launch.lines, *(differing(launch, ranks) if ranks else ())):
+        say(line)
+    return run_script(
+        launch.script,
+        plan=_plan(plan),
+        storage=scripts.url(storage),
+        memory=parse("memory", memory, Kind.SIZE),
+        resume=resume_arg,
+        ranks=ranks or launch.ranks,
+        verify_only=verify_only,
+        say=say,
+    )
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options of a search that the command line has too."""
+    return {each.name: parse(each.name, given[each.name], flag.kind) for each, flag in flags()}
+
+
+def _plan(given: object) -> Plan | None:
+    if given is None or isinstance(given, Plan):
+        return given
+    if isinstance(given, Mapping):
+        return Plan.of(given)
+    if isinstance(given, str | os.PathLike):
+        return load_plan(Path(given))
+    raise UsageError(f"plan={given!r}: write a plan, its levels by strategy, or a file's path")
+
+
+def _say(quiet: bool) -> Callable[[str], None]:
+    return (lambda line: None) if quiet else tell

@@ -1,0 +1,69 @@
+"""The script that a caller names: a path, a module, or the words of a launch line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autofit.exceptions import UsageError
+from autofit.launch_lines import Launch, understand
+from autofit.launch_lines.span import span
+from autofit.launch_lines.target import check_file, launch_of
+from autofit.storage.url import default_url, to_url
+from autofit.tuning.options import SearchOptions
+
+
+def launch(
+    script: str | os.PathLike[str] | Sequence[str],
+    args: Sequence[str],
+    *,
+    module: bool,
+    cwd: str | os.PathLike[str] | None,
+) -> Launch:
+    """Return the launch of a script; raise ``UsageError`` if it cannot be started.
+
+    ``script``: its path, a module's name, or the words of a launch line. ``cwd``: the script's
+    working directory, by default the present one.
+    """
+    folder = os.path.abspath(os.fspath(cwd)) if cwd is not None else str(Path.cwd())
+    if isinstance(args, str):
+        raise UsageError(f"args={args!r}: write a list of words, such as {args.split()!r}")
+    words = [str(word) for word in args]
+    if isinstance(script, str | os.PathLike):
+        return launch_of(os.fspath(script), module=module, args=words, cwd=folder)
+    line = [str(word) for word in script]
+    if not line:
+        raise UsageError("the launch line is empty: write a script, or a list such as ['torchrun']")
+    found = understand([*line, *words], folder)
+    if not found.script.module:
+        check_file(found.script.target, folder)
+    return found
+
+
+def url(storage: str | os.PathLike[str] | None) -> str:
+    """Return the URL of a store that is given as a path or a URL."""
+    return default_url() if storage is None else to_url(os.fspath(storage))
+
+
+def search_options(launch: Launch, given: Mapping[str, Any]) -> SearchOptions:
+    """Return the options of a search of ``launch``.
+
+    ``given``: values by the names of fields, as ``SearchOptions`` holds them; ``storage`` may be a
+    path or ``None``. Raises ``UsageError`` for values that exclude each other.
+    """
+    if both := given["only"] & given["without"]:
+        raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
+    ranks, why = span(launch, given["gpus"], given["gpus_per_trial"])
+    other = ranks != launch.ranks  # the launch line would start the wrong number of ranks
+    return SearchOptions(
+        **{
+            **given,
+            "script": replace(launch.script, launcher=()) if other else launch.script,
+            "gpus_per_trial": ranks,
+            "lines": (*launch.lines, *why),
+            "storage": url(given["storage"]),
+        }
+    )
