@@ -18,7 +18,7 @@ from autofit.storage import Store, StudyRecord, TrialRecord
 from autofit.strategies import get
 from autofit.units import format_duration, format_size
 from autofit.view import history, words
-from autofit.view.summary import SAME, against_baseline, commands
+from autofit.view.summary import against_baseline, commands, notes
 from autofit.worker.records.trials import Verdict
 
 NEEDS = "a report needs Plotly and Jinja: pip install 'autofit-torch[report]'"
@@ -87,7 +87,7 @@ def _context(content: Content, storage: str | None) -> Mapping[str, Any]:
         "head": history.head(found)[1:],
         "about": words.script_line(study.script, study.facts) if study.facts else "",
         "sentence": against_baseline(result) if result else "No plan fits the budget.",
-        "same": SAME[result.fidelity] if result else "",
+        "notes": notes(result) if result else [],
         "confirmed": bool(result and result.confirmed),
         "cards": _cards(content),
         "changes": _changes(content),

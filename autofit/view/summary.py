@@ -32,9 +32,7 @@ def lines(result: Result, *, storage: str | None = None, memory: int | None = No
     return [
         f"{speed} samples/s in {peak}: {result.plan}",
         against_baseline(result),
-        *_devices(result),
-        *_noise(result),
-        *_memory(result),
+        *notes(result),
         _effort(result),
         *_next(commands(result.script, storage, memory)),
     ]
@@ -58,6 +56,11 @@ def against_baseline(result: Result) -> str:
         f"{about if is_faster(new, old) else 'About as fast as'} the script as it is "
         f"({words.speed(old)} samples/s in {peak} {unit}); {same}."
     )
+
+
+def notes(result: Result) -> list[str]:
+    """Return the lines on the number of devices, on noise and on the parts of the peak."""
+    return [*_devices(result), *_noise(result), *_memory(result)]
 
 
 def _devices(result: Result) -> list[str]:
