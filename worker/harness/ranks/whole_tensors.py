@@ -46,6 +46,8 @@ WITHOUT_VALUES = frozenset(
         "is_contiguous",
         "is_floating_point",
         "is_complex",
+        "is_inference",
+        "is_signed",
         "__len__",
         "__hash__",
     )
