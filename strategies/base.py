@@ -143,6 +143,18 @@ class ByHand:
     """The largest chunk in which the model sees the batch."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightShards:
+    """How weights, gradients and optimizer state are sharded over ranks."""
+
+    gathers_twice: bool = True
+    """Whether weights are freed after their forward and gathered again for their backward."""
+    groups: int = 1
+    """Number of groups of ranks; the ranks of a group hold all weights together."""
+    on_host: bool = False
+    """Whether shards are kept in host memory, where the optimizer steps them."""
+
+
 class Deferred(ABC):
     """An output of the root that is computed when something uses it.
 
@@ -237,7 +249,7 @@ class Root(Protocol):
         Raises ``Refused`` if the launch has another number of processes.
         """
 
-    def shard_weights(self) -> Undo:
+    def shard_weights(self, shards: WeightShards) -> Undo:
         """Shard weights and gradients over the processes among which calls are divided.
 
         Each process keeps its part from the first training call on. The undo leaves them sharded.

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    Level,
+    Memory,
+    OptimizerHandle,
+    Root,
+    Strategy,
+    Undo,
+    WeightShards,
+)
 from autofit.strategies.support.optimizer_classes import ELEMENTWISE, PER_PARAMETER
 
-FULL = "full"
-NOT_BESIDE_FULL = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
+WEIGHTS = {
+    "zero2": WeightShards(gathers_twice=False),
+    "full": WeightShards(),
+    "hybrid": WeightShards(groups=2),
+}
+"""The levels that shard weights."""
+NOT_BESIDE_WEIGHTS = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
 """Strategies that read weights outside their block, or run it another number of times."""
 BESIDE = (AS_IS, "fused", "single")
 """Levels of ``optimizer`` that use the script's own state."""
@@ -21,10 +35,10 @@ class Sharding(Strategy):
     """Each rank keeps a part of what all ranks would hold alike.
 
     Under ``zero1`` each parameter has a rank that keeps its optimizer state and steps it. The
-    others then receive its new values. Under ``full`` each rank keeps a part of every parameter, of
-    its gradient and of its state (FSDP2). A repeated block is gathered for its own forward and
-    backward. The script sees whole values on all ranks, as in one process: in ``state_dict``, in
-    ``optimizer.state`` and in whatever it computes from parameters.
+    others then receive its new values. Under the other levels each rank keeps a part of every
+    parameter, of its gradient and of its state (FSDP2). A repeated block is gathered for its
+    forward and backward. The script sees whole values on all ranks, as in one process: in
+    ``state_dict``, in ``optimizer.state`` and in whatever it computes from parameters.
     """
 
     name = "sharding"
@@ -42,9 +56,24 @@ class Sharding(Strategy):
             undo=False,
         ),
         Level(
-            name=FULL,
+            name="zero2",
+            summary="as full, but weights stay gathered from their forward to their backward",
+            slowdown=1.08,
+            keeps=0.5,
+            lowers=frozenset({Memory.OPTIMIZER_STATE, Memory.GRADIENTS}),
+            undo=False,
+        ),
+        Level(
+            name="full",
             summary="each rank keeps a part of weights, gradients and optimizer state (FSDP2)",
-            slowdown=1.3,
+            slowdown=1.1,
+            keeps=0.55,
+            undo=False,
+        ),
+        Level(
+            name="hybrid",
+            summary="as full within each half of the ranks, which hold the same",
+            slowdown=1.1,
             keeps=0.55,
             undo=False,
             alone=True,
@@ -56,15 +85,16 @@ class Sharding(Strategy):
         ranks = levels.get("ranks", AS_IS)
         if ranks == AS_IS or kind not in self.lowered(level):
             return super().keeps(level, kind, levels)
-        return 1 / int(ranks)
+        groups = WEIGHTS[level].groups if level in WEIGHTS else 1
+        return groups / int(ranks)
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """Each parameter must step by itself."""
-        known = ELEMENTWISE if level == FULL else PER_PARAMETER
+        known = ELEMENTWISE if level in WEIGHTS else PER_PARAMETER
         others = [name for name in facts.optimizers if name not in known]
         if others:
             return f"{others[0]} may update parameters together"
-        if level != FULL:
+        if level not in WEIGHTS:
             return None
         if any(root.compiled for root in facts.roots):
             return "the script compiles the model, and the weights are gathered block by block"
@@ -76,10 +106,13 @@ class Sharding(Strategy):
         """There must be ranks, and the state must have the form that the script gives it."""
         if levels["ranks"] == AS_IS:
             return "sharding: one process has nobody to share with: it needs ranks"
+        groups = WEIGHTS[level].groups if level in WEIGHTS else 1
+        if groups > 1 and (int(levels["ranks"]) % groups or int(levels["ranks"]) == groups):
+            return f"sharding: {level} needs an even number of ranks, four at least"
         for name in NOT_BESIDE:
             if levels[name] != AS_IS:
                 return f"sharding: {name} keeps weights or state in a form of its own"
-        for name in NOT_BESIDE_FULL if level == FULL else ():
+        for name in NOT_BESIDE_WEIGHTS if level in WEIGHTS else ():
             if levels[name] != AS_IS:
                 return f"sharding: under {name} a block does not run once, with its own weights"
         if levels["optimizer"] not in BESIDE:
@@ -88,8 +121,8 @@ class Sharding(Strategy):
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Shard the weights, if the level does. Raises ``Refused`` if there is one process."""
-        return root.shard_weights() if level == FULL else None
+        return root.shard_weights(WEIGHTS[level]) if level in WEIGHTS else None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let each rank step its share. Raises ``Refused`` if the launch has one process."""
-        return handle.shard_state(with_weights=level == FULL)
+        return handle.shard_state(with_weights=level in WEIGHTS)

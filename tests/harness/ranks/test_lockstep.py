@@ -20,7 +20,8 @@ from autofit.exceptions import Refused
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.ranks import group as groups
 from autofit.worker.harness.ranks.batch_norm import SharedStatistics
-from autofit.worker.harness.ranks.lockstep import LabelCheck, own_draws, summed
+from autofit.worker.harness.ranks.lockstep import LabelCheck, own_draws
+from autofit.worker.harness.ranks.reduction import Reductions
 from autofit.worker.records.trials import Meeting
 
 torch.set_default_dtype(torch.float64)
@@ -40,7 +41,7 @@ else:
 assert group.meet("a question", "x" * (3000 * rank)) == ["", "x" * 3000]
 
 one, other = torch.ones(3), torch.ones(2, 2)
-found = summed(group, [one, other, one], [one, other if rank else None, None])
+found = Reductions(group).of([one, other, one]).finish([one, other if rank else None, None])
 assert torch.equal(found[0], 2 * one) and torch.equal(found[1], other) and found[2] is None
 parts = group.gather(torch.full((1 + rank, 2), rank == 1), [torch.Size([1, 2]), torch.Size([2, 2])])
 assert [part.tolist() for part in parts] == [[[False, False]], [[True, True]] * 2]
@@ -53,13 +54,60 @@ after = group.meet("what is drawn next", float(torch.rand(())))
 assert after[0] == after[1]
 
 check = LabelCheck(group)
-check([torch.randn(100), None])
+check([torch.randn(100), None], 1)
 try:
-    check([torch.randn(100) + (torch.arange(100) == 7 * rank) * 10.0, None])
+    check([torch.randn(100) + (torch.arange(100) == 7 * rank) * 10.0, None], 1)
 except Refused as refusal:
     assert "not the same in every process" in str(refusal)
 else:
     raise AssertionError("other labels were not noticed")
+"""
+SUMS = """
+from autofit.worker.harness.ranks import reduction as reductions
+
+reductions.BUCKET = 1  # each gradient has a sum of its own
+first, last = nn.Linear(4, 4), nn.Linear(4, 2)
+rare = nn.Parameter(torch.ones(4))
+image = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+tensors = [*first.parameters(), *last.parameters(), rare, image]
+all_sums = Reductions(group)
+started = []
+begin = reductions._Bucket.start
+reductions._Bucket.start = lambda bucket, sums: (started.append(tuple(bucket.places)), begin(bucket, sums))
+
+
+def whole(x, uses_rare):
+    hidden = first(x).tanh() * (rare if uses_rare else 1)
+    return last(hidden).square().sum() + (image * x.sum()).sum()
+
+
+def one_pass(*uses_rare):
+    x = torch.randn(4, 4)
+    started.clear()
+    sums = all_sums.of(tensors)
+    with sums.during(len(tensors)):
+        own = torch.autograd.grad(whole(x[2 * rank : 2 * rank + 2], uses_rare[rank]), tensors, allow_unused=True)
+    before = len(started)
+    found = sums.finish(own)
+    parts = [whole(x[2 * each : 2 * each + 2], uses_rare[each]) for each in range(2)]
+    expected = torch.autograd.grad(sum(parts), tensors, allow_unused=True)
+    for each, other in zip(found, expected):
+        assert (each is None) == (other is None)
+        if each is not None:
+            torch.testing.assert_close(each, other, rtol=0, atol=1e-12)
+    assert found[-1].stride() == image.stride()
+    return before, len(started)
+
+
+assert one_pass(True, True) == (0, 6)  # the first pass finds the order
+assert one_pass(True, True) == (6, 6)  # later, all sums start inside the backward pass
+assert one_pass(False, True)[1] == 6
+one_pass(False, False)
+assert one_pass(False, False) == (5, 5)
+assert one_pass(True, False) == (5, 6)  # one that was not planned
+reductions.BUCKET = 300
+one_pass(True, True)
+assert one_pass(True, True) == (2, 2)
 """
 STATISTICS = """
 statistics = SharedStatistics(Patches())
@@ -81,7 +129,8 @@ expected = nn.functional.batch_norm(
 )[cut]
 close(output, expected, rtol=0, atol=1e-12)
 close(own.grad, x.grad[cut], rtol=0, atol=1e-12)
-weight, bias = summed(group, [*shared.parameters()], [p.grad for p in shared.parameters()])
+own = [p.grad for p in shared.parameters()]
+weight, bias = Reductions(group).of([*shared.parameters()]).finish(own)
 close(weight, plain.weight.grad, rtol=0, atol=1e-12)
 close(bias, plain.bias.grad, rtol=0, atol=1e-12)
 close(shared.running_mean, plain.running_mean, rtol=0, atol=1e-12)
@@ -116,8 +165,8 @@ else:
 
 @pytest.mark.parametrize(
     "text",
-    [ALIKE, STATISTICS, ELSEWHERE, GONE],
-    ids=["alike", "statistics", "elsewhere", "gone"],
+    [ALIKE, SUMS, STATISTICS, ELSEWHERE, GONE],
+    ids=["alike", "sums", "statistics", "elsewhere", "gone"],
 )
 def test_two_ranks(text: str) -> None:
     port = str(free_port())

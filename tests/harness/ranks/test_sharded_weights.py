@@ -163,6 +163,23 @@ def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
     assert_same(tmp_path, MODEL + text + TAIL, FULL)
 
 
+@pytest.mark.parametrize(("ranks", "level"), [("2", "zero2"), ("4", "hybrid")])
+def test_other_levels_are_the_same_training(tmp_path: Path, ranks: str, level: str) -> None:
+    assert_same(tmp_path, MODEL + GRADIENTS + LOOP + TAIL, {"ranks": ranks, "sharding": level})
+
+
+def test_a_step_gathers_no_whole_values(tmp_path: Path) -> None:
+    text = """
+from torch.distributed.tensor import DTensor
+
+gathers = []
+plain = DTensor.full_tensor
+DTensor.full_tensor = lambda *args, **kwargs: (gathers.append(1), plain(*args, **kwargs))[1]
+"""
+    done = run(tmp_path / "counted", MODEL + text + ONLY_BLOCKS + "print(len(gathers))\n", FULL)
+    assert done.out.split()[-1] == "0", done.err
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

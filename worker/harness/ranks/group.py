@@ -132,9 +132,19 @@ class RankGroup:
         """Replace the contiguous ``tensor`` by that of the rank ``source``, in place."""
         dist.broadcast(_bytes_of_flags(tensor), src=source)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Replace the contiguous ``tensor`` by the sum over all ranks, in place."""
-        dist.all_reduce(tensor)
+    def channel(self) -> Any:
+        """Return a connection in addition to the first; all ranks must ask for it.
+
+        Messages in one channel do not wait for those in another.
+        """
+        return dist.new_group()
+
+    def start_sum(self, tensor: torch.Tensor, channel: Any = None) -> Any:
+        """Start to replace the contiguous ``tensor`` by the sum over all ranks, in place.
+
+        The ``wait`` of the result lets what the device computes next see the sum.
+        """
+        return dist.all_reduce(tensor, group=channel, async_op=True)
 
     def gather(self, own: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Return each rank's tensor; ``shapes`` has the shape of each, and the types are equal."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ OTHER_LABELS = (
     "the script's data is not the same in every process, and its labels do not pass through the "
     "model: seed its generators (such as np.random.default_rng), or train on one GPU"
 )
-SPARSE = "the model has sparse gradients, which are not summed over ranks"
+OTHER_PARAMETERS = "the script trains other parameters on each rank"
 FEW = 3
 """Backward passes at the start whose incoming gradients are compared."""
 TOLERANCE = 1e-2
@@ -30,8 +30,6 @@ TOLERANCE = 1e-2
 
 A single wrong label of 1000 makes about 0.03.
 """
-BUCKET = 1 << 25
-"""Bytes that are summed in one message."""
 PIECE = 1 << 22
 """Entries of which a digest is computed at a time."""
 
@@ -115,51 +113,6 @@ def own_draws(group: RankGroup) -> Iterator[None]:
         after.restore()
 
 
-def summed(
-    group: RankGroup, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Return the sum over ranks of each gradient; ``None`` if no rank has one.
-
-    ``tensors``: those that the gradients belong to. A gradient that is missing on one rank only
-    counts as zero: the samples of another rank may have taken another route.
-    """
-    sparse = any(each is not None and each.layout is not torch.strided for each in gradients)
-    said = group.meet("the sum of gradients", ([each is not None for each in gradients], sparse))
-    if any(each for _, each in said):
-        raise Refused(SPARSE, "ranks")
-    wanted = [i for i in range(len(tensors)) if any(present[i] for present, _ in said)]
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    for bucket in buckets(tensors, wanted):
-        parts = [_or_zero(gradients[i], tensors[i]).reshape(-1) for i in bucket]
-        flat = torch.cat(parts)
-        group.sum(flat)
-        for i, part in zip(bucket, flat.split([part.numel() for part in parts]), strict=True):
-            gradient = torch.empty_like(tensors[i], memory_format=torch.preserve_format)
-            found[i] = gradient.copy_(part.view(tensors[i].shape))
-    return found
-
-
-def buckets(tensors: Sequence[torch.Tensor], wanted: Iterable[int]) -> Iterator[list[int]]:
-    """Yield positions whose tensors have one type and device, and at most ``BUCKET`` bytes."""
-    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i in wanted:
-        by_type.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
-    for positions in by_type.values():
-        bucket: list[int] = []
-        size = 0
-        for i in positions:
-            if bucket and size + tensors[i].nbytes > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(i)
-            size += tensors[i].nbytes
-        yield bucket
-
-
-def _or_zero(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor) if gradient is None else gradient.to(tensor.dtype)
-
-
 class LabelCheck:
     """Compares what the script makes of the joined outputs on each rank.
 
@@ -171,9 +124,10 @@ class LabelCheck:
         self._group = group
         self._passes = 0
 
-    def __call__(self, cotangents: Sequence[torch.Tensor | None]) -> None:
+    def __call__(self, cotangents: Sequence[torch.Tensor | None], planned: object) -> None:
         """Compare the gradients of the outputs; raise ``Refused`` on all ranks if they differ.
 
+        ``planned``: what else must be equal, the sums that the pass will make.
         Only the first passes are compared, and then ever fewer: passes 4, 8, 16 and so on.
         """
         self._passes += 1
@@ -181,8 +135,10 @@ class LabelCheck:
         own = [
             None if each is None else _digest(each) if due else (0.0, 0.0) for each in cotangents
         ]
-        said = self._group.meet("a backward pass", own)
-        for column in zip(*said, strict=True):
+        said = self._group.meet("a backward pass", (planned, own))
+        if len({each for each, _ in said}) > 1:
+            raise Refused(OTHER_PARAMETERS, "ranks")
+        for column in zip(*(each for _, each in said), strict=True):
             if any(_differ(each, column[0]) for each in column):
                 raise Refused(OTHER_LABELS, "ranks")
 

@@ -26,7 +26,7 @@ from autofit.strategies.optimizer.fused import parameters, without
 from autofit.strategies.support.optimizer_classes import PER_PARAMETER, in_torch
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.ranks.group import RankGroup
-from autofit.worker.harness.ranks.lockstep import buckets
+from autofit.worker.harness.ranks.reduction import buckets
 
 INSIDERS = ("torch.optim.", "autofit.")
 """Prefixes of the modules that see the state as it is stored; all others see the whole state."""

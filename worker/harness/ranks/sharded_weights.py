@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
-from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.strategies.base import Forward, Undo, WeightShards, Wrapper
 from autofit.strategies.inspection.blocks import listed_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.batch.outputs import Gradients
 from autofit.worker.harness.patching.observers import plain_backward
+from autofit.worker.harness.ranks.reduction import Reduction
 from autofit.worker.harness.ranks.references import replace_parameters
 from autofit.worker.harness.ranks.shared_call import SharedCall, SharedRoot
 from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
@@ -55,9 +56,10 @@ class Owner(Protocol):
 class ShardedWeights:
     """The sharded weights of one root. They stay sharded for the life of the process."""
 
-    def __init__(self, owner: Owner, whole: WholeTensors) -> None:
+    def __init__(self, owner: Owner, whole: WholeTensors, shards: WeightShards) -> None:
         self._owner = owner
         self._whole = whole
+        self._shards = shards
         self._states: dict[nn.Module, Any] = {}
         """FSDP's state of each module that is gathered by itself."""
         self._parameters: list[weakref.ref[torch.Tensor]] = []
@@ -167,12 +169,14 @@ class ShardedWeights:
         blocks = _blocks(module)
         for each in (*blocks, module):
             _refuse_what_is_not_sharded(each)
-        mesh = self._whole.mesh(before[0][1].device)
+        mesh = self._whole.mesh(before[0][1].device, self._shards.groups)
         classes = {each: type(each) for each in (*blocks, module)}
         gradients = {old: old.grad for _, old in before if old.grad is not None}
         with self._whole.by_parts():
             for each in (*blocks, module):
-                made = fully_shard(each, mesh=mesh, reshard_after_forward=True)
+                made = fully_shard(
+                    each, mesh=mesh, reshard_after_forward=self._shards.gathers_twice
+                )
                 assert isinstance(made, FSDPModule)
                 made.set_gradient_divide_factor(1.0)
                 made.set_force_sum_reduction_for_comms(True)
@@ -226,7 +230,11 @@ class ShardedCall(SharedCall):
         return found
 
     def _differentiate(
-        self, outputs: list[torch.Tensor], shares: list[torch.Tensor], keeps: bool
+        self,
+        outputs: list[torch.Tensor],
+        shares: list[torch.Tensor],
+        keeps: bool,
+        reduction: Reduction,
     ) -> tuple[Gradients, Gradients]:
         """Return this slice's gradients of its arguments."""
         if outputs:

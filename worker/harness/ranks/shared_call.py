@@ -34,8 +34,8 @@ from autofit.worker.harness.ranks.lockstep import (
     same_arguments,
     same_generators,
     same_weights,
-    summed,
 )
+from autofit.worker.harness.ranks.reduction import Reduction, Reductions
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.pytree import flatten
@@ -85,7 +85,9 @@ class SharedRoot:
         self.seams = seams
         self.group = group
         self.labels = LabelCheck(group)
-        self.statistics = SharedStatistics(seams.patches) if has_batch_norm(owner.module) else None
+        joins = has_batch_norm(owner.module)
+        self.statistics = SharedStatistics(seams.patches) if joins else None
+        self.reductions = Reductions(group, apart=joins)
         self.sharded: Sharded | None = None
         """Runs the calls if the plan shards the weights."""
         self._stale = False
@@ -282,7 +284,9 @@ class SharedCall:
         local = self._local
         if local is None:
             raise RuntimeError(TWICE)
-        self._root.labels(cotangents)
+        inputs = [self._batch.leaves[i].detach() for i in self._inputs]
+        reduction = self._root.reductions.of([*self.parameters, *inputs])
+        self._root.labels(cotangents, reduction.planned)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         shares = self._parts.shares(self._batch, incoming, self._cut)
         wanted = [
@@ -293,26 +297,30 @@ class SharedCall:
             self._local = None
         with inside(self._root.seams), self._together():
             of_parameters, of_arguments = self._differentiate(
-                [local[i] for i in wanted], [shares[i] for i in wanted], keeps
+                [local[i] for i in wanted], [shares[i] for i in wanted], keeps, reduction
             )
         found = self._parts.join_arguments(self._batch, self._inputs, [(self._cut, of_arguments)])
-        inputs = [self._batch.leaves[i].detach() for i in self._inputs]
-        return summed(self._root.group, [*self.parameters, *inputs], [*of_parameters, *found])
+        return reduction.finish([*of_parameters, *found])
 
     def _differentiate(
-        self, outputs: list[torch.Tensor], shares: list[torch.Tensor], keeps: bool
+        self,
+        outputs: list[torch.Tensor],
+        shares: list[torch.Tensor],
+        keeps: bool,
+        reduction: Reduction,
     ) -> tuple[Gradients, Gradients]:
         """Return this slice's gradients of the parameters, and of its arguments."""
         targets = [*self.parameters, *self._arguments]
         if not outputs or not targets:
             return [None] * len(self.parameters), [None] * len(self._arguments)
+        count = len(self.parameters)
         if self._root.owner.accumulates:
             gradients = self._accumulated(outputs, shares, keeps)
         else:
-            gradients = list(
-                plain_grad(outputs, targets, shares, retain_graph=keeps, allow_unused=True)
-            )
-        count = len(self.parameters)
+            with reduction.during(count):
+                gradients = list(
+                    plain_grad(outputs, targets, shares, retain_graph=keeps, allow_unused=True)
+                )
         return gradients[:count], gradients[count:]
 
     def _accumulated(

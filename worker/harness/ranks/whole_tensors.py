@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves, tree_map
@@ -134,12 +134,19 @@ class WholeTensors:
             patches.wrap(owner, name, self._by_torch)
         DTensor._op_dispatcher._allow_implicit_replication = True
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the ranks as torch's sharding needs them."""
+    def mesh(self, device: torch.device, groups: int = 1) -> DeviceMesh:
+        """Return the ranks as torch's sharding needs them, in so many groups that hold the same."""
         if self._mesh is None:
             world = dist.group.WORLD
             assert world is not None, "the ranks are connected"
-            self._mesh = DeviceMesh.from_group(world, device.type)
+            if groups == 1:
+                self._mesh = DeviceMesh.from_group(world, device.type)
+            else:
+                self._mesh = init_device_mesh(
+                    device.type,
+                    (groups, self._group.size // groups),
+                    mesh_dim_names=("replicate", "shard"),
+                )
         return self._mesh
 
     @contextmanager

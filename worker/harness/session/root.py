@@ -18,7 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS, Forward, Load, Reader, Undo, Weights, Wrapper
+from autofit.strategies.base import (
+    AS_IS,
+    Forward,
+    Load,
+    Reader,
+    Undo,
+    Weights,
+    WeightShards,
+    Wrapper,
+)
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.precision import Precision
 from autofit.worker.harness.batch import ddp
@@ -347,7 +356,7 @@ class HarnessRoot:
 
         return self.outliving(undo)
 
-    def shard_weights(self) -> Undo:
+    def shard_weights(self, shards: WeightShards) -> Undo:
         """Shard the weights over the ranks that ``share`` divides the calls among."""
         from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
         from autofit.worker.harness.ranks.whole_tensors import whole_tensors
@@ -357,7 +366,7 @@ class HarnessRoot:
             raise Refused("there is one process, which keeps the whole weights")
         whole = whole_tensors(group, self._seams)
         if self._sharded is None:
-            self._sharded = ShardedWeights(self, whole)
+            self._sharded = ShardedWeights(self, whole, shards)
         undos = [
             self._sharded.start(shared),
             self.show_weights(
