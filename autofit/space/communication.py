@@ -8,7 +8,7 @@ from autofit.plan import Plan
 from autofit.space.static_memory import Static
 from autofit.strategies import Facts, Memory
 from autofit.strategies.ranks import Ranks, count
-from autofit.strategies.sharding import FULL, Sharding
+from autofit.strategies.sharding import WEIGHTS, Sharding
 
 BANDWIDTHS = {"nvlink": 80e9, "pcie": 12e9, "": 30e9}
 """Bytes a second that a GPU sends in a collective, by ``Hardware.link``; copies and waiting count.
@@ -39,7 +39,10 @@ def sent_bytes(plan: Plan, facts: Facts) -> float:
             (static.weights, Memory.WEIGHTS),
         )
     )
-    whole = 2 * weights + gradients if plan[Sharding.name] == FULL else 2 * gradients
+    shards = WEIGHTS.get(plan[Sharding.name])
+    whole = 2 * gradients
+    if shards is not None:
+        whole = (2 if shards.gathers_twice else 1) * weights + gradients
     return (ranks - 1) / ranks * whole * facts.calls_per_step
 
 

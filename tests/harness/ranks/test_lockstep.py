@@ -73,7 +73,14 @@ tensors = [*first.parameters(), *last.parameters(), rare, image]
 all_sums = Reductions(group)
 started = []
 begin = reductions._Bucket.start
-reductions._Bucket.start = lambda bucket, sums: (started.append(tuple(bucket.places)), begin(bucket, sums))
+
+
+def start(bucket, sums):
+    started.append(tuple(bucket.places))
+    begin(bucket, sums)
+
+
+reductions._Bucket.start = start
 
 
 def whole(x, uses_rare):
@@ -86,7 +93,8 @@ def one_pass(*uses_rare):
     started.clear()
     sums = all_sums.of(tensors)
     with sums.during(len(tensors)):
-        own = torch.autograd.grad(whole(x[2 * rank : 2 * rank + 2], uses_rare[rank]), tensors, allow_unused=True)
+        output = whole(x[2 * rank : 2 * rank + 2], uses_rare[rank])
+        own = torch.autograd.grad(output, tensors, allow_unused=True)
     before = len(started)
     found = sums.finish(own)
     parts = [whole(x[2 * each : 2 * each + 2], uses_rare[each]) for each in range(2)]
