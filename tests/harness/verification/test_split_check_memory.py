@@ -66,6 +66,38 @@ def test_what_autograd_saves_may_wait_on_the_host(tmp_path: Path, mebibytes: int
     assert report.measurement.peak_device > 48 << 20
 
 
+CANCELS = """
+import sys
+
+
+def of(tensor):
+    raise AssertionError("a tensor is saved on the host")
+
+
+sys.modules["autofit.worker.harness.torch_state.host_saved"]._Hosted.of = of
+
+
+class Loss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        loss = (self.net(x) - x.mean(-1, keepdim=True)).square().mean()
+        return loss + 256.0 - 256.0  # rounds, so that float32 leaves a doubt
+
+
+"""
+
+
+def test_float64_never_saves_tensors_on_the_host(tmp_path: Path) -> None:
+    """A large model would copy for minutes. The coefficients of the chunks decide instead."""
+    script = SCRIPT.replace("model = Net()", CANCELS + "model = Loss(Net())")
+    script = script.replace("(model(x) - x.mean(-1, keepdim=True)).square().mean()", "model(x)")
+    report = reported(tmp_path, script, {"micro_batch": "1"}, 190)
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
+
+
 TABLED = """
 import torch
 from torch import nn

@@ -132,6 +132,7 @@ def _find_frugally(
     autocast, the script's own or the plan's.
     """
     chosen = choose(check.batch, layout)
+    check.leaner = len(chosen) > 2 or leanly is not None
     found, error = _try(check, layout, chosen[:SAMPLES])
     if isinstance(error, Undecided) and len(chosen) > SAMPLES:
         again, other = _try(check, layout, chosen[-SAMPLES:])
@@ -148,9 +149,11 @@ def _find_frugally(
         ways.append((nullcontext, hooks, False))
     elif narrowly is not None:
         ways.append((narrowly, hooks, False))
-    for around, check.on_host, check.sharp in ways:
+    on_device = sum(hooks is None for _, hooks, _ in ways)
+    for number, (around, check.on_host, check.sharp) in enumerate(ways, 1):
         if error is None or isinstance(error, Undecided):
             break
+        check.leaner = number < on_device
         with around(), check.on_host or nullcontext():
             found, error = _try(check, layout, chosen[:2])
     if error is not None:
@@ -195,6 +198,8 @@ class _SplitCheck:
         """The layout of an earlier call of this kind."""
         self.on_host: saved_tensors_hooks | None = None
         """Stores autograd's saved tensors in host memory; ``None`` if they fit on the device."""
+        self.leaner = False
+        """Whether a leaner way to run this check is left that needs no host memory."""
         self.sharp = True
         """Leave the script's autocast if the model can run without it."""
         self.rounds = False
@@ -420,9 +425,11 @@ class _SplitCheck:
     ) -> Layout | None:
         """Return the answer to ``ask`` in float64; ``None`` if the model cannot run in it.
 
-        Raises the shortage if it does not fit and a leaner way to run this check is left. Saving
-        tensors on the host is the last way: a large model then copies for minutes.
+        Raises the shortage if float64 does not fit and a leaner way to run this check is left.
+        Float64 never saves tensors on the host: a large model would then copy for minutes.
         """
+        if self.on_host is not None:
+            return None
         fits = False
 
         def compare() -> Layout:
@@ -433,7 +440,7 @@ class _SplitCheck:
                 return self._compare(layout, *batches, seen, DOUBLE, ask, settled, twins)
 
         outcome = attempt_model(compare)
-        if outcome.shortage is not None and fits and self.on_host is None:
+        if outcome.shortage is not None and fits and self.leaner:
             raise outcome.shortage
         return outcome.value  # no value if a kernel has no float64, say
 
