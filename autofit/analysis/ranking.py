@@ -154,6 +154,7 @@ def result_of(
         search_seconds=study.seconds,
         versions=dict(study.versions),
         ranks=study.key.gpus,
+        facts=study.facts,
         elsewhere=_elsewhere(trials, study.budget if memory is None else memory, point.plan),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autofit.facts import Hardware
+from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.strategies.ranks import count
 from autofit.worker.records.trials import Measurement, Script, Verdict
@@ -43,6 +43,8 @@ class Result:
     """Releases of autofit, torch, Python and other packages that affect the figures."""
     ranks: int = 1
     """Processes of each training, one a device; those of a plan's ``ranks`` do not count."""
+    facts: Facts | None = None
+    """What the search knows of the script; ``None`` if no launch reached the model."""
     elsewhere: tuple[Plan, Measurement] | None = None
     """The fastest plan on another number of devices that was measured, and its figures."""
 

@@ -10,7 +10,7 @@ from autofit.cli import types
 from autofit.cli.out import say, show, write
 from autofit.cli.script import ScriptCommand, script_argument, some_launch
 from autofit.exceptions import UsageError
-from autofit.export import FORMATS, SUFFIXES, render
+from autofit.export import FORMATS, SUFFIXES, lost, render
 
 
 @script_argument
@@ -25,6 +25,11 @@ from autofit.export import FORMATS, SUFFIXES, render
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write to this file."
 )
 @click.option(
+    "--partial",
+    is_flag=True,
+    help="Export also if the format cannot carry the whole plan; the file names what is left out.",
+)
+@click.option(
     "--memory",
     metavar="SIZE",
     callback=types.size,
@@ -36,6 +41,7 @@ def command(
     module: str | None,
     form: str | None,
     output: str | None,
+    partial: bool,
     memory: int | None,
     storage: str | None,
 ) -> None:
@@ -53,10 +59,14 @@ def command(
     show([note], err=True)
     if form is None:
         show(lines(result, storage=storage, memory=memory))
-    elif output is None:
-        write(render(form, result))
+        return
+    text = render(form, result, partial=partial)
+    if partial and (left := lost(form, result)):
+        say(f"left out, because {form} cannot carry it: {', '.join(left)}")
+    if output is None:
+        write(text)
     else:
-        _write(output, render(form, result))
+        _write(output, text)
 
 
 def _form_of(output: str | None) -> str | None:

@@ -1,22 +1,25 @@
 """Writes a config file for ``accelerate launch --config_file`` with Accelerate's own class.
 
-Only scripts that make an ``Accelerator`` read it. Comments at its top name the levels that it
-cannot express.
+Only scripts that make an ``Accelerator`` read it. A plan of several ranks sets their number. One
+that shards gets a section for FSDP2, or for DeepSpeed under ``zero1``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from autofit.analysis.result import Result
-from autofit.export.header import comments, launched_with
+from autofit.export.carried import Carried, comments, parts, samples_a_device
+from autofit.export.header import launched_with
+from autofit.strategies import AS_IS
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 RENAMED = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
 """Keys of the config file for variables that have another name, in lower case."""
+IN_FSDP = ("zero2", "full", "hybrid")
+"""Levels of ``sharding`` that FSDP2 has too."""
 
 
 def render(result: Result) -> str:
@@ -25,56 +28,147 @@ def render(result: Result) -> str:
 
     from accelerate.commands.config.config_args import ClusterConfig
 
-    launched = launched_with(result)
-    settings, expressed = _settings(result, launched)
-    config = ClusterConfig(**settings)
+    found = settings(result)
+    config = ClusterConfig(**found.fields)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.yaml")
         config.to_yaml_file(str(file))
         text = file.read_text(encoding="utf-8")
-    notes = [*comments(result, "Accelerate", expressed), *_notes(result, launched)]
-    return "\n".join([*notes, text.rstrip("\n")]) + "\n"
+    return (
+        "\n".join([*comments(result, "Accelerate has no setting for it", found), text.rstrip("\n")])
+        + "\n"
+    )
 
 
-def _settings(result: Result, launched: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
-    """Return the fields, and the strategies whose levels they express."""
-    plan, expressed = result.plan, {"allocator"}
+def carried(result: Result) -> set[str]:
+    """Return the names of the strategies that the file expresses."""
+    return settings(result).strategies
+
+
+def settings(result: Result) -> Carried:
+    """Return the fields of Accelerate's ``ClusterConfig`` for the plan of ``result``."""
+    plan, found, launched = result.plan, Carried(), launched_with(result)
     precision = launched.get("ACCELERATE_MIXED_PRECISION", "no")
     if plan["precision"] in ("bf16", "fp16"):
         precision = plan["precision"]
-        expressed.add("precision")
+        found.express("precision")
     dynamo: dict[str, Any] = {}
     if plan["compile"] in ("regional", "full"):
         regional = plan["compile"] == "regional"
         dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}
-        expressed.add("compile")
-    fsdp = _fsdp(launched) if FSDP in launched else None
+        found.express("compile")
+        found.notes.append("Compiled dropout draws Inductor's own random numbers.")
+    fsdp = _fsdp(launched) if FSDP in launched else _fsdp_of(result, found)
     if fsdp is not None and plan["checkpointing"] == "all":
         fsdp["fsdp_activation_checkpointing"] = True
-        expressed.add("checkpointing")
-    fields = {
+        found.express("checkpointing")
+    deepspeed = _deepspeed(launched) if DEEPSPEED in launched else _deepspeed_of(result, found)
+    found.fields |= {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _kind(result, launched),
+        "distributed_type": _kind(result, fsdp, deepspeed),
         "mixed_precision": precision,
         "use_cpu": result.hardware.device == "cpu",
         "debug": False,
-        "num_processes": result.ranks,
+        "num_processes": result.devices,
         "dynamo_config": dynamo,
         "fsdp_config": fsdp,
-        "deepspeed_config": _deepspeed(launched) if DEEPSPEED in launched else None,
+        "deepspeed_config": deepspeed,
+        "parallelism_config": _halves(result) if plan["sharding"] == "hybrid" else None,
     }
-    return fields, expressed
+    _about_batches(result, found)
+    _about_precision(result, found, fsdp, deepspeed)
+    return found
 
 
-def _kind(result: Result, launched: dict[str, str]) -> str:
+def _kind(result: Result, fsdp: object, deepspeed: object) -> str:
     """Return Accelerate's name for how the ranks train together."""
-    if FSDP in launched:
+    if fsdp is not None:
         return "FSDP"
-    if DEEPSPEED in launched:
+    if deepspeed is not None:
         return "DEEPSPEED"
-    if result.ranks == 1:
+    if result.devices == 1:
         return "NO"
     return "MULTI_CPU" if result.hardware.device == "cpu" else "MULTI_GPU"
+
+
+def _fsdp_of(result: Result, found: Carried) -> dict[str, Any] | None:
+    """Return the section for FSDP2 if the plan shards weights."""
+    level = result.plan["sharding"]
+    if level not in IN_FSDP:
+        return None
+    found.express("sharding")
+    own = result.facts is not None and any(root.transformers for root in result.facts.roots)
+    if not own:
+        found.notes.append("FSDP gathers the model as one unit. To gather it block by block, set")
+        found.notes.append("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP and the block's class")
+        found.notes.append("  in fsdp_transformer_layer_cls_to_wrap.")
+    return {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": level != "zero2",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if own else "NO_WRAP",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_offload_params": False,
+    }
+
+
+def _halves(result: Result) -> dict[str, Any]:
+    """Return the section that shards weights within each half of the ranks."""
+    name = "parallelism_config_dp"
+    return {f"{name}_replicate_size": 2, f"{name}_shard_size": result.devices // 2}
+
+
+def _deepspeed_of(result: Result, found: Carried) -> dict[str, Any] | None:
+    """Return the section for DeepSpeed if the plan shards the optimizer state alone."""
+    if result.plan["sharding"] != "zero1":
+        return None
+    found.express("sharding")
+    chunks = parts(result)
+    if chunks is not None:
+        found.express("micro_batch")
+    return {
+        "zero_stage": 1,
+        "gradient_accumulation_steps": chunks or 1,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "zero3_init_flag": False,
+    }
+
+
+def _about_batches(result: Result, found: Carried) -> None:
+    """Say what the script has to change, because it makes the loader."""
+    plan, size = result.plan, result.measurement.micro_batch
+    split = "micro_batch" in found.strategies
+    if plan["ranks"] != AS_IS:
+        found.express("ranks")
+        each = size if split else samples_a_device(result)
+        found.in_script.append(f"each process takes {each} samples a batch from its loader")
+        if not split:
+            found.notes.append(
+                "DataLoaderConfiguration(split_batches=True), given to the Accelerator, does so."
+            )
+    if plan["micro_batch"] != AS_IS and not split:
+        total = result.measurement.effective_batch
+        found.notes.append(
+            f"By hand: {size} samples a batch and gradients accumulated to {total} a step."
+        )
+    if result.devices > 1 and result.hardware.device == "cpu":
+        found.notes.append("On a CPU, accelerate launch starts one process; only MPI starts more.")
+
+
+def _about_precision(result: Result, found: Carried, fsdp: object, deepspeed: object) -> None:
+    """Say how Accelerate's low precision differs from that of the plan."""
+    found.notes.append(
+        "Only scripts that make an Accelerator read this file: accelerate launch --config_file."
+    )
+    low = result.plan["precision"]
+    if fsdp is not None and low == "bf16":
+        found.notes.append(
+            "Under FSDP Accelerate's bf16 gathers weights and reduces gradients in bf16 too."
+        )
+    if deepspeed is not None and low in ("bf16", "fp16"):
+        found.notes.append(f"Under DeepSpeed Accelerate's {low} converts the weights too.")
+    if low == "fp16":
+        found.notes.append("Accelerate's own scaler scales the loss, not the model's call.")
 
 
 def _fsdp(launched: dict[str, str]) -> dict[str, Any]:
@@ -99,20 +193,3 @@ def _value(text: str) -> bool | int | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     return int(text) if text.isdecimal() else text
-
-
-def _notes(result: Result, launched: dict[str, str]) -> Iterator[str]:
-    """Yield comments on levels that Accelerate implements in another way than autofit."""
-    yield "# Only scripts that make an Accelerator read this file: accelerate launch --config_file."
-    plan = result.plan
-    if FSDP in launched and plan["precision"] == "bf16":
-        yield "# Under FSDP Accelerate's bf16 gathers weights and reduces gradients in bf16 too."
-    if plan["precision"] == "fp16":
-        yield "# Losses are scaled by Accelerate's own scaler, not inside the model."
-    if plan["compile"] in ("regional", "full"):
-        yield "# Compiled dropout draws Inductor's own random numbers."
-    if plan["micro_batch"] != "as_is":
-        size, total = result.measurement.micro_batch, result.measurement.effective_batch
-        yield f"# By hand: {size} samples a batch and gradients accumulated to {total} a step."
-    if result.ranks > 1 and result.hardware.device == "cpu":
-        yield "# On a CPU, accelerate launch starts one process; only MPI starts more."

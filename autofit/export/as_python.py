@@ -53,6 +53,11 @@ def render(result: Result) -> str:
     return "\n\n\n".join([top, _prepare(result.plan), _train_step(hands)]) + "\n"
 
 
+def carried(result: Result) -> set[str]:
+    """Return the names of the strategies that a few lines of PyTorch express."""
+    return {strategy.name for strategy, level in result.plan if strategy.by_hand(level)}
+
+
 def _head(result: Result) -> str:
     measured = result.measurement
     environment = "".join(f"\n    {k}={v}" for k, v in result.plan.environment.items())

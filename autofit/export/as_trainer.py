@@ -6,67 +6,115 @@ Read them with ``HfArgumentParser(TrainingArguments).parse_yaml_file(...)``, or 
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from autofit.analysis.result import Result
-from autofit.export.header import comments
+from autofit.export import as_deepspeed
+from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.strategies import AS_IS
 
 OPTIMIZERS = {
     "fused": "adamw_torch_fused",
     "eight_bit": "adamw_bnb_8bit",
 }
-"""Values of ``optim`` for levels of ``optimizer``, if the script trains with AdamW."""
+"""Values of ``optim`` for levels of ``optimizer``. Trainer has them for AdamW only."""
 WORKERS = 4
+RESHARDED = {"zero2": False, "full": True}
+"""For levels of ``sharding``: whether FSDP2 frees weights after their forward."""
 
 
 def render(result: Result) -> str:
     """Return ``field: value`` lines, with comments at the top."""
-    fields, expressed = _fields(result)
-    lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
-    notes = [*comments(result, "Trainer", expressed), *_notes(fields)]
-    return "\n".join([*notes, *(lines or ["{}"])]) + "\n"
+    found = settings(result)
+    lines = [f"{name}: {json.dumps(value)}" for name, value in found.fields.items()]
+    return (
+        "\n".join([*comments(result, "Trainer has no setting for it", found), *(lines or ["{}"])])
+        + "\n"
+    )
 
 
-def _fields(result: Result) -> tuple[dict[str, Any], set[str]]:
-    """Return the fields, and the strategies whose levels they express."""
-    plan, measured = result.plan, result.measurement
-    fields: dict[str, Any] = {"use_cpu": True} if result.hardware.device == "cpu" else {}
-    expressed = {"allocator"}
+def carried(result: Result) -> set[str]:
+    """Return the names of the strategies that the fields express."""
+    return settings(result).strategies
 
-    def express(strategy: str, **new: Any) -> None:
-        fields.update(new)
-        expressed.add(strategy)
 
-    parts, rest = divmod(measured.effective_batch, measured.micro_batch * result.ranks)
-    if plan["micro_batch"] != AS_IS and not rest:
-        express(
-            "micro_batch",
-            per_device_train_batch_size=measured.micro_batch,
-            gradient_accumulation_steps=parts,
-        )
+def settings(result: Result) -> Carried:
+    """Return the fields for the plan of ``result``."""
+    plan, found = result.plan, Carried()
+    if result.hardware.device == "cpu":
+        found.fields["use_cpu"] = True
+    if result.facts is not None and result.facts.framework != "transformers":
+        found.notes.append("The script has no Trainer: the fields are for a script that has one.")
+    _batches(result, found)
+    _ranks(result, found)
     if plan["precision"] != AS_IS:
-        express("precision", **{plan["precision"]: True})
+        found.express("precision", {plan["precision"]: True})
+        if plan["precision"] == "fp16":
+            found.notes.append("fp16: Trainer's own scaler scales the loss, not the model's call.")
     if plan["checkpointing"] == "all":
-        kwargs = {"use_reentrant": False}
-        express("checkpointing", gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-    if plan["optimizer"] in OPTIMIZERS:
-        express("optimizer", optim=OPTIMIZERS[plan["optimizer"]])
+        found.express("checkpointing", _checkpointing(found))
+    if plan["optimizer"] in OPTIMIZERS and _adamw(result):
+        found.express("optimizer", {"optim": OPTIMIZERS[plan["optimizer"]]})
     if plan["compile"] == "full":
-        express("compile", torch_compile=True)
+        found.express("compile", {"torch_compile": True})
+        found.notes.append("torch_compile: compiled dropout draws Inductor's own random numbers.")
     if plan["data_loading"] != AS_IS:
         pinned = plan["data_loading"] == "pinned"
-        express("data_loading", dataloader_num_workers=WORKERS, dataloader_pin_memory=pinned)
-    return fields, expressed
+        loader = {"dataloader_num_workers": WORKERS, "dataloader_pin_memory": pinned}
+        found.express("data_loading", loader)
+    return found
 
 
-def _notes(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield comments on levels that Trainer implements in another way than autofit."""
-    if "optim" in fields:
-        yield "# optim: for a script that trains with AdamW, Trainer's default."
-    if "fp16" in fields:
-        yield "# fp16: losses are scaled by Trainer's own scaler, not inside the model."
-    if "torch_compile" in fields:
-        yield "# torch_compile: compiled dropout draws Inductor's own random numbers."
+def _adamw(result: Result) -> bool:
+    """Return whether the script is known to train with AdamW alone."""
+    return result.facts is not None and set(result.facts.optimizers) == {"AdamW"}
+
+
+def _batches(result: Result, found: Carried) -> None:
+    chunks = parts(result)
+    if chunks is not None:
+        sizes = {
+            "per_device_train_batch_size": result.measurement.micro_batch,
+            "gradient_accumulation_steps": chunks,
+        }
+        found.express("micro_batch", sizes)
+        found.notes.append("If the model takes any keyword, but does not divide its loss by")
+        found.notes.append("  num_items_in_batch, set: trainer.model_accepts_loss_kwargs = False")
+    elif result.plan["ranks"] != AS_IS and result.plan["micro_batch"] == AS_IS:
+        found.fields["per_device_train_batch_size"] = samples_a_device(result)
+
+
+def _ranks(result: Result, found: Carried) -> None:
+    plan = result.plan
+    if plan["ranks"] != AS_IS:
+        found.express("ranks")
+        found.notes.append(f"Start it with: torchrun --nproc-per-node {plan['ranks']} SCRIPT")
+    if plan["sharding"] == "zero1":
+        found.express("sharding", {"deepspeed": as_deepspeed.of_trainer(result)})
+    if plan["sharding"] in RESHARDED:
+        again = RESHARDED[plan["sharding"]]
+        config = {"version": 2, "reshard_after_forward": again}
+        found.express("sharding", {"fsdp": True, "fsdp_config": config})
+
+
+def _checkpointing(found: Carried) -> dict[str, Any]:
+    """Return the fields that checkpoint every block, by the names of the installed release."""
+    if "fsdp_config" in found.fields:
+        config = {**found.fields["fsdp_config"], "activation_checkpointing": True}
+        return {"fsdp_config": config}
+    name = "activation" if "activation_checkpointing" in _known_fields() else "gradient"
+    return {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+@cache
+def _known_fields() -> frozenset[str]:
+    """Return the fields of the installed ``TrainingArguments``; none without transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return frozenset()
+    from transformers import TrainingArguments
+
+    return frozenset(each.name for each in fields(TrainingArguments))

@@ -57,7 +57,7 @@ def test_a_search_has_the_options_of_the_command_line() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "left_out"),
-    [("best", {"form", "output"}), ("run", set())],
+    [("best", {"form", "output", "partial"}), ("run", set())],
 )
 def test_best_and_run_have_the_options_of_the_command_line(name: str, left_out: set[str]) -> None:
     command = cli.get_command(autofit_context(), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 
 from autofit.analysis.result import Result
-from autofit.export import FORMATS, SUFFIXES, render
+from autofit.exceptions import UsageError
+from autofit.export import FORMATS, SUFFIXES, lost, render
 from autofit.export.load import load_plan
 from autofit.plan import Plan
-from autofit.strategies import NAMES
-from autofit.worker.records.trials import Verdict
+from autofit.strategies import NAMES, get
+from autofit.worker.records.trials import Script, Verdict
 
 pytestmark = pytest.mark.quick
 MakeResult = Callable[..., Result]
@@ -103,15 +105,19 @@ def test_a_shell_reads_env(make_result: MakeResult, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("plan", [PLAN, Plan()], ids=["changed", "neutral"])
-def test_every_format_ends_in_one_newline(form: str, plan: Plan, make_result: MakeResult) -> None:
-    text = render(form, make_result(plan))
+def test_every_format_ends_in_one_newline(
+    form: str, plan: Plan, make_result: MakeResult, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    script = Script(target="train.py", cwd=str(tmp_path))
+    text = render(form, make_result(plan, script=script), partial=True)
     assert text.endswith("\n")
     assert not text.endswith("\n\n")
 
 
 def test_every_format_has_a_suffix_of_its_own_or_none() -> None:
-    yaml = {"accelerate", "trainer"}  # both write the same kind of file
-    assert set(SUFFIXES.values()) == set(FORMATS) - yaml
+    others = {"accelerate", "deepspeed", "lightning", "trainer"}  # .yaml, .json and .py of others
+    assert set(SUFFIXES.values()) == set(FORMATS) - others
 
 
 @pytest.mark.parametrize("form", ["json", "toml"])
@@ -123,12 +129,36 @@ def test_a_plan_comes_back(form: str, plan: Plan, make_result: MakeResult, tmp_p
 
 
 def test_ranks_of_the_plan_are_started_by_autofit(make_result: MakeResult) -> None:
-    """Neither torchrun nor Accelerate can start copies of a script that train as one."""
+    """torchrun cannot start copies of a script that trains as one process."""
     result = make_result(Plan.of({"precision": "bf16", "ranks": "2"}))
     started = render("torchrun", result).splitlines()
     assert started[-1].startswith("exec autofit run --plan autofit-plan.json train.py -- --name")
     assert any("It also starts the ranks" in line for line in started)
     assert "2 x NVIDIA H200" in started[1]
-    for form in ("accelerate", "trainer"):
-        assert "has no setting for it: ranks 2" in render(form, result)
-    assert "ranks" in render("python", result)
+
+
+@pytest.mark.parametrize("form", ["json", "toml", "env", "torchrun"])
+def test_autofits_own_formats_carry_every_plan(form: str, make_result: MakeResult) -> None:
+    everything = Plan.of({name: get(name).levels[-1].name for name in NAMES})
+    assert lost(form, make_result(everything)) == ()
+
+
+def test_a_plan_that_a_format_cannot_carry_is_refused(make_result: MakeResult) -> None:
+    result = make_result(Plan.of({"precision": "bf16", "checkpointing": "3", "loss": "chunked"}))
+    with pytest.raises(UsageError) as refused:
+        render("trainer", result)
+    assert str(refused.value) == (
+        "--format trainer cannot carry checkpointing 3, loss chunked; add --partial to leave that"
+        " out, or choose --format torchrun, which carries every plan"
+    )
+    text = render("trainer", result, partial=True)
+    assert "# Carried: precision bf16.\n" in text
+    assert "has no setting for it: loss chunked" in text
+
+
+def test_env_holds_the_whole_plan(make_result: MakeResult) -> None:
+    plan = Plan.of({"precision": "bf16", "micro_batch": "8", "allocator": "expandable"})
+    lines = dict(line.split("=", 1) for line in render("env", make_result(plan)).splitlines())
+    levels = dict(pair.split("=") for pair in shlex.split(lines["AUTOFIT_PLAN"])[0].split(","))
+    assert Plan.of(levels) == plan
+    assert shlex.split(lines["PYTORCH_ALLOC_CONF"]) == ["expandable_segments:True"]

@@ -13,10 +13,10 @@ import pytest
 
 from autofit import strategies
 from autofit.analysis.result import Result
-from autofit.export import render
+from autofit.export import lost, render
 from autofit.launch_lines import accelerate_line
 from autofit.plan import Plan
-from autofit.strategies import AS_IS, NAMES, Hardware
+from autofit.strategies import AS_IS, NAMES, Facts, Hardware
 from autofit.worker.records.trials import Script
 
 MakeResult = Callable[..., Result]
@@ -52,24 +52,25 @@ def settings(text: str) -> list[str]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("form", ["accelerate", "trainer"])
+@pytest.mark.parametrize("form", ["accelerate", "lightning", "trainer"])
 def test_a_level_is_set_or_named_and_never_lost(form: str, make_result: MakeResult) -> None:
-    plain = settings(render(form, make_result(Plan())))
+    facts = Facts(optimizers=("AdamW",))
+    plain = settings(render(form, make_result(Plan(), facts=facts)))
     for plan in every_level():
-        text = render(form, make_result(plan))
+        result = make_result(plan, facts=facts)
+        text = render(form, result, partial=True)
         ((name, level),) = plan.changes
-        named = f"has no setting for it: {name} {level}\n" in text
-        environment = all(f"# Set before Python starts: {key}=" in text for key in plan.environment)
-        assert environment, plan
-        told = named or bool(plan.environment)
-        assert (settings(text) != plain) != told, plan
+        left_out = bool(lost(form, result))
+        assert (f"has no setting for it: {name} {level}\n" in text) == left_out, plan
+        assert all(f"# Set before Python starts: {key}=" in text for key in plan.environment), plan
+        assert (settings(text) != plain) == (not left_out and not plan.environment), plan
 
 
 @pytest.mark.quick
 def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_path: Path) -> None:
     plan = Plan.of({"precision": "bf16", "compile": "regional", "micro_batch": "8"})
     file = tmp_path / "config.yaml"
-    file.write_text(render("accelerate", make_result(plan, ranks=2)))
+    file.write_text(render("accelerate", make_result(plan, ranks=2), partial=True))
     found = accelerate_line.read(["--config_file", str(file), "train.py"])
     assert found.ranks == 2
     assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -92,23 +93,6 @@ def test_fsdp_of_the_launch_line_comes_back(make_result: MakeResult, tmp_path: P
     after = accelerate_line.read(["--config_file", str(file), "train.py"])
     changed = dict(before.environment) | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     assert dict(after.environment) == changed
-    assert "no setting" not in file.read_text()
-
-
-@pytest.mark.full
-def test_trainer_takes_the_fields(make_result: MakeResult, tmp_path: Path) -> None:
-    from transformers import HfArgumentParser, TrainingArguments
-
-    file = tmp_path / "arguments.yaml"
-    plan = PLAN.replace(optimizer="fused", data_loading="workers")
-    file.write_text(
-        render("trainer", make_result(plan, hardware=CPU)) + f"output_dir: {tmp_path}\n"
-    )
-    parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
-    (found,) = parser.parse_yaml_file(str(file))
-    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (8, 2)
-    assert (found.bf16, found.gradient_checkpointing) == (True, True)
-    assert (str(found.optim.value), found.dataloader_num_workers) == ("adamw_torch_fused", 4)
     assert "no setting" not in file.read_text()
 
 

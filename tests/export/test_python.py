@@ -50,7 +50,7 @@ class Toy(nn.Module):
 
 def program(result: Result) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(render("python", result), "plan.py", "exec"), names)
+    exec(compile(render("python", result, partial=True), "plan.py", "exec"), names)
     return names
 
 
@@ -91,7 +91,7 @@ def test_every_level_by_hand_trains_the_same(
 ) -> None:
     plan = Plan.of({strategy: level})
     if plan.fidelity() is Fidelity.RECIPE or level == "tf32":
-        compile(render("python", make_result(plan)), "plan.py", "exec")
+        compile(render("python", make_result(plan), partial=True), "plan.py", "exec")
         return
     before = torch.get_float32_matmul_precision()
     try:
@@ -109,7 +109,7 @@ def test_all_of_a_plan_at_once(
     make_result: MakeResult, plain: tuple[dict[str, torch.Tensor], list[float]]
 ) -> None:
     plan = Plan.of({"precision": "bf16", "checkpointing": "2", "micro_batch": "3"})
-    text = render("python", make_result(plan))
+    text = render("python", make_result(plan), partial=True)
     assert "inputs.split(3)" in text
     assert "torch.bfloat16" in text
     assert "checkpoint(" in text or "checkpoint," in text
