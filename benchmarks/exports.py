@@ -2,10 +2,10 @@
 
     python benchmarks/exports.py [--steps 60] [--case patch] [--case trainer]
 
-``patch`` is a plain loop under the diff. ``trainer`` is a Llama-style model in the Trainer, with the
-exported arguments. ``accelerate`` is a loop with an ``Accelerator``, under the config file. The plan
-is given, so no search runs. Peaks are those of torch's allocator in the training process. Writes
-``results/exports.json`` and ``results/exports.md``.
+``patch`` is a plain loop under the diff. ``trainer`` is a Llama-style model in the Trainer, with
+the exported arguments. ``accelerate`` is a loop with an ``Accelerator``, under the config file. The
+plan is given, so no search runs. Peaks are those of torch's allocator in the training process.
+Writes ``results/exports.json`` and ``results/exports.md``.
 """
 
 from __future__ import annotations
