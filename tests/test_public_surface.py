@@ -7,6 +7,7 @@ To accept a change::
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 import autofit
 from autofit.analysis.result import Result
 from autofit.cli import cli
+from autofit.export import FORMATS
 from autofit.export.document import document
 from autofit.facts import Hardware
 from autofit.plan import Plan
@@ -62,6 +64,23 @@ def names() -> Iterator[str]:
                     yield f"autofit.{name}.{member}"
 
 
+def callbacks() -> Iterator[str]:
+    """Yield a line for each callback and its methods, without an import of its library."""
+    folder = Path(autofit.__file__).parent / "integrations"
+    for file in sorted(folder.glob("*.py")):
+        for each in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(each, ast.ClassDef):
+                name = f"autofit.integrations.{file.stem}.{each.name}"
+                yield name
+                methods = [part for part in each.body if isinstance(part, ast.FunctionDef)]
+                yield from (f"{name}.{m.name}" for m in methods if not m.name.startswith("_"))
+
+
+def formats() -> Iterator[str]:
+    """Yield a line for each format of ``autofit best``."""
+    yield from (f"format {form}" for form in FORMATS)
+
+
 def keys(found: dict[str, Any], beginning: str = "") -> Iterator[str]:
     """Yield a line for each key of the JSON of ``autofit best``, levels of the plan left out."""
     for key, value in found.items():
@@ -103,7 +122,7 @@ def result() -> Result:
 def surface() -> list[str]:
     """Return the lines that ``public_surface.txt`` holds."""
     context = click.Context(cli, info_name="autofit")
-    return [*commands(cli, context), *names(), *keys(document(result()))]
+    return [*commands(cli, context), *names(), *callbacks(), *formats(), *keys(document(result()))]
 
 
 def test_the_public_surface_is_as_recorded() -> None:

@@ -31,6 +31,7 @@ from autofit.resilience.records import Hook, Retry, Setting
 from autofit.resilience.remembered import Memory
 from autofit.resilience.side_effects import OptimizerSteps
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.oom import survived
 from autofit.worker.oom.classifier import Diagnosis, Kind
 
 log = logging.getLogger("autofit.resilient")
@@ -264,6 +265,8 @@ class Call:
 
     def _report(self, record: Retry) -> None:
         log.warning("%s", line(record))
+        if not record.refused:
+            survived.add()
         for hook in (*switches.hooks(), *self.protected.hooks):
             hook(record)
 

@@ -29,6 +29,7 @@ from autofit.resilience.records import Hook, Retry
 from autofit.resilience.remembered import Memory
 from autofit.worker.harness.batch.layout import cuts
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.oom import survived
 from autofit.worker.oom.classifier import Diagnosis, Kind
 
 log = logging.getLogger("autofit.resilient")
@@ -311,6 +312,7 @@ class _Run:
         log.warning(
             "%s: out of memory with %s; goes on with %s", record.function, record.tried, record.next
         )
+        survived.add()
         for hook in (*switches.hooks(), *self.step.hooks):
             hook(record)
 

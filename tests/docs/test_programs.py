@@ -11,7 +11,11 @@ import pytest
 
 from tests.docs.prose import ROOT
 
-PAGES = ("docs/how-to/search-from-python.md", "docs/how-to/read-the-store.md")
+PAGES = (
+    "docs/how-to/log-memory.md",
+    "docs/how-to/search-from-python.md",
+    "docs/how-to/read-the-store.md",
+)
 REFERENCE = "docs/reference/python.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

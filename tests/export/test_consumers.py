@@ -164,7 +164,8 @@ def test_trainer_fills_in_deepspeeds_config(make_result: MakeResult, tmp_path: P
 
     plan = Plan.of({"ranks": "4", "sharding": "zero1"})
     own = as_trainer.settings(make_result(plan, facts=ADAMW)).fields
-    config = HfTrainerDeepSpeedConfig(own.pop("deepspeed"))
+    read: Any = HfTrainerDeepSpeedConfig  # not annotated
+    config = read(own.pop("deepspeed"))
     config.trainer_config_process(TrainingArguments(output_dir=str(tmp_path), **own))
     assert config.get_value("train_micro_batch_size_per_gpu") == 4
     assert config.get_value("zero_optimization.stage") == 1

@@ -30,6 +30,7 @@ from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
+from autofit.worker.oom import survived
 from autofit.worker.oom.attempt import attempt, is_shortage
 from autofit.worker.oom.classifier import Kind, classify, classify_retries
 from autofit.worker.records.trials import (
@@ -284,6 +285,7 @@ class RealRun(Session):
 
     def shortage(self, found: OutOfMemory) -> None:
         """Report a shortage to the parent, which tells the user and the store."""
+        survived.add()
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
     def learned(self) -> None:
