@@ -18,7 +18,7 @@ from autofit.export import FORMATS, SUFFIXES, lost, render
 @click.option(
     "--format",
     "form",
-    type=click.Choice(FORMATS),
+    type=types.Choice(FORMATS),
     help="Export format (default: by the suffix of -o, else a summary in plain text).",
 )
 @click.option(

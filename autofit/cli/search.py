@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     "--submit", metavar="URL", help="Search as a job of the Ray cluster whose dashboard is there."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
+@click.option("--verbose", is_flag=True, help="Show also what cannot be tried here, and why.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
 def command(
     script: str | None,
     module: str | None,
     submit: str | None,
     as_json: bool,
+    verbose: bool,
     dry_run: bool,
     **given: Any,
 ) -> int | None:
@@ -46,7 +48,7 @@ def command(
     if dry_run:
         _preview(options, as_json)
     else:
-        _search(options, as_json, given["storage"])
+        _search(options, as_json, given["storage"], verbose=verbose)
     return None
 
 
@@ -100,14 +102,14 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
         show([*options.lines, *lines(preview)])
 
 
-def _search(options: SearchOptions, as_json: bool, storage: str | None) -> None:
+def _search(options: SearchOptions, as_json: bool, storage: str | None, *, verbose: bool) -> None:
     from autofit.export import render
     from autofit.tuning.controller import search
     from autofit.view.render import renderer
     from autofit.view.summary import lines
 
     _end_as_by_ctrl_c()
-    with renderer(stderr=as_json) as listener:
+    with renderer(stderr=as_json, verbose=verbose) as listener:
         result = search(options, listener)
     if as_json:
         write(render("json", result))

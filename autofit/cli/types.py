@@ -48,15 +48,30 @@ def strategies(
         return frozenset(get(name).name for name in value)
 
 
+class Choice(click.Choice[str]):
+    """A choice whose error suggests the name that was probably meant."""
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return the name, or end with a usage error that suggests one."""
+        try:
+            return str(super().convert(str(value), param, ctx))
+        except click.BadParameter as error:
+            hint = did_you_mean(str(value), self.choices)
+            message = f"{error.message.rstrip('.')}; {hint}" if hint else error.message
+            raise click.BadParameter(message, ctx, param) from None
+
+
 class Fidelity(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
     """The name of a fidelity; the strategies are imported only when it is read or shown."""
 
     name = "fidelity"
 
-    def _choice(self) -> click.Choice[str]:
+    def _choice(self) -> Choice:
         from autofit.strategies import Fidelity
 
-        return click.Choice([str(each) for each in Fidelity])
+        return Choice([str(each) for each in Fidelity])
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
         """Return ``[exact|redraw|...]``."""
@@ -66,13 +81,7 @@ class Fidelity(click.ParamType):  # type: ignore[type-arg]  # generic from click
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
         """Return the name, or end with a usage error that lists the names."""
-        choice = self._choice()
-        try:
-            return str(choice.convert(str(value), param, ctx))
-        except click.BadParameter as error:
-            hint = did_you_mean(str(value), choice.choices)
-            message = f"{error.message.rstrip('.')}; {hint}" if hint else error.message
-            raise click.BadParameter(message, ctx, param) from None
+        return self._choice().convert(value, param, ctx)
 
 
 _KINDS: dict[Kind, dict[str, Any]] = {

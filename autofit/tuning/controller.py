@@ -27,6 +27,7 @@ from autofit.tuning.notices import (
     FactsKnown,
     Line,
     Listener,
+    PhaseBegun,
     Remeasuring,
     SizeMeasured,
     TrialDropped,
@@ -368,6 +369,7 @@ class Search:
         if launch.killed and not isinstance(event, WorkerError):
             return
         launch.stepped |= isinstance(event, RoundEnded | Measured)
+        self._tell_phase(slot, event)
         if launch.steps:
             self._handle_reference_event(slot, launch, event)
             return
@@ -396,6 +398,18 @@ class Search:
                 self._handle_end(slot, event)
             case WorkerError():
                 self._handle_lost_worker(slot, event)
+
+    def _tell_phase(self, slot: int, event: LaunchEvent | WorkerError) -> None:
+        """Say what a running trial does from here on."""
+        match event:
+            case Learned():
+                self._tell(PhaseBegun(slot=slot, phase="checks the gradients"))
+            case Proven() | Verified():
+                self._tell(PhaseBegun(slot=slot, phase="measures"))
+            case RoundEnded(steps=steps):
+                self._tell(PhaseBegun(slot=slot, phase="measures", steps=len(steps)))
+            case _:
+                pass
 
     def _handle_kill(self, launch: RunningLaunch, report: TrialReport) -> TrialReport:
         """Let a plan run again if its process was killed from outside; blame it the next time."""

@@ -59,6 +59,17 @@ class TrialStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBegun:
+    """A running trial has got further."""
+
+    slot: int
+    phase: str
+    """What the process does now, such as ``"checks the gradients"``."""
+    steps: int = 0
+    """Optimizer steps measured since the last notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SizeMeasured:
     """One micro-batch size of a running trial was measured."""
 
@@ -105,6 +116,7 @@ Notice = (
     | FactsKnown
     | LevelsLeftOut
     | TrialStarted
+    | PhaseBegun
     | SizeMeasured
     | TrialEnded
     | TrialDropped

@@ -69,7 +69,8 @@ class Reference:
             return None
         self._take(trial.plan, report, trace)
         if not trial.plan.neutral:
-            self._tell(f"The script does not fit as it is. Plans are compared with: {trial.plan}.")
+            plan = report.best or trial.plan
+            self._tell(f"The script does not fit as it is. Plans are compared with: {plan}.")
         return trace
 
     def _take(self, plan: Plan, report: TrialReport | None, trace: Trace) -> None:

@@ -77,10 +77,10 @@ def day(moment: datetime) -> str:
 
 def head(found: StoredStudy) -> list[str]:
     """Return the lines above the trials of a study."""
-    study, asked = found.study, "as asked" if found.study.key.memory is not None else "free"
+    study, origin = found.study, "as requested" if found.study.key.memory is not None else "free"
     return [
         f"study {study.id}: {study.script}",
-        f"{device(study)}, budget {format_size(study.budget)} {asked};"
+        f"{device(study)}, budget {format_size(study.budget)} {origin};"
         f" allowed: {words.allowed(study.key.allow)}",
         f"{words.many(found.searched, 'trial')} in {words.many(study.launches, 'launch')},"
         f" {format_duration(study.seconds)};"

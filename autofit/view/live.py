@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from statistics import median
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -15,6 +16,7 @@ from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.tuning.notices import (
     Notice,
+    PhaseBegun,
     SizeMeasured,
     StudyStarted,
     TrialDropped,
@@ -35,20 +37,28 @@ class Running:
     """One trial in progress."""
 
     plan: Plan
-    """The plan, with the micro-batch size that was measured last."""
+    """The plan; numbers that the trial has to find are open."""
     since: float
     """The start, in seconds of ``time.monotonic``."""
     latest: Measurement | None = None
     on: str = ""
     """The card that the trial runs on; empty if there is only one."""
+    phase: str = "starts"
+    """What its process does now."""
+    steps: int = 0
+    """Optimizer steps measured so far."""
 
 
 class LiveTable:
     """Shows a search on a terminal, with rich."""
 
-    def __init__(self, stream: TextIO, console: Console | None = None) -> None:
+    def __init__(
+        self, stream: TextIO, console: Console | None = None, *, verbose: bool = False
+    ) -> None:
         self._console = console or Console(file=stream, highlight=False, soft_wrap=False)
-        self._transcript = Transcript()
+        self._transcript = Transcript(verbose=verbose)
+        self._durations: list[float] = []
+        """Seconds of the trials that have ended, by which the time left is estimated."""
         self._running: dict[int, Running] = {}
         self._budget = 1
         self._live = Live(
@@ -78,7 +88,8 @@ class LiveTable:
         """Return a line for each running trial."""
         now = time.monotonic()
         running = list(self._running.values())  # a copy: this runs in rich's refresh thread
-        found = [running_line(each, now, self._budget) for each in running]
+        usual = median(self._durations) if self._durations else None
+        found = [running_line(each, now, self._budget, usual) for each in running]
         return Text("\n".join(found), style="cyan", no_wrap=True, overflow="ellipsis")
 
     def _follow(self, notice: Notice) -> None:
@@ -87,19 +98,32 @@ class LiveTable:
                 self._budget = budget
             case TrialStarted(slot=slot, plan=plan, on=on):
                 self._running[slot] = Running(plan=plan, since=time.monotonic(), on=on)
+            case PhaseBegun(slot=slot, phase=phase, steps=steps) if slot in self._running:
+                running = self._running[slot]
+                steps += running.steps
+                self._running[slot] = replace(running, phase=phase, steps=steps)
             case SizeMeasured(slot=slot, plan=plan, measurement=latest):
                 running = self._running.get(slot) or Running(plan=plan, since=time.monotonic())
-                self._running[slot] = replace(running, plan=plan, latest=latest)
+                self._running[slot] = replace(running, phase="measures", latest=latest)
             case TrialEnded(slot=slot) | TrialDropped(slot=slot):
-                self._running.pop(slot, None)
+                ended = self._running.pop(slot, None)
+                if ended is not None:
+                    self._durations.append(time.monotonic() - ended.since)
             case _:
                 pass
 
 
-def running_line(running: Running, now: float, budget: int) -> str:
-    """Return the line of a running trial at the time ``now``."""
+def running_line(running: Running, now: float, budget: int, usual: float | None = None) -> str:
+    """Return the line of a running trial at the time ``now``.
+
+    ``usual``: seconds that a trial usually takes, by which the time left is estimated.
+    """
     on = f"{printable(running.on)}: " if running.on else ""
-    line = f"  .. {on}{running.plan}, {format_duration(now - running.since)}"
+    step = f", step {running.steps}" if running.steps else ""
+    seconds = now - running.since
+    line = f"  .. {on}{words.without_open_numbers(running.plan)}: {running.phase}{step}, {format_duration(seconds)}"
+    if usual is not None and usual > seconds:
+        line += f", about {format_duration(usual - seconds)} left"
     if running.latest is None:
         return line
     latest = running.latest

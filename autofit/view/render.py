@@ -17,9 +17,9 @@ from autofit.view.transcript import Transcript
 class PlainLines:
     """Writes each line to a stream at once: for logs, pipes and ``--json``."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
         self._stream = stream
-        self._transcript = Transcript()
+        self._transcript = Transcript(verbose=verbose)
 
     def __call__(self, notice: Notice) -> None:
         """Write the lines of ``notice`` and flush the stream."""
@@ -39,10 +39,11 @@ class PlainLines:
         self._stream.flush()
 
 
-def renderer(*, stderr: bool) -> AbstractContextManager[Listener]:
+def renderer(*, stderr: bool, verbose: bool = False) -> AbstractContextManager[Listener]:
     """Return a listener that shows a search on standard output or, with ``stderr``, on that.
 
-    A terminal and a notebook get a live table, everything else plain lines.
+    A terminal and a notebook get a live table, everything else plain lines. ``verbose`` also shows
+    what cannot be tried here, and why.
     """
     stream = sys.stderr if stderr else sys.stdout
     if _in_notebook():
@@ -50,12 +51,12 @@ def renderer(*, stderr: bool) -> AbstractContextManager[Listener]:
 
         from autofit.view.live import LiveTable
 
-        return LiveTable(stream, Console(highlight=False))
+        return LiveTable(stream, Console(highlight=False), verbose=verbose)
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return PlainLines(stream)
+        return PlainLines(stream, verbose=verbose)
     from autofit.view.live import LiveTable
 
-    return LiveTable(stream)
+    return LiveTable(stream, verbose=verbose)
 
 
 def tell(line: str) -> None:

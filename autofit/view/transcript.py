@@ -11,6 +11,7 @@ from autofit.tuning.notices import (
     LevelsLeftOut,
     Line,
     Notice,
+    PhaseBegun,
     Remeasuring,
     SizeMeasured,
     StudyStarted,
@@ -31,9 +32,13 @@ class StyledLine(NamedTuple):
 
 
 class Transcript:
-    """Turns each notice into lines of at most a given width."""
+    """Turns each notice into lines of at most a given width.
 
-    def __init__(self) -> None:
+    With ``verbose``, the lines include levels that cannot be used here, and facts that change.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self._verbose = verbose
         self._started: StudyStarted | None = None
         self._facts_shown: set[str] = set()
         self._has_header = False
@@ -56,6 +61,8 @@ class Transcript:
             case FactsKnown(facts=facts):
                 return self._facts(facts)
             case LevelsLeftOut(reasons=reasons):
+                if not self._verbose:
+                    return []
                 return [StyledLine(text, "dim") for text in words.left_out(reasons)]
             case TrialEnded():
                 return self._trial(notice, table.Columns.of(width))
@@ -66,14 +73,15 @@ class Transcript:
                 return [StyledLine(f"confirming in a fresh process: {plan}", "dim")]
             case Line(text=text):
                 return [StyledLine(text, "dim")]
-            case SizeMeasured() | TrialStarted():
+            case PhaseBegun() | SizeMeasured() | TrialStarted():
                 return []
 
     def _facts(self, facts: Facts) -> list[StyledLine]:
         if self._started is None or not facts.roots:
             return []
         about = words.script_line(self._started.script, facts)
-        if about in self._facts_shown:  # each launch reports the facts again
+        # Each launch reports the facts again; later ones know the calls of a step.
+        if about in self._facts_shown or (self._facts_shown and not self._verbose):
             return []
         self._facts_shown.add(about)
         return [StyledLine(about, "head")]

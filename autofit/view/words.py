@@ -85,7 +85,7 @@ def many(number: int, noun: str) -> str:
 def device_line(started: StudyStarted) -> str:
     """Return the line on the device, the budget, the allowed fidelities, and the study."""
     hardware = started.hardware
-    budget = f"{format_size(started.budget)} {'as asked' if started.asked else 'free'}"
+    budget = f"{format_size(started.budget)} {'as requested' if started.asked else 'free'}"
     study = f"{many(started.resumed, 'trial')} stored" if started.resumed else "new"
     return (
         f"{started.devices} x {hardware.name}, {format_size(hardware.total_bytes)},"
@@ -128,6 +128,12 @@ def _root(root: RootFacts, times: int) -> str:
     return f"{many_times}{named}, {count(root.parameters)} parameters{blocks}"
 
 
+def without_open_numbers(plan: Plan) -> str:
+    """Return a plan without the numbers that its trial has yet to find."""
+    known = (s.describe(level) for s, level in plan if level != AUTO or s.name == "checkpointing")
+    return ", ".join(known) or "as it is"
+
+
 def left_out(reasons: Iterable[tuple[str, str, str]]) -> list[str]:
     """Return a line for each reason, with the levels that it excludes."""
     by_reason: dict[str, list[str]] = {}
@@ -161,6 +167,6 @@ def _too_large(short: OutOfMemory, plan: Plan) -> str:
 
 
 def shortage(short: OutOfMemory) -> str:
-    """Return where memory ran out: ``"out of memory in backward (2.0 GiB asked)"``."""
-    asked = f" ({format_size(short.requested)} asked)" if short.requested else ""
-    return f"{short.where}{asked}"
+    """Return where memory ran out: ``"out of memory in backward (2.0 GiB requested)"``."""
+    requested = f" ({format_size(short.requested)} requested)" if short.requested else ""
+    return f"{short.where}{requested}"

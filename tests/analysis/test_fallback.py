@@ -200,9 +200,9 @@ def test_nothing_that_was_refused_is_advised_or_a_rung(
 @pytest.mark.parametrize(
     ("held", "budget", "said"),
     [
-        (9.2, 14, "2.4 MiB asked, 14.0 MiB allowed"),
-        (12.9, 14, "2.4 MiB asked, 12.9 MiB of 14.0 MiB held by tensors"),
-        (9.2, None, "2.4 MiB asked, 9.2 MiB held by tensors"),
+        (9.2, 14, "2.4 MiB requested, 14.0 MiB allowed"),
+        (12.9, 14, "2.4 MiB requested, 12.9 MiB of 14.0 MiB held by tensors"),
+        (9.2, None, "2.4 MiB requested, 9.2 MiB held by tensors"),
     ],
 )
 def test_figures_never_read_as_if_there_had_been_room(

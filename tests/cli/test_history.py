@@ -115,7 +115,7 @@ def test_a_study_is_named_by_its_beginning(
     assert main(["history", "show", study.id[:length]]) == 0
     printed = capsys.readouterr().out
     assert f"study {study.id}: train.py --lr 1" in printed
-    assert "out of memory in backward (2.0 GiB asked)" in printed
+    assert "out of memory in backward (2.0 GiB requested)" in printed
     assert "refused: the gradients differ [bold]by 3 %[/bold]\\x1b[2J" in printed
     (best,) = [line for line in printed.splitlines() if "<- best" in line]
     assert best.startswith("4 ")

@@ -16,6 +16,7 @@ from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.tuning.notices import (
     FactsKnown,
+    PhaseBegun,
     SizeMeasured,
     StudyStarted,
     TrialDropped,
@@ -40,7 +41,7 @@ def test_rows_stay_and_what_runs_goes(
         table(opened)
         table(FactsKnown(facts=facts))
         table(TrialStarted(slot=0, plan=Plan()))
-        assert table.status().plain.startswith("  .. as it is, ")
+        assert table.status().plain.startswith("  .. as it is: starts, ")
         report = measured(SPLIT, 18.0, 23.5)
         table(SizeMeasured(slot=0, plan=SPLIT, measurement=report.measurements[0]))
         assert "18.0 samples/s at micro 8, 23.5 of 24.0 GiB" in table.status().plain
@@ -52,7 +53,21 @@ def test_rows_stay_and_what_runs_goes(
 
 def test_what_runs(measure: Callable[[float, float], Measurement]) -> None:
     running = Running(plan=SPLIT, since=10.0)
-    assert running_line(running, 22.0, 1 << 30) == "  .. checkpointing, micro 8, 12 s"
+    line = "  .. checkpointing, micro 8: starts, 12 s"
+    assert running_line(running, 22.0, 1 << 30) == line
+    assert running_line(running, 22.0, 1 << 30, usual=40.0) == f"{line}, about 28 s left"
+    assert running_line(running, 22.0, 1 << 30, usual=11.0) == line
+
+
+def test_the_phase_and_the_steps_are_shown() -> None:
+    table = LiveTable(io.StringIO())
+    table(TrialStarted(slot=0, plan=Plan.of({"optimizer": "fused", "micro_batch": "auto"})))
+    assert table.status().plain.startswith("  .. fused optimizer: starts, ")
+    table(PhaseBegun(slot=0, phase="checks the gradients"))
+    assert "fused optimizer: checks the gradients, " in table.status().plain
+    for _ in range(2):
+        table(PhaseBegun(slot=0, phase="measures", steps=4))
+    assert "fused optimizer: measures, step 8, " in table.status().plain
 
 
 def test_which_card_runs_what() -> None:

@@ -63,6 +63,13 @@ def test_a_noisy_machine_is_said_to_be_one(make_result: MakeResult) -> None:
     )
 
 
+def test_the_longest_summary_has_ten_lines(
+    make_result: MakeResult, measure: Callable[..., Measurement]
+) -> None:
+    elsewhere = Plan.of({"precision": "bf16", "ranks": "2"}), measure(10.0, 20.0)
+    assert len(lines(make_result(elsewhere=elsewhere, variation=0.2))) <= 10
+
+
 def test_nothing_better(make_result: MakeResult) -> None:
     assert "nothing to change" in lines(make_result(plan=Plan(), fidelity="exact"))[1]
 

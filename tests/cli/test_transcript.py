@@ -65,14 +65,22 @@ def search(opened: StudyStarted, facts: Facts, measured: Measured) -> list[Notic
 
 def test_plain_lines(search: list[Notice]) -> None:
     stream = io.StringIO()
-    with PlainLines(stream) as listener:
+    with PlainLines(stream, verbose=True) as listener:
         for notice in search:
             listener(notice)
     assert stream.getvalue() == PLAIN
 
 
+def test_what_cannot_be_used_here_is_for_verbose(search: list[Notice], facts: Facts) -> None:
+    transcript = Transcript()
+    said = [line.text for notice in search for line in transcript.lines(notice)]
+    assert not any("not tried" in text for text in said)
+    known = replace(facts, calls_per_step=2)
+    assert transcript.lines(FactsKnown(facts=known)) == []
+
+
 PLAIN = """\
-1 x NVIDIA H200, 139.8 GiB, budget 24.0 GiB as asked; allowed: exact, redraw, rounding; study \
+1 x NVIDIA H200, 139.8 GiB, budget 24.0 GiB as requested; allowed: exact, redraw, rounding; study \
 3f9c0000 (new)
 train.py: Hugging Face model LlamaForCausalLM, 1.10 B parameters, 22 blocks, AdamW, 16 samples \
 a step (from the script)
@@ -80,7 +88,7 @@ a step (from the script)
   #  plan                                                    samples/s   vs now  peak of 24.0 \
 GiB         verdict
   0  as it is                                                        -        -   > 24.0 \
-##############>  out of memory in backward (2.0 GiB asked)
+##############>  out of memory in backward (2.0 GiB requested)
 not tried: tf32, fp16: no use here
   1  checkpointing, micro 8                                  18.0 ±0.0      new     23.5 \
 ##############   fits  <- best

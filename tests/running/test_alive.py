@@ -226,7 +226,7 @@ def test_the_last_rung_fails_as_the_script_does(runner: Runner) -> None:
 
 @pytest.mark.full
 def test_at_most_three_attempts_change_nothing(runner: Runner) -> None:
-    """26 MiB asked beside the model, which holds more than what is left at every rung."""
+    """26 MiB requested beside the model, which holds more than what is left at every rung."""
     runner.write("torch.zeros(13 << 18) if step == 2 else None")
     done = runner.tuned({}, *CAP)
     assert done.returncode == 1

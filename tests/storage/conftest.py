@@ -69,7 +69,7 @@ def report() -> Report:
             index=1,
             plan=plan,
             verdict=verdict,
-            reason="backward, 2.0 GiB asked",
+            reason="backward, 2.0 GiB requested",
             best=plan.replace(micro_batch="8"),
             measurements=(measurement, measurement),
             out_of_memory=OutOfMemory(

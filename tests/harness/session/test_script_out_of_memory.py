@@ -115,7 +115,9 @@ def test_one_line_says_where(runner: Runner) -> None:
     said = beside_the_check(found.err)
     assert said.partition("autofit: ")[0] == plain.err  # the traceback as Python prints it
     said = found.said[-1]
-    assert f"out of memory in train.py:14 (`{line}`), outside the model, 512.0 MiB asked" in said
+    assert (
+        f"out of memory in train.py:14 (`{line}`), outside the model, 512.0 MiB requested" in said
+    )
     assert "of 24.0 MiB held" in said
     assert "splitting the batch does not lower the memory of computations outside the model" in said
     rows = sqlite3.connect(runner.store).execute("select payload from event").fetchall()
