@@ -4,8 +4,10 @@ A subpackage left out of ``packages`` works in an editable install and is missin
 """
 
 import fnmatch
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -93,3 +95,48 @@ def test_the_wheel_holds_the_tree(root: Path, repository_copy: Path, tmp_path: P
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     tree = {f"{package.replace('.', '/')}/{file.name}" for package, file in _sources(root)}
     assert sorted(held) == sorted(tree)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tool", ["pip", "uv"])
+def test_the_wheel_is_installed_and_runs(tool: str, repository_copy: Path, tmp_path: Path) -> None:
+    """Into an environment that borrows torch and the other packages of this one."""
+    if tool != "pip" and shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", tmp_path, repository_copy], check=True)
+    (wheel,) = tmp_path.glob("autofit_torch-*.whl")
+    command = _installed(tool, wheel, tmp_path)
+    (tmp_path / "train.py").write_text("import autofit, sys\nprint(autofit.__file__, sys.prefix)\n")
+
+    def output(*words: str) -> str:
+        done = subprocess.run(
+            [command, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert output("--version").startswith("autofit")
+    assert "checkpointing" in output("techniques")
+    (tmp_path / "plan.toml").write_text("[plan]\n")
+    file, prefix = output("run", "--plan", "plan.toml", "train.py").split()
+    assert Path(file).is_relative_to(prefix)
+    assert Path(prefix).is_relative_to(tmp_path)
+
+
+def _installed(tool: str, wheel: Path, folder: Path) -> Path:
+    """Install a wheel with a tool; return the command."""
+    environment = folder / "environment"
+    if tool == "pip":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        python = str(environment / "bin/python")
+        pip = [sys.executable, "-m", "pip", "--python", python, "install"]
+        subprocess.run([*pip, "--quiet", "--no-deps", wheel], check=True)
+    else:
+        subprocess.run([tool, "venv", "--python", sys.executable, environment], check=True)
+        python = str(environment / "bin/python")
+        line = [tool, "pip", "install", "--python", python, "--no-deps"]
+        subprocess.run([*line, wheel], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return environment / "bin/autofit"

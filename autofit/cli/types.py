@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from autofit.exceptions import UsageError
 from autofit.suggestions import did_you_mean
@@ -83,6 +84,18 @@ class Fidelity(click.ParamType):  # type: ignore[type-arg]  # generic from click
         """Return the name, or end with a usage error that lists the names."""
         return self._choice().convert(value, param, ctx)
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names that begin with ``incomplete``."""
+        return self._choice().shell_complete(ctx, param, incomplete)
+
+
+def _strategy_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from autofit.strategies import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
 
 _KINDS: dict[Kind, dict[str, Any]] = {
     Kind.SIZE: {"callback": size},
@@ -90,7 +103,11 @@ _KINDS: dict[Kind, dict[str, Any]] = {
     Kind.COUNT: {"type": click.IntRange(min=1)},
     Kind.PERCENT: {"type": click.FloatRange(min=0, max=100, max_open=True)},
     Kind.FIDELITY: {"type": Fidelity()},
-    Kind.STRATEGIES: {"multiple": True, "callback": strategies},
+    Kind.STRATEGIES: {
+        "multiple": True,
+        "callback": strategies,
+        "shell_complete": _strategy_names,
+    },
     Kind.TEXT: {},
     Kind.SWITCH: {"is_flag": True},
 }

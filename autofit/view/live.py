@@ -121,7 +121,8 @@ def running_line(running: Running, now: float, budget: int, usual: float | None 
     on = f"{printable(running.on)}: " if running.on else ""
     step = f", step {running.steps}" if running.steps else ""
     seconds = now - running.since
-    line = f"  .. {on}{words.without_open_numbers(running.plan)}: {running.phase}{step}, {format_duration(seconds)}"
+    plan, duration = words.without_open_numbers(running.plan), format_duration(seconds)
+    line = f"  .. {on}{plan}: {running.phase}{step}, {duration}"
     if usual is not None and usual > seconds:
         line += f", about {format_duration(usual - seconds)} left"
     if running.latest is None:

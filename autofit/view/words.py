@@ -130,8 +130,8 @@ def _root(root: RootFacts, times: int) -> str:
 
 def without_open_numbers(plan: Plan) -> str:
     """Return a plan without the numbers that its trial has yet to find."""
-    known = (s.describe(level) for s, level in plan if level != AUTO or s.name == "checkpointing")
-    return ", ".join(known) or "as it is"
+    known = plan.replace(micro_batch=AS_IS) if plan["micro_batch"] == AUTO else plan
+    return str(known).replace(f" {AUTO}", "")
 
 
 def left_out(reasons: Iterable[tuple[str, str, str]]) -> list[str]:

@@ -27,6 +27,7 @@ from autofit.view.live import LiveTable, Running, running_line
 from autofit.worker.records.trials import Measurement, TrialReport
 
 pytestmark = pytest.mark.quick
+OPEN = Plan.of({"checkpointing": "auto", "optimizer": "fused", "micro_batch": "auto"})
 SPLIT = Plan.of({"checkpointing": "all", "micro_batch": "8"})
 
 
@@ -61,8 +62,8 @@ def test_what_runs(measure: Callable[[float, float], Measurement]) -> None:
 
 def test_the_phase_and_the_steps_are_shown() -> None:
     table = LiveTable(io.StringIO())
-    table(TrialStarted(slot=0, plan=Plan.of({"optimizer": "fused", "micro_batch": "auto"})))
-    assert table.status().plain.startswith("  .. fused optimizer: starts, ")
+    table(TrialStarted(slot=0, plan=OPEN))
+    assert table.status().plain.startswith("  .. checkpointing, fused optimizer: starts, ")
     table(PhaseBegun(slot=0, phase="checks the gradients"))
     assert "fused optimizer: checks the gradients, " in table.status().plain
     for _ in range(2):
