@@ -25,7 +25,7 @@ from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
 from autofit.tuning import messages
-from autofit.tuning.notices import FactsKnown, Line, Listener, TrialEnded
+from autofit.tuning.notices import Confirmed, FactsKnown, Line, Listener, TrialEnded
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
@@ -277,6 +277,7 @@ class History:
             self.announce(len(self.finished()) - 1, trial, slot)
         else:
             self.optuna_study.confirmed(self.now.confirmations)
+            self._tell_confirmed(trial)
             for plan in self.now.hardly_fit - before:
                 self.say(messages.hardly_fits(plan))
         if report.verdict is Verdict.SCRIPT_FAILED:
@@ -284,6 +285,14 @@ class History:
         ruled_out = culprit(report, self.finished())
         if report.verdict in BLAMED and ruled_out:
             self.study = self.store.leave_out(self.study, *ruled_out, report.reason)
+
+    def _tell_confirmed(self, trial: TrialRecord) -> None:
+        """Send the figures of a confirmation run, beside those of the search."""
+        if trial.verdict is Verdict.MEASURED and trial.measurement is not None:
+            plan = best_plan(trial)
+            mine = (t.measurement for t, _ in self.now.searched if best_plan(t) == plan)
+            searched = next((each for each in mine if each is not None), None)
+            self.tell(Confirmed(plan=plan, measurement=trial.measurement, searched=searched))
 
     def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
         """Send the notice of a finished trial."""

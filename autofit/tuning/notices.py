@@ -105,6 +105,16 @@ class Remeasuring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmed:
+    """The confirmation run of a plan was measured."""
+
+    plan: Plan
+    measurement: Measurement
+    searched: Measurement | None
+    """The figures of the search; ``None`` if the search did not measure the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One line of text: a decision of the search, with its reason."""
 
@@ -121,6 +131,7 @@ Notice = (
     | TrialEnded
     | TrialDropped
     | Remeasuring
+    | Confirmed
     | Line
 )
 Listener = Callable[[Notice], None]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from autofit.facts import Facts
 from autofit.printable import printable
 from autofit.tuning.notices import (
+    Confirmed,
     FactsKnown,
     LevelsLeftOut,
     Line,
@@ -71,10 +72,20 @@ class Transcript:
                 return [StyledLine(text, "dim")]
             case Remeasuring(plan=plan):
                 return [StyledLine(f"confirming in a fresh process: {plan}", "dim")]
+            case Confirmed():
+                return [StyledLine(self._confirmed(notice), "dim")]
             case Line(text=text):
                 return [StyledLine(text, "dim")]
             case PhaseBegun() | SizeMeasured() | TrialStarted():
                 return []
+
+    def _confirmed(self, found: Confirmed) -> str:
+        assert self._started is not None, "StudyStarted is the first notice of every search"
+        before = f" ({words.speed(found.searched)} in the search)" if found.searched else ""
+        peak = words.of_budget(self._started.budget, found.measurement.peak_device)
+        return (
+            f"confirmed: {words.speed(found.measurement)} samples/s{before} in {peak}: {found.plan}"
+        )
 
     def _facts(self, facts: Facts) -> list[StyledLine]:
         if self._started is None or not facts.roots:

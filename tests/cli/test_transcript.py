@@ -11,6 +11,7 @@ import pytest
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.tuning.notices import (
+    Confirmed,
     FactsKnown,
     LevelsLeftOut,
     Line,
@@ -59,7 +60,12 @@ def search(opened: StudyStarted, facts: Facts, measured: Measured) -> list[Notic
         SizeMeasured(slot=0, plan=BF16, measurement=measured(BF16, 1.0, 1.0).measurements[0]),
         ended(2, measured(BF16, 20.34, 12.0), best=True),
         Remeasuring(plan=BF16),
-        Line(text="measured again: 20.3 samples/s"),
+        Confirmed(
+            plan=BF16,
+            measurement=measured(BF16, 20.1, 12.0).measurements[0],
+            searched=measured(BF16, 20.34, 12.0).measurements[0],
+        ),
+        Line(text="the search ended"),
     ]
 
 
@@ -95,7 +101,9 @@ not tried: tf32, fp16: no use here
   2  bf16, checkpointing, micro 8                            20.3 ±0.0    +13 %     12.0 \
 #######          fits  <- best
 confirming in a fresh process: bf16, checkpointing, micro 8
-measured again: 20.3 samples/s
+confirmed: 20.1 ±0.0 samples/s (20.3 ±0.0 in the search) in 12.0 of 24.0 GiB: bf16, \
+checkpointing, micro 8
+the search ended
 """
 
 
