@@ -69,7 +69,7 @@ class Reference:
             return None
         self._take(trial.plan, report, trace)
         if not trial.plan.neutral:
-            plan = report.best or trial.plan
+            plan = (report.best or trial.plan).whole(facts or Facts())
             self._tell(f"The script does not fit as it is. Plans are compared with: {plan}.")
         return trace
 
