@@ -65,7 +65,7 @@ def against(new: Measurement, old: Measurement) -> str:
 
 def change(factor: float) -> str:
     """Return a factor as a signed percentage: ``"+13 %"``."""
-    return f"{(factor - 1) * 100:+.0f} %"
+    return f"{round((factor - 1) * 100):+d} %"  # never -0
 
 
 def count(number: int) -> str:
