@@ -235,7 +235,7 @@ def compare(name: str, steps: int) -> Compared:
         (folder / "train.py").write_text(case.script)
         (folder / "plan.json").write_text(json.dumps({"plan": dict(case.plan.changes)}))
         tuned = ("autofit", "run", "--plan", "plan.json", "train.py", "--", str(steps))
-        run(folder, (*tuned[:-1], str(DROPPED + 2)))  # verifies the plan and stores the evidence
+        run(folder, tuned)  # verifies the plan and stores the evidence
         planned = run(folder, tuned)
         (folder / "exported").write_text(render(case.form, result(case.plan, folder)))
         if case.form == "patch":
