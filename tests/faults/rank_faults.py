@@ -97,9 +97,7 @@ def cause(kind: str, rank: int, step: int) -> Fault:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _caused(
-    work: Path, scratch: Path, before: set[str], kind: str, rank: int, step: int
-) -> Fault:
+def _caused(work: Path, scratch: Path, before: set[str], kind: str, rank: int, step: int) -> Fault:
     with open(work / "err", "w+") as err:
         process = subprocess.Popen(
             [
