@@ -30,6 +30,9 @@ from autofit.analysis.frontier import Point, frontier
 from autofit.analysis.result import Result
 from autofit.cli import cli
 from autofit.cli.techniques import clashing, matrix
+from autofit.inspection.cards import Card
+from autofit.inspection.explanation import Explanation
+from autofit.inspection.techniques import Technique
 from autofit.resilience import ActivePlan, Retry
 from autofit.space.pairs import pairs
 from autofit.storage import Store
@@ -276,7 +279,7 @@ def _note(column: sqlalchemy.Column[Any], notes: dict[str, str]) -> str:
 def python() -> str:
     """Return ``python.md``: the public functions, and the records that they take and return."""
     told = ["# Python API", NOTICE, "", PUBLIC]
-    for name in ("search", "best", "run"):
+    for name in ("search", "best", "run", "explain"):
         told += ["", *function(f"autofit.{name}", getattr(autofit, name))]
     told += ["", *function("autofit.analysis.frontier.frontier", frontier)]
     call = type(autofit.resilient).__call__
@@ -285,9 +288,9 @@ def python() -> str:
     for name in ("step", "active", "set_active", "set_hooks", "inject", "forget"):
         member = getattr(autofit.resilient, name)
         told += ["", *function(f"autofit.resilient.{name}", member, level=3)]
-    for cls in (autofit.Study, autofit.Plan, ActivePlan, Store):
+    for cls in (autofit.Study, autofit.Plan, ActivePlan, Store, Explanation):
         told += ["", *members(cls)]
-    for record in (Result, Point, Script, Retry):
+    for record in (Result, Point, Script, Retry, Technique, Card):
         told += ["", *dataclass(record)]
     told += ["", "## Exceptions", "", "Module `autofit.exceptions`.", ""]
     told += table(

@@ -21,6 +21,8 @@ from autofit.storage.records import (
     EventRecord,
     FittedKey,
     FittedRecord,
+    InspectionKey,
+    InspectionRecord,
     Purpose,
     State,
     StudyKey,
@@ -216,6 +218,16 @@ def event_record(row: models.Event) -> EventRecord:
         study=row.study_id,
         trial=row.trial_id,
         created=row.created,
+    )
+
+
+def inspection_record(row: models.Inspection) -> InspectionRecord:
+    """Return the record of a check's row."""
+    return InspectionRecord(
+        key=from_json(row.key, InspectionKey),
+        content=table(row.content, "content"),
+        versions=table(row.versions, "versions"),
+        updated=row.updated,
     )
 
 

@@ -236,3 +236,17 @@ class Evidence(Base):
     content: Mapped[str] = mapped_column(Text)
     """JSON that the harness writes and reads."""
     created: Mapped[datetime]
+
+
+class Inspection(Base):
+    """What the last check of a script found to hold the memory."""
+
+    __tablename__ = "inspection"
+    __table_args__ = (UniqueConstraint("fingerprint"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    key: Mapped[dict[str, Any]]
+    content: Mapped[dict[str, Any]]
+    versions: Mapped[dict[str, Any]]
+    updated: Mapped[datetime]

@@ -280,3 +280,33 @@ class EvidenceKey:
         """SHA-256 of this key as canonical JSON, hexadecimal."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionKey:
+    """Identifies the checks of one script; edits of the script do not change it."""
+
+    script: str
+    """The result of ``script_path``."""
+    args: tuple[str, ...] = ()
+    gpu: str
+    """The driver's name of the device's model."""
+    ranks: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of this key as canonical JSON, hexadecimal."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionRecord:
+    """What the last check of a script found."""
+
+    key: InspectionKey
+    content: Mapping[str, Any]
+    """Plain JSON, as ``autofit/inspection/check.py`` writes it."""
+    versions: Mapping[str, str]
+    updated: datetime
+    """In UTC."""

@@ -19,13 +19,24 @@ from autofit.exceptions import StorageError
 from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
-from autofit.storage.models import Event, Evidence, Fitted, Held, Measurement, Study, Trial
+from autofit.storage.models import (
+    Event,
+    Evidence,
+    Fitted,
+    Held,
+    Inspection,
+    Measurement,
+    Study,
+    Trial,
+)
 from autofit.storage.owner import TOLERANCE, Owner
 from autofit.storage.records import (
     EventRecord,
     EvidenceKey,
     FittedKey,
     FittedRecord,
+    InspectionKey,
+    InspectionRecord,
     Purpose,
     State,
     StudyKey,
@@ -454,6 +465,30 @@ class Store:
             session.flush()
             return self._record(convert.fitted_record, row)
 
+    # --- checks -------------------------------------------------------------------------------
+
+    def inspection(self, key: InspectionKey) -> InspectionRecord | None:
+        """Return what the last check of a script found."""
+        with self._read() as session:
+            row = session.scalar(select(Inspection).filter_by(fingerprint=key.fingerprint))
+            return None if row is None else self._record(convert.inspection_record, row)
+
+    def set_inspection(
+        self, key: InspectionKey, content: Mapping[str, Any], *, versions: Mapping[str, str]
+    ) -> InspectionRecord:
+        """Store what a check of a script found; it replaces that of the last check.
+
+        ``content`` is plain JSON.
+        """
+        with self._write() as session:
+            row = session.scalar(select(Inspection).filter_by(fingerprint=key.fingerprint))
+            if row is None:
+                row = Inspection(fingerprint=key.fingerprint, key=convert.to_json(key))
+                session.add(row)
+            row.content, row.versions, row.updated = dict(content), dict(versions), _now()
+            session.flush()
+            return self._record(convert.inspection_record, row)
+
     # --- sessions and rows --------------------------------------------------------------------
 
     @contextmanager
@@ -548,6 +583,8 @@ def _named(row: object) -> str:
             return f"trial {row.number} of study {row.study_id}"
         case Event():
             return f"event {row.id}"
+        case Inspection():
+            return "the last check of a script"
     return "the setting of a decorated function"
 
 

@@ -101,6 +101,7 @@ def test_each_public_name_can_be_imported() -> None:
         "Study",
         "search",
         "best",
+        "explain",
         "resilient",
         "run",
         "__version__",

@@ -23,11 +23,15 @@ from autofit.cli import cli
 from autofit.export import FORMATS
 from autofit.export.document import document
 from autofit.facts import Hardware
+from autofit.inspection.document import check_document, explanation_document
 from autofit.plan import Plan
 from autofit.worker.records.trials import Measurement, Script, Verdict
+from tests.inspection import by_hand
 
 pytestmark = pytest.mark.quick
 
+OPEN = ("plan", "versions", "environment", "kinds", "phases")
+"""Keys of tables whose own keys are names of strategies, packages, variables, kinds or phases."""
 RECORDED = Path(__file__).with_name("public_surface.txt")
 
 
@@ -81,12 +85,22 @@ def formats() -> Iterator[str]:
     yield from (f"format {form}" for form in FORMATS)
 
 
-def keys(found: dict[str, Any], beginning: str = "") -> Iterator[str]:
-    """Yield a line for each key of the JSON of ``autofit best``, levels of the plan left out."""
+def keys(found: dict[str, Any], beginning: str) -> Iterator[str]:
+    """Yield a line for each key of a JSON result, levels of plans and kinds of memory left out.
+
+    ``beginning``: of the lines, such as ``"json "`` for ``autofit best``.
+    """
     for key, value in found.items():
-        yield f"json {beginning}{key}"
-        if isinstance(value, dict) and key not in ("plan", "versions", "environment"):
-            yield from keys(value, f"{beginning}{key}.")
+        yield f"{beginning}{key}"
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, dict) and key not in OPEN:
+            yield from keys(first, f"{beginning}{key}.")
+
+
+def inspected() -> Iterator[str]:
+    """Yield a line for each key of the JSON of ``autofit explain`` and ``autofit check``."""
+    yield from keys(explanation_document(by_hand.explanation()), "json explain ")
+    yield from keys(check_document(by_hand.check(peak=None)), "json check ")
 
 
 def result() -> Result:
@@ -122,7 +136,14 @@ def result() -> Result:
 def surface() -> list[str]:
     """Return the lines that ``public_surface.txt`` holds."""
     context = click.Context(cli, info_name="autofit")
-    return [*commands(cli, context), *names(), *callbacks(), *formats(), *keys(document(result()))]
+    return [
+        *commands(cli, context),
+        *names(),
+        *callbacks(),
+        *formats(),
+        *keys(document(result()), "json "),
+        *inspected(),
+    ]
 
 
 def test_the_public_surface_is_as_recorded() -> None:

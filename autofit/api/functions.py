@@ -1,4 +1,4 @@
-"""The functions ``autofit.search``, ``autofit.best`` and ``autofit.run``."""
+"""The functions ``autofit.search``, ``best``, ``run`` and ``explain``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from autofit.api.study import Study
 from autofit.api.values import parse
 from autofit.exceptions import UsageError
 from autofit.export.load import load_plan
+from autofit.flags import Kind, flags_of
+from autofit.inspection.explanation import Explanation
+from autofit.inspection.options import ExplainOptions
 from autofit.launch_lines.span import differing
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
-from autofit.tuning.options import Kind, flags
+from autofit.tuning.options import SearchOptions
 from autofit.view.render import renderer, tell
 from autofit.worker.records.trials import HORIZON
 
@@ -85,7 +88,7 @@ def search(
     """
     from autofit.tuning.controller import search as search_plans
 
-    given = _options(locals())
+    given = _options(locals(), SearchOptions)
     options = scripts.search_options(scripts.launch(script, args, module=module, cwd=cwd), given)
     with contextlib.ExitStack() as stack:
         listener = (lambda notice: None) if quiet else stack.enter_context(renderer(stderr=False))
@@ -195,9 +198,56 @@ def run(
     )
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all options of a search that the command line has too."""
-    return {each.name: parse(each.name, given[each.name], flag.kind) for each, flag in flags()}
+def explain(
+    script: str | os.PathLike[str] | Sequence[str],
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    cwd: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
+    leak: bool = False,
+    snapshot: str | os.PathLike[str] | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> Explanation:
+    """Run a script for a few steps, and return what held its memory, as ``autofit explain`` does.
+
+    ::
+
+        found = autofit.explain("train.py", leak=True)
+        for kind, size in found.by_kind.items():
+            print(kind, size)
+        for each in found.techniques:
+            print(each.plan, each.freed, each.basis)
+
+    Args:
+        script: As for ``search``.
+        args: Arguments of the script.
+        module: As for ``search``.
+        cwd: As for ``search``.
+        memory: Budget of the device, in bytes or as ``"24GiB"``; by default what is free.
+        leak: Follow more steps, and find the lines that keep tensors from step to step.
+        snapshot: A file for PyTorch's memory snapshot, which ``memory_viz`` shows; GPUs only.
+        storage: As for ``search``; measurements of earlier searches replace predictions.
+        quiet: Show no progress.
+
+    Raises:
+        UsageError: A value is not allowed, or there is no such script.
+        ScriptError: The script fails, or does not train.
+        WorkerError: A worker broke.
+    """
+    from autofit.inspection.explanation import explain as explain_script
+
+    given = _options(locals(), ExplainOptions)
+    launch = scripts.launch(script, args, module=module, cwd=cwd)
+    return explain_script(scripts.explain_options(launch, given), _say(quiet))
+
+
+def _options(given: Mapping[str, Any], options: type) -> dict[str, Any]:
+    """Return the values of all options that the command line has too."""
+    return {
+        each.name: parse(each.name, given[each.name], flag.kind) for each, flag in flags_of(options)
+    }
 
 
 def _plan(given: object) -> Plan | None:

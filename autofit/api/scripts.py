@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.exceptions import UsageError
+from autofit.inspection.options import CheckOptions, ExplainOptions
 from autofit.launch_lines import Launch, understand
 from autofit.launch_lines.span import span
 from autofit.launch_lines.target import check_file, launch_of
@@ -67,3 +68,24 @@ def search_options(launch: Launch, given: Mapping[str, Any]) -> SearchOptions:
             "storage": url(given["storage"]),
         }
     )
+
+
+def explain_options(launch: Launch, given: Mapping[str, Any]) -> ExplainOptions:
+    """Return the options of an explanation of ``launch``; arguments as for ``search_options``."""
+    script = _single(launch, "explain").script
+    return ExplainOptions(**{**given, "script": script, "storage": url(given["storage"])})
+
+
+def check_options(launch: Launch, given: Mapping[str, Any]) -> CheckOptions:
+    """Return the options of a check of ``launch``; arguments as for ``search_options``."""
+    script = _single(launch, "check").script
+    return CheckOptions(**{**given, "script": script, "storage": url(given["storage"])})
+
+
+def _single(launch: Launch, command: str) -> Launch:
+    if (launch.ranks or 1) > 1:
+        raise UsageError(
+            f"autofit {command} follows the memory of one process, not of {launch.ranks}: give the"
+            " script without its launcher, or with one process"
+        )
+    return launch

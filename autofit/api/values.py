@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from autofit.exceptions import UsageError
+from autofit.flags import Kind
 from autofit.strategies import Fidelity, get
 from autofit.suggestions import did_you_mean
-from autofit.tuning.options import Kind
 from autofit.units import parse_duration, parse_size
 
 

@@ -22,7 +22,17 @@ INTERRUPTED = 130
 @click.group(
     cls=LazyGroup,
     package=__name__,
-    lazy=("search", "best", "run", "history", "report", "doctor", "techniques"),
+    lazy=(
+        "search",
+        "best",
+        "run",
+        "explain",
+        "check",
+        "history",
+        "report",
+        "doctor",
+        "techniques",
+    ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="autofit")

@@ -13,14 +13,14 @@ from autofit.cli import types
 from autofit.cli.out import say, show, write
 from autofit.cli.script import ScriptCommand, script_argument, script_words, the_launch
 from autofit.exceptions import UsageError
+from autofit.tuning.options import SearchOptions
 
 if TYPE_CHECKING:
     from autofit.launch_lines import Launch
-    from autofit.tuning.options import SearchOptions
 
 
 @script_argument
-@types.search_options
+@types.options_of(SearchOptions)
 @click.command("search", cls=ScriptCommand)
 @click.option(
     "--submit", metavar="URL", help="Search as a job of the Ray cluster whose dashboard is there."

@@ -16,8 +16,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from autofit.exceptions import UsageError
+from autofit.flags import Flag, Kind, default_of, flag_name, flags_of
 from autofit.suggestions import did_you_mean
-from autofit.tuning.options import Flag, Kind, default_of, flag_name, flags
 
 T = TypeVar("T")
 F = TypeVar("F", bound=click.Command)
@@ -123,7 +123,7 @@ class _LazyDefault(click.Option):
 
 def _option(each: Field[Any], flag: Flag) -> click.Option:
     name, settings = flag_name(each.name), dict(_KINDS[flag.kind])
-    settings |= {"help": flag.help, "metavar": flag.metavar}
+    settings |= {"help": flag.help, "metavar": flag.metavar, "required": flag.required}
     if not flag.show_default:
         return click.Option([name], **settings)
     return _LazyDefault([name], default=partial(_default, each), show_default=True, **settings)
@@ -135,10 +135,14 @@ def _default(each: Field[Any]) -> Any:
     return str(default) if isinstance(default, Enum) else default
 
 
-def search_options(command: F) -> F:
-    """Give ``command`` an option for each field of ``SearchOptions`` that has a flag."""
-    command.params[:0] = [_option(each, flag) for each, flag in flags()]
-    return command
+def options_of(options: type) -> Callable[[F], F]:
+    """Return a decorator that gives a command an option for each field with a flag."""
+
+    def give(command: F) -> F:
+        command.params[:0] = [_option(each, flag) for each, flag in flags_of(options)]
+        return command
+
+    return give
 
 
 def url_of(storage: str | None) -> str:

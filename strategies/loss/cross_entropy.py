@@ -10,13 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from autofit.exceptions import Refused
-
-ELEMENTS = 1 << 27
-"""Maximum number of logits in a chunk: about 1 GiB, with the tensors computed from them."""
-CHUNKS = 8
-"""Minimum number of chunks, if they have enough tokens."""
-TOKENS = 256
-"""Minimum number of tokens in a chunk."""
+from autofit.strategies.loss.chunks import tokens_in_chunk
 
 TWICE = "the script runs backward twice through the loss, whose gradients are computed once"
 CREATED = "the script differentiates gradients (create_graph) through the loss"
@@ -131,7 +125,7 @@ def _through(
     weight = head.weight.to(head.dtype)
     bias = None if head.bias is None else head.bias.to(head.dtype)
     total = torch.zeros((), dtype=exact, device=hidden.device)
-    step = _tokens(len(hidden), len(weight))
+    step = tokens_in_chunk(len(hidden), len(weight))
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
         some = hidden[rows].to(head.dtype)
@@ -186,9 +180,3 @@ def _add_product(total: torch.Tensor, slope: torch.Tensor, some: torch.Tensor) -
         total.addmm_(slope.t(), some)
     else:
         total += slope.t() @ some
-
-
-def _tokens(tokens: int, classes: int) -> int:
-    """Return the tokens of a chunk. All chunks but the last have this size."""
-    most = max(1, min(ELEMENTS // classes, max(TOKENS, -(-tokens // CHUNKS))))
-    return -(-tokens // -(-tokens // most))

@@ -16,9 +16,10 @@ from autofit.api import scripts
 from autofit.api.study import Study
 from autofit.cli import cli
 from autofit.exceptions import NothingFits, UsageError
+from autofit.flags import Kind, default_of, flags_of
 from autofit.plan import Plan
 from autofit.storage import StudyRecord, default_url
-from autofit.tuning.options import Kind, default_of, flags
+from autofit.tuning.options import SearchOptions
 from tests.report.stored import FUSED, GIB
 
 SCRIPT_OF_A_CALL = ["script", "args", "module", "cwd"]
@@ -44,7 +45,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 @pytest.mark.quick
 def test_a_search_has_the_options_of_the_command_line() -> None:
     found = parameters(autofit.search)
-    options = {each.name: (each, flag) for each, flag in flags()}
+    options = {each.name: (each, flag) for each, flag in flags_of(SearchOptions)}
     assert [*found] == [*SCRIPT_OF_A_CALL, *options, "quiet"]
     for name, (each, flag) in options.items():
         default = found[name].default
@@ -57,7 +58,7 @@ def test_a_search_has_the_options_of_the_command_line() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "left_out"),
-    [("best", {"form", "output", "partial"}), ("run", set())],
+    [("best", {"form", "output", "partial"}), ("run", set()), ("explain", {"as_json"})],
 )
 def test_best_and_run_have_the_options_of_the_command_line(name: str, left_out: set[str]) -> None:
     command = cli.get_command(autofit_context(), name)
@@ -76,7 +77,7 @@ def autofit_context() -> Any:
 
 @pytest.mark.quick
 def test_each_parameter_is_documented() -> None:
-    for function in (autofit.search, autofit.best, autofit.run):
+    for function in (autofit.search, autofit.best, autofit.run, autofit.explain):
         documented = inspect.getdoc(function) or ""
         assert all(f"\n    {name}: " in documented for name in parameters(function))
 

@@ -8,8 +8,8 @@ import pytest
 
 from autofit.api.values import parse
 from autofit.exceptions import UsageError
+from autofit.flags import Kind
 from autofit.strategies import Fidelity
-from autofit.tuning.options import Kind
 
 pytestmark = pytest.mark.quick
 

@@ -32,7 +32,16 @@ pytestmark = pytest.mark.quick
 
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
-OURS = {"study", "trial", "measurement", "event", "fitted", "evidence", engine.VERSION_TABLE}
+OURS = {
+    "study",
+    "trial",
+    "measurement",
+    "event",
+    "fitted",
+    "evidence",
+    "inspection",
+    engine.VERSION_TABLE,
+}
 
 
 @contextmanager

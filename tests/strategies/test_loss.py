@@ -20,7 +20,7 @@ from autofit.plan import Plan
 from autofit.strategies import Facts, Fidelity, RootFacts, get
 from autofit.strategies.base import Deferred
 from autofit.strategies.inspection.heads import find_head
-from autofit.strategies.loss import cross_entropy
+from autofit.strategies.loss import chunks
 from autofit.worker import meter
 from autofit.worker.harness.session import script_facts as learn
 from autofit.worker.harness.session.root import HarnessRoot
@@ -37,8 +37,8 @@ Call = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tokens in a chunk: several chunks, the last one shorter."""
-    monkeypatch.setattr(cross_entropy, "TOKENS", 5)
-    monkeypatch.setattr(cross_entropy, "CHUNKS", 1000)
+    monkeypatch.setattr(chunks, "TOKENS", 5)
+    monkeypatch.setattr(chunks, "CHUNKS", 1000)
 
 
 class Net(nn.Module):

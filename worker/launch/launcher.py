@@ -27,6 +27,7 @@ from autofit.worker.launch.group import Group
 from autofit.worker.launch.guard import BRIEFLY, Guard
 from autofit.worker.launch.reaper import SESSION, processes, with_descendants
 from autofit.worker.oom import classifier
+from autofit.worker.records.inspection import Inspected
 from autofit.worker.records.trials import (
     Answer,
     Asking,
@@ -383,7 +384,8 @@ class _Account:
                 self._shortage = event.out_of_memory
                 yield event
             case (
-                Learned()
+                Inspected()
+                | Learned()
                 | Proven()
                 | Verified()
                 | Traced()

@@ -15,6 +15,8 @@ from autofit.plan import Plan
 from autofit.strategies import ranks
 from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
+from autofit.worker.records.inspection import Inspected, Inspection
+from autofit.worker.records.places import Place
 from autofit.worker.records.traces import Trace
 
 HORIZON = 10_000
@@ -58,16 +60,6 @@ class Script:
     def __str__(self) -> str:
         module = ("-m",) if self.module and not self.launcher else ()
         return " ".join((*self.launcher, *module, self.target, *self.args))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A line of the user's own code."""
-
-    line: str
-    """File, as given to Python, and line number: ``"train.py:41"``."""
-    source: str = ""
-    """The text of the line."""
 
 
 CHECK = "the check"
@@ -514,6 +506,7 @@ Event = (
     | Pressed
     | Ran
     | Uncontained
+    | Inspected
     | Learned
     | Proven
     | Verified
@@ -587,6 +580,8 @@ class LaunchRequest:
 
     The first plan is the run's, the others are its fallbacks.
     """
+    inspection: Inspection | None = None
+    """Given if the launch is to find out what holds the memory under its only plan."""
 
     @property
     def given(self) -> tuple[Plan, ...]:
@@ -688,6 +683,7 @@ class LaunchEnded:
 
 LaunchEvent = (
     Uncontained
+    | Inspected
     | Learned
     | Proven
     | Verified

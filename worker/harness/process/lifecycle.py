@@ -36,6 +36,7 @@ from autofit.worker.records.trials import (
 )
 
 if TYPE_CHECKING:
+    from autofit.worker.harness.measurement.inspection import InspectedRun
     from autofit.worker.harness.measurement.trial import Trial
     from autofit.worker.harness.ranks.group import RankGroup
     from autofit.worker.harness.session.real_run import RealRun
@@ -52,7 +53,7 @@ class ScriptLifecycle:
         self._reporter = reporter
         self._meter = meter
         self._started = started
-        self._session: Trial | RealRun | None = None
+        self._session: Trial | InspectedRun | RealRun | None = None
         self._group: RankGroup | None = None
 
     def wait_for_torch(self) -> None:
@@ -146,6 +147,11 @@ class ScriptLifecycle:
             from autofit.worker.harness.session.real_run import RealRun
 
             self._session = RealRun(self._spec.request, self._reporter, self._meter, self._group)
+        elif self._spec.request.inspection is not None:
+            from autofit.worker.harness.measurement.inspection import InspectedRun
+
+            seed_everything()
+            self._session = InspectedRun(self._spec.request, self._reporter, self._meter)
         else:
             from autofit.worker.harness.measurement.trial import Trial
 

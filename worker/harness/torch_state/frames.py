@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from types import TracebackType
 
-from autofit.worker.records.trials import Place
+from autofit.worker.records.places import Place
 
 OURS = tuple(
     str(folder) + os.sep
@@ -55,12 +55,19 @@ def place(error: BaseException) -> Place | None:
     traceback = error.__traceback__
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith((*OURS, *LIBRARIES, "<")):
+        if is_users(name):
             found = name, traceback.tb_lineno
         traceback = traceback.tb_next
-    if found is None:
-        return None
-    name, number = found
+    return None if found is None else place_at(*found)
+
+
+def is_users(name: str) -> bool:
+    """Return whether the file called ``name`` is the user's own: no library's, and not ours."""
+    return not name.startswith((*OURS, *LIBRARIES, "<"))
+
+
+def place_at(name: str, number: int) -> Place:
+    """Return line ``number`` of the file called ``name``."""
     shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
     return Place(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
 

@@ -1,0 +1,183 @@
+"""``autofit explain``: what holds the memory of a script, and what each technique would free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofit.exceptions import StorageError, UsageError
+from autofit.facts import Facts, Hardware
+from autofit.inspection import techniques
+from autofit.inspection.cards import Card, cards
+from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans
+from autofit.inspection.options import ExplainOptions
+from autofit.inspection.prediction import device_bytes, predicted_peak, predicted_slowdown
+from autofit.inspection.techniques import Technique
+from autofit.plan import Plan
+from autofit.storage import Store
+from autofit.worker.records.inspection import Growth, Inspected, Inspection, Kind, Moment, Part
+from autofit.worker.records.trials import OutOfMemory, Script
+
+STEPS = 8
+"""Followed steps with ``leak``: five of them show growth, see ``leaks.growths``."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What holds the memory of a script at its peak, and what would lower it."""
+
+    script: Script
+    hardware: Hardware
+    budget: int
+    """Bytes that the process may occupy on the device."""
+    facts: Facts
+    plan: Plan
+    """The plan under which the memory was followed: neutral if the script fits as it is."""
+    inspected: Inspected
+    out_of_memory: OutOfMemory | None
+    """Where memory ran out, if the script does not fit as it is."""
+    failed: Moment | None
+    """What held the memory then."""
+    techniques: tuple[Technique, ...]
+    """Those that free memory, the most first; empty if the script does not fit."""
+    cards: tuple[Card, ...]
+    """Common GPUs and the plan under which the script fits each; empty if it does not fit here."""
+    follows_leaks: bool
+    """Whether enough steps were followed to see growth."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which tensors held most."""
+        return self.inspected.moments[0]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All that the process occupied at the peak, cache and CUDA context included."""
+        return (*self.peak.parts, *beside_tensors(self.inspected))
+
+    @property
+    def by_kind(self) -> dict[Kind, int]:
+        """Bytes by kind, in the order of ``Kind``; the sum is what the process occupied."""
+        sizes = dict.fromkeys(Kind, 0)
+        for part in self.parts:
+            sizes[part.kind] += part.size
+        return {kind: size for kind, size in sizes.items() if size}
+
+    @property
+    def growths(self) -> tuple[Growth, ...]:
+        """Leaks, the largest first; empty unless ``leak`` was given."""
+        return self.inspected.growths if self.follows_leaks else ()
+
+
+def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanation:
+    """Run a script for a few steps, and return what held its memory.
+
+    Raises:
+        UsageError: An option is not possible here.
+        ScriptError: The script fails for another reason than memory, or does not train.
+        WorkerError: The process could not be started, or took too long.
+    """
+    target = Target.on_this_machine(options.script, memory=options.memory)
+    if options.snapshot is not None:
+        _check_snapshot(target.hardware, Path(options.snapshot))
+    inspection = Inspection(
+        steps=STEPS if options.leak else Inspection().steps, snapshot=options.snapshot is not None
+    )
+    say(f"following the memory of {options.script.target} for {inspection.steps + 1} steps")
+    outcome = whole = inspect(target, Plan(), inspection)
+    if outcome.uncontained:
+        say("this system allows no scratch folder: files that the script writes are real")
+    failed = None
+    if not whole.fits:
+        failed = whole.inspected.moments[0] if whole.inspected else None
+        outcome = _leaner(target, whole, inspection, say)
+    assert outcome.inspected is not None, "it fits, or held memory when it failed"
+    if options.snapshot is not None and outcome.inspected.snapshot is not None:
+        Path(options.snapshot).write_bytes(outcome.inspected.snapshot)
+    found: tuple[Technique, ...] = ()
+    fitting: tuple[Card, ...] = ()
+    if whole.fits:
+        moments = outcome.inspected.moments
+        measured = _measured(options, target)
+        found = techniques.techniques(moments, outcome.facts, target.hardware, measured)
+        fitting = _cards(outcome, target.hardware)
+    return Explanation(
+        script=options.script,
+        hardware=target.hardware,
+        budget=target.budget,
+        facts=outcome.facts,
+        plan=outcome.plan,
+        inspected=outcome.inspected,
+        out_of_memory=whole.out_of_memory,
+        failed=failed,
+        techniques=found,
+        cards=fitting,
+        follows_leaks=options.leak,
+    )
+
+
+def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
+    """Return what the process held beside tensors: the allocator's cache and the CUDA context."""
+    plain = inspected.plain
+    if plain is None:
+        return ()
+    sizes = {
+        Kind.CACHE: plain.reserved - plain.allocated,
+        Kind.CONTEXT: plain.device - plain.reserved,
+    }
+    return tuple(Part(kind=kind, size=size) for kind, size in sizes.items() if size > 0)
+
+
+def _check_snapshot(hardware: Hardware, path: Path) -> None:
+    if hardware.device != "cuda":
+        raise UsageError(
+            f"--snapshot {path}: PyTorch records memory snapshots of GPUs only; this machine has"
+            " none, so leave it out"
+        )
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--snapshot {path}: there is no folder {path.parent}; make it first")
+
+
+def _leaner(target: Target, whole: Outcome, inspection: Inspection, say: Say) -> Outcome:
+    """Return the outcome under the first leaner plan that fits, or what held the memory."""
+    for plan in leaner_plans(whole.facts, target.hardware):
+        say(f"out of memory; following it under a leaner plan: {plan}")
+        found = inspect(target, plan, inspection)
+        if found.fits:
+            return found
+    if whole.inspected is None:
+        raise UsageError(
+            f"{target.script.target} runs out of memory before its model is called, under each plan"
+            " that was tried: give more --memory, or run `autofit search`"
+        )
+    return whole
+
+
+def _measured(options: ExplainOptions, target: Target) -> techniques.Measured:
+    """Return what searches have measured; nothing where there is no store."""
+    with suppress(StorageError), Store(options.storage, create=False) as store:
+        return techniques.stored(store, options.script, target.hardware, target.ranks)
+    return {}
+
+
+def _cards(outcome: Outcome, hardware: Hardware) -> tuple[Card, ...]:
+    inspected, facts = outcome.inspected, outcome.facts
+    assert inspected is not None, "the script fits"
+    plain, moments = inspected.plain, inspected.moments
+
+    def needed(plan: Plan) -> float:
+        return device_bytes(
+            predicted_peak(plan, moments, facts),
+            allocated=plain.allocated if plain else 0,
+            reserved=plain.reserved if plain else 0,
+            context=plain.device - plain.reserved if plain else 0,
+            cuda=hardware.device == "cuda" and plain is not None,
+        )
+
+    candidates = [
+        (plan, predicted_slowdown(plan, facts)) for plan in techniques.combinations(facts, hardware)
+    ]
+    return cards(candidates, needed)

@@ -1,0 +1,183 @@
+"""Runs a script for a few steps in a trial's sandbox, and returns what held its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autofit.exceptions import ScriptError, WorkerError
+from autofit.facts import Facts, Hardware
+from autofit.plan import Plan
+from autofit.worker import meter
+from autofit.worker.launch.launcher import launch
+from autofit.worker.records.inspection import Inspected, Inspection
+from autofit.worker.records.trials import (
+    LaunchEnded,
+    LaunchRequest,
+    Learned,
+    OutOfMemory,
+    Script,
+    Shortage,
+    TrialReport,
+    Uncontained,
+    Verdict,
+)
+
+HEADROOM = 0.05
+"""Share of the device that stays free if no budget is given, as in a search."""
+SECONDS = 900.0
+"""Time limit of a launch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is inspected, and where."""
+
+    script: Script
+    hardware: Hardware
+    budget: int
+    """Bytes that each process may occupy on the device."""
+    ranks: int = 1
+
+    @classmethod
+    def on_this_machine(
+        cls, script: Script, *, memory: int | None = None, ranks: int | None = None
+    ) -> Target:
+        """Return the target on the first visible GPU, or on the CPU.
+
+        ``memory``: the budget in bytes; by default what the device has free, less a headroom.
+        Raises ``UsageError`` if a budget cannot be set here.
+        """
+        device = meter.default_device()
+        meter.require_cap(device)
+        hardware = meter.hardware(device)
+        free = meter.free_bytes(device) - int(HEADROOM * hardware.total_bytes)
+        budget = max(1, free if memory is None else memory)
+        return cls(script=script, hardware=hardware, budget=budget, ranks=ranks or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of one launch."""
+
+    plan: Plan
+    facts: Facts
+    inspected: Inspected | None = None
+    report: TrialReport | None = None
+    """How the launch ended, if it did not end as planned."""
+    out_of_memory: OutOfMemory | None = None
+    uncontained: bool = False
+    """Whether the script's writes to disk were real."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory was followed, and did not run out."""
+        return (
+            self.inspected is not None
+            and self.inspected.requested is None
+            and self.out_of_memory is None
+        )
+
+
+def inspect(target: Target, plan: Plan, inspection: Inspection) -> Outcome:
+    """Run the script under ``plan`` and return what held its memory.
+
+    Raises:
+        ScriptError: The script fails for another reason than memory.
+        WorkerError: The process could not be started, or took too long.
+    """
+    return _run(target, plan, inspection)
+
+
+def measure(target: Target, plan: Plan) -> TrialReport | None:
+    """Run the script under ``plan`` as a trial does, and return the report."""
+    return _run(target, plan, None).report
+
+
+def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
+    request = LaunchRequest(
+        script=target.script,
+        plans=(plan,),
+        device=target.hardware.device,
+        budget=target.budget,
+        timeout=SECONDS,
+        ranks=target.ranks,
+        whole_fits=plan["micro_batch"] == "as_is",
+        inspection=inspection,
+    )
+    facts, inspected, report = Facts(), None, None
+    short: OutOfMemory | None = None
+    uncontained, ended = False, None
+    for event in launch(request, environment=os.environ):
+        match event:
+            case Learned():
+                facts = event.facts
+            case Inspected():
+                inspected = event
+            case Shortage():
+                short = event.out_of_memory
+            case TrialReport():
+                report = event
+            case Uncontained():
+                uncontained = True
+            case LaunchEnded():
+                ended = event
+    if report is not None:
+        short = report.out_of_memory or short
+        _raise_failure(target.script, plan, report)
+    if ended is not None and ended.lost:
+        raise WorkerError(f"{target.hardware.name}: {ended.lost}")
+    if inspection is not None and inspected is None and report is None:
+        raise ScriptError(_untrained(target.script, ended))
+    return Outcome(
+        plan=plan,
+        facts=facts,
+        inspected=inspected,
+        report=report,
+        out_of_memory=short if report is None or report.verdict is not Verdict.MEASURED else None,
+        uncontained=uncontained,
+    )
+
+
+def _raise_failure(script: Script, plan: Plan, report: TrialReport) -> None:
+    """Raise an error if the script failed, or the launch was interrupted."""
+    match report.verdict:
+        case Verdict.SCRIPT_FAILED:
+            raise ScriptError(f"{script.target}: {report.reason}", report.traceback)
+        case Verdict.TIMED_OUT | Verdict.INTERRUPTED:
+            raise WorkerError(f"{script.target} under {plan}: {report.reason}")
+
+
+def _untrained(script: Script, ended: LaunchEnded | None) -> str:
+    steps = 0 if ended is None else ended.steps
+    if steps == 0:
+        return (
+            f"{script.target} ended without an optimizer step: autofit follows the memory of"
+            " training; give arguments with which it trains"
+        )
+    return f"{script.target} ended after {steps} optimizer step: let it train for at least three"
+
+
+def leaner_plans(facts: Facts, hardware: Hardware) -> Sequence[Plan]:
+    """Return plans under which a script may run that does not fit, the smallest change first."""
+    from autofit.space.catalogue import clash
+
+    eighth = str(max(1, (facts.batch or 1) // 8))
+    steps: tuple[dict[str, str], ...] = (
+        {"micro_batch": eighth},
+        {"micro_batch": "1", "checkpointing": "all"},
+        {"micro_batch": "1", "checkpointing": "all", "optimizer": "eight_bit"},
+        {"checkpointing": "all"},
+        {"checkpointing": "all", "gradient_release": "released", "optimizer": "eight_bit"},
+    )
+    found = []
+    for levels in steps:
+        plan = Plan.of(levels)
+        reasons = (
+            strategy.inapplicable(level, facts) or strategy.unavailable(level, hardware)
+            for strategy, level in plan
+        )
+        if not any(reasons) and not clash(plan):
+            found.append(plan)
+    return found

@@ -1,0 +1,65 @@
+"""The options of ``autofit explain`` and ``autofit check``, for Python and for the command line.
+
+Imports neither torch nor the strategies, so that ``autofit --help`` is quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from autofit.flags import Kind, flag
+
+if TYPE_CHECKING:
+    from autofit.worker.records.trials import Script
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions:
+    """The options of ``autofit.explain``."""
+
+    script: Script
+    memory: int | None = field(
+        default=None, metadata=flag("Budget of the device, such as 24GiB.", Kind.SIZE, "SIZE")
+    )
+    """Bytes; ``None`` for what the device has free, less a headroom."""
+    leak: bool = field(
+        default=False,
+        metadata=flag("Follow more steps, and name the lines that keep tensors.", Kind.SWITCH),
+    )
+    snapshot: str | None = field(
+        default=None,
+        metadata=flag(
+            "Write PyTorch's memory snapshot for memory_viz to this file (GPU only).",
+            Kind.TEXT,
+            "FILE",
+        ),
+    )
+    storage: str = field(
+        metadata=flag("Where trials are kept (default: ./autofit.db).", Kind.TEXT, "URL")
+    )
+    """SQLAlchemy URL of the store, whose measurements replace predictions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """The options of ``autofit check``."""
+
+    script: Script
+    memory: int = field(
+        metadata=flag(
+            "The device must not hold more than this, such as 24GiB.",
+            Kind.SIZE,
+            "SIZE",
+            required=True,
+        )
+    )
+    """Bytes."""
+    junit: str | None = field(
+        default=None,
+        metadata=flag("Write the result as JUnit XML to this file.", Kind.TEXT, "FILE"),
+    )
+    storage: str = field(
+        metadata=flag("Where the last check is kept (default: ./autofit.db).", Kind.TEXT, "URL")
+    )
+    """SQLAlchemy URL."""

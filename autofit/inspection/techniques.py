@@ -1,0 +1,172 @@
+"""What each technique would free in this script, and what it costs: measured or predicted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autofit import strategies
+from autofit.facts import Facts, Hardware
+from autofit.inspection.prediction import predictable, predicted_peak, predicted_slowdown
+from autofit.plan import Plan
+from autofit.space.catalogue import clash
+from autofit.storage import State, Store, TrialRecord, script_path
+from autofit.storage.records import StudyKey
+from autofit.strategies import Fidelity
+from autofit.strategies.checkpointing import most_blocks
+from autofit.worker.records.inspection import Moment
+from autofit.worker.records.trials import Measurement, Script
+
+LEAST = 0.005
+"""Share of the peak that a technique must free to be named."""
+MOST_LEVELS = 4
+"""Most techniques in a plan that is suggested for a card."""
+
+
+class Basis(StrEnum):
+    """Where the figures of a technique come from."""
+
+    MEASURED = "measured"
+    """A trial of a search."""
+    PREDICTED = "predicted"
+    """The tensors of this script, followed through one step."""
+    ESTIMATED = "estimated"
+    """Also measurements of other scripts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """One technique: what it frees and costs."""
+
+    plan: Plan
+    freed: int
+    """Bytes of tensors at the peak."""
+    peak: int
+    """Bytes of tensors at the peak that remains."""
+    slowdown: float | None
+    """Step time relative to the script as it is; ``None`` on a CPU that has not measured it."""
+    fidelity: Fidelity
+    """What it may change in the training."""
+    basis: Basis
+    predicted_freed: int
+    """The prediction, also if it was measured since."""
+
+
+Measured = Mapping[Plan, Measurement]
+"""Measurements by plan, that of the neutral plan among them if it fits."""
+
+
+def techniques(
+    moments: Sequence[Moment], facts: Facts, hardware: Hardware, measured: Measured
+) -> tuple[Technique, ...]:
+    """Return the techniques that free memory, those that free most first.
+
+    ``moments``: the peaks of the script as it is.
+    """
+    as_it_is = predicted_peak(Plan(), moments, facts)
+    found = [
+        _technique(plan, moments, facts, measured, as_it_is, cuda=hardware.device == "cuda")
+        for plan in single_plans(facts, hardware)
+    ]
+    useful = [each for each in found if each.freed > LEAST * as_it_is]
+    return tuple(sorted(useful, key=lambda each: -each.freed))
+
+
+def _technique(
+    plan: Plan,
+    moments: Sequence[Moment],
+    facts: Facts,
+    measured: Measured,
+    as_it_is: float,
+    *,
+    cuda: bool,
+) -> Technique:
+    """``cuda``: whether it is a GPU, of which the priors of step times come."""
+    predicted = int(as_it_is - predicted_peak(plan, moments, facts))
+    neutral, own = measured.get(Plan()), measured.get(plan)
+    slowdown: float | None = predicted_slowdown(plan, facts) if cuda else None
+    freed = predicted
+    basis = Basis.PREDICTED if predictable(plan) else Basis.ESTIMATED
+    if neutral is not None and own is not None:
+        freed = neutral.peak_allocated - own.peak_allocated
+        slowdown = neutral.samples_per_second / own.samples_per_second
+        basis = Basis.MEASURED
+    return Technique(
+        plan=plan,
+        freed=freed,
+        peak=int(as_it_is) - freed,
+        slowdown=slowdown,
+        fidelity=plan.fidelity(facts),
+        basis=basis,
+        predicted_freed=predicted,
+    )
+
+
+def single_plans(facts: Facts, hardware: Hardware) -> Iterator[Plan]:
+    """Yield the plans with one technique that this script and this hardware allow."""
+    for strategy in strategies.REGISTRY:
+        if strategy.name in ("ranks", "sharding"):
+            continue
+        for level in _levels(strategy.name, strategy.offered(hardware, facts), facts):
+            reason = strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
+            plan = Plan.of({strategy.name: level})
+            if reason is None and not plan.open and not clash(plan):
+                yield plan
+
+
+def _levels(name: str, offered: Sequence[str], facts: Facts) -> Sequence[str]:
+    """Return levels with numbers in place of ``auto``."""
+    if name == "micro_batch":
+        batch = facts.batch or 1
+        return [str(size) for size in dict.fromkeys((batch // 2, 1)) if 0 < size < batch]
+    if name == "checkpointing" and (blocks := most_blocks(facts)) > 1:
+        return [str(blocks // 2), *offered]
+    return offered
+
+
+def combinations(facts: Facts, hardware: Hardware) -> Iterator[Plan]:
+    """Yield plans of up to ``MOST_LEVELS`` techniques that change no more than rounding."""
+    singles = [
+        plan
+        for plan in single_plans(facts, hardware)
+        if plan.fidelity(facts) <= Fidelity.ROUNDING and _lowers(plan)
+    ]
+    for number in range(1, MOST_LEVELS + 1):
+        for chosen in itertools.combinations(singles, number):
+            levels = dict(change for plan in chosen for change in plan.changes)
+            plan = Plan.of(levels)
+            if len(plan.changes) == number and not clash(plan):
+                yield plan
+
+
+def _lowers(plan: Plan) -> bool:
+    return any(strategy.lowered(level) and not strategy.sized for strategy, level in plan)
+
+
+def stored(store: Store, script: Script, hardware: Hardware, ranks: int) -> Measured:
+    """Return the measurements of this script, as it is now, on this kind of device.
+
+    The arguments and the text of the script must be the same. Newer measurements count.
+    """
+    own = StudyKey.of(script, gpu=hardware.name, gpus=ranks, memory=None, allow="")
+    found: dict[Plan, Measurement] = {}
+    for study in sorted(store.studies(script_path(script)), key=lambda each: each.opened):
+        key = study.key
+        if (key.digest, key.args, key.gpu, key.gpus) != (own.digest, own.args, own.gpu, own.gpus):
+            continue
+        for trial in store.trials(study, state=State.FINISHED):
+            found |= _of_trial(trial, study.facts or Facts())
+    return found
+
+
+def _of_trial(trial: TrialRecord, facts: Facts) -> Measured:
+    """Return what a trial measured, by plan."""
+    if trial.report is None:
+        return {}
+    return {
+        each.plan(trial.plan).whole(facts): each
+        for each in trial.report.measurements
+        if not each.plan(trial.plan).open
+    }

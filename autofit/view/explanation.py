@@ -1,0 +1,286 @@
+"""The tables of ``autofit explain``, and the lines of ``autofit check``."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.table import Table
+
+from autofit.inspection.cards import Card
+from autofit.inspection.check import Check, Grown
+from autofit.inspection.explanation import Explanation
+from autofit.inspection.techniques import Basis, Technique
+from autofit.units import format_size
+from autofit.view import words
+from autofit.view.history import add, day, table
+from autofit.worker.records.inspection import Kind, Part
+from autofit.worker.records.places import Place
+
+MOST = 10
+"""Most rows of the tables by module and by line."""
+LEAST = 0.005
+"""Share of the memory below which a row is left out of those tables."""
+GROWN = 3
+"""Most modules that the line of a check names."""
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+"""The number of a repeated block in a module's path."""
+WHAT = {
+    Kind.WEIGHTS: "parameters and buffers",
+    Kind.GRADIENTS: "of the parameters",
+    Kind.OPTIMIZER_STATE: "such as Adam's two moments",
+    Kind.ACTIVATIONS: "kept from forward for backward",
+    Kind.TEMPORARY: "freed within the same phase",
+    Kind.OTHER: "batches, other models, metrics",
+    Kind.WORKSPACE: "of the running kernel",
+    Kind.LIBRARIES: "such as cuBLAS's workspace",
+    Kind.ROUNDING: "ends of the allocator's blocks",
+    Kind.CACHE: "free memory that torch's allocator holds",
+    Kind.CONTEXT: "CUDA context, libraries, NCCL",
+}
+BASES = {
+    Basis.MEASURED: "measured",
+    Basis.PREDICTED: "predicted",
+    Basis.ESTIMATED: "estimate",
+}
+
+
+def head(found: Explanation) -> list[str]:
+    """Return the lines above the tables."""
+    plain = found.inspected.plain
+    lines = [
+        words.script_line(found.script, found.facts),
+        f"1 x {found.hardware.name}, {format_size(found.hardware.total_bytes)}",
+    ]
+    if found.out_of_memory is not None:
+        lines += [
+            f"{found.script.target} does not fit {format_size(found.budget)}:"
+            f" {words.shortage(found.out_of_memory)}{_at(found.out_of_memory.place)}"
+        ]
+    elif found.failed is not None:
+        lines += [f"{found.script.target} does not fit {format_size(found.budget)}"]
+    if not found.plan.neutral:
+        lines += [f"the figures below are those under another plan: {found.plan}"]
+    total = sum(found.by_kind.values())
+    operation = f" ({found.peak.operation})" if found.peak.operation else ""
+    lines += [f"peak: {format_size(total)}, in {found.peak.phase}{operation}"]
+    if plain is not None and plain.allocated and not found.inspected.growths:
+        off = found.peak.peak / plain.allocated - 1
+        lines += [
+            f"tensors: {format_size(found.peak.peak)} followed,"
+            f" {format_size(plain.allocated)} measured without autofit's own steps"
+            f" ({off * 100:+.1f} %)"
+        ]
+    if found.inspected.uncompiled:
+        lines += ["the script compiles its model; the figures are those of the uncompiled model"]
+    return lines
+
+
+def tables(found: Explanation) -> Iterator[Table | str]:
+    """Yield the tables and the lines between them."""
+    yield kinds(found)
+    if (modules := by_module(found)).row_count:
+        yield modules
+    if (lines := by_line(found)).row_count:
+        yield lines
+    if found.follows_leaks:
+        yield growths(found) if found.growths else "no leak: no tensors remain from step to step"
+    if found.techniques:
+        yield techniques(found)
+        yield from _legend(found)
+    if found.cards:
+        yield cards(found.cards)
+    if found.failed is not None or found.out_of_memory is not None:
+        yield "`autofit search` finds the fastest plan that fits"
+
+
+def kinds(found: Explanation) -> Table:
+    """Return the memory by kind; the sum is the peak."""
+    made = table(("at the peak", "size", "share", ""), right=("size", "share"))
+    total = sum(found.by_kind.values())
+    for kind, size in found.by_kind.items():
+        add(made, str(kind), format_size(size), _share(size, total), WHAT[kind])
+    add(made, "sum", format_size(total), _share(total, total), "", style="bold")
+    return made
+
+
+def by_module(found: Explanation) -> Table:
+    """Return the activations by module; blocks that repeat share a row."""
+    made = table(("activations of", "modules", "tensors", "size", "share"), right=_NUMBERS)
+    parts = [part for part in found.parts if part.kind is Kind.ACTIVATIONS]
+    for name, group in _largest(parts, lambda part: NUMBER.sub("*", part.module), found):
+        add(
+            made,
+            name or "outside the model",
+            str(len({part.module for part in group})),
+            str(sum(part.count for part in group)),
+            *_size_and_share(group, found),
+        )
+    return made
+
+
+def by_line(found: Explanation) -> Table:
+    """Return the memory by the line of the user's code that made it."""
+    made = table(("made at", "code", "kinds", "tensors", "size", "share"), right=_NUMBERS)
+    parts = [part for part in found.parts if part.place is not None]
+    for line, group in _largest(parts, lambda part: part.place.line if part.place else "", found):
+        sizes: dict[Kind, int] = defaultdict(int)
+        for part in group:
+            sizes[part.kind] += part.size
+        place = group[0].place
+        add(
+            made,
+            line,
+            place.source[:60] if place else "",
+            ", ".join(map(str, sorted(sizes, key=lambda kind: -sizes[kind])[:3])),
+            str(sum(part.count for part in group)),
+            *_size_and_share(group, found),
+        )
+    return made
+
+
+def growths(found: Explanation) -> Table:
+    """Return what grows with every step."""
+    made = table(("leak: made at", "code", "tensors/step", "size/step", "kept by", "filled at"))
+    for each in found.growths:
+        add(
+            made,
+            each.made.line if each.made else each.module or "-",
+            each.made.source[:60] if each.made else each.operation,
+            str(each.count),
+            format_size(each.size),
+            each.holder or "unknown",
+            f"{each.held_at.line}  {each.held_at.source[:60]}" if each.held_at else "-",
+        )
+    return made
+
+
+def techniques(found: Explanation) -> Table:
+    """Return what each technique frees and costs."""
+    made = table(
+        ("technique", "frees", "peak then", "step time", "changes at most", "basis"),
+        right=("frees", "peak then", "step time"),
+    )
+    for each in found.techniques:
+        most = "up to " if each.basis is Basis.ESTIMATED else ""
+        add(
+            made,
+            str(each.plan),
+            f"{most}{format_size(each.freed)}",
+            format_size(each.peak),
+            _time(each),
+            str(each.fidelity),
+            BASES[each.basis],
+        )
+    return made
+
+
+def _time(each: Technique) -> str:
+    if each.slowdown is None:
+        return "not known"
+    about = "" if each.basis is Basis.MEASURED else "~"
+    return about + words.change(each.slowdown)
+
+
+def _legend(found: Explanation) -> Iterator[str]:
+    bases = {each.basis for each in found.techniques}
+    if Basis.PREDICTED in bases:
+        yield "predicted: from the tensors of this script, followed through one step"
+    if Basis.ESTIMATED in bases:
+        yield "estimate: also from measurements of other scripts; `autofit search` measures it"
+
+
+def cards(found: Sequence[Card]) -> Table:
+    """Return which cards the script fits; of those that it fits as it is, the two smallest."""
+    made = table(("card", "memory", "fits, predicted"), right=("memory",))
+    whole = [card for card in found if card.plan is not None and card.plan.neutral]
+    for card in found:
+        if card in whole[2:]:
+            continue
+        plan = "no plan found" if card.plan is None else str(card.plan)
+        add(made, card.name, format_size(card.size), plan)
+    return made
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def check_line(found: Check) -> str:
+    """Return the result of a check in one line."""
+    budget = format_size(found.memory)
+    if found.fits:
+        assert found.peak is not None, "it fits"
+        line = f"fits: {format_size(found.peak)} of {budget}"
+    elif found.peak is not None:
+        line = f"does not fit: {format_size(found.peak)} of {budget}"
+    else:
+        short = found.out_of_memory
+        why = "out of memory" if short is None else f"{words.shortage(short)}{_at(short.place)}"
+        line = f"does not fit {budget}: {why}"
+    return f"{found.script.target} {line}; {_since(found)}"
+
+
+def _since(found: Check) -> str:
+    if found.last is None or found.last_peak is None:
+        return "first check"
+    when = f"the check of {day(found.last)}"
+    grown = [each for each in found.grown if each.growth > 0]
+    change = 0 if found.peak is None else found.peak - found.last_peak
+    if not grown and not change:
+        return f"the same as in {when}"
+    total = f"{_signed(change)} since {when}" if found.peak is not None else f"grown since {when}"
+    named = ", ".join(f"{_module(each)} {_signed(each.growth)}" for each in grown[:GROWN])
+    more = f" and {len(grown) - GROWN} more" if len(grown) > GROWN else ""
+    return f"{total}: {named}{more}" if named else total
+
+
+def check_details(found: Check) -> list[str]:
+    """Return a line for each module that changed."""
+    return [
+        f"{_module(each)}: {format_size(each.before)} -> {format_size(each.after)}"
+        f" ({', '.join(each.kinds)})"
+        for each in found.grown
+    ]
+
+
+def _module(each: Grown) -> str:
+    return each.module or f"outside modules ({', '.join(each.kinds[:2])})"
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{format_size(abs(size))}"
+
+
+# --- cells ------------------------------------------------------------------------------------
+
+_NUMBERS = ("modules", "tensors", "size", "share")
+
+
+def _largest(
+    parts: Sequence[Part], name: Callable[[Part], str], found: Explanation
+) -> list[tuple[str, list[Part]]]:
+    """Return the largest groups of parts with the same name."""
+    groups: dict[str, list[Part]] = defaultdict(list)
+    for part in parts:
+        groups[name(part)].append(part)
+    least = LEAST * sum(found.by_kind.values())
+    ordered = sorted(groups.items(), key=lambda item: -_size(item[1]))
+    return [(key, group) for key, group in ordered[:MOST] if _size(group) >= least]
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _size_and_share(parts: Sequence[Part], found: Explanation) -> tuple[str, str]:
+    size = _size(parts)
+    return format_size(size), _share(size, sum(found.by_kind.values()))
+
+
+def _share(size: int, total: int) -> str:
+    return f"{size / total * 100:.1f} %" if total else "-"
+
+
+def _at(place: Place | None) -> str:
+    return "" if place is None else f" at {place.line}"

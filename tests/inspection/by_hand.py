@@ -1,0 +1,112 @@
+"""An explanation and a check in which every part is present, made without a launch."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from autofit.facts import Facts, Hardware, RootFacts
+from autofit.inspection.cards import Card
+from autofit.inspection.check import Check, Grown
+from autofit.inspection.explanation import Explanation
+from autofit.inspection.techniques import Basis, Technique
+from autofit.plan import Plan
+from autofit.strategies import Fidelity
+from autofit.worker.records.inspection import (
+    Growth,
+    Inspected,
+    Kind,
+    Moment,
+    Part,
+    PlainSteps,
+)
+from autofit.worker.records.places import Place
+from autofit.worker.records.trials import OutOfMemory, Script
+
+MIB = 1 << 20
+GIB = 1 << 30
+EVIL = "train\x1b[2J.py"
+"""A name that would clear a terminal."""
+SCRIPT = Script(target=EVIL, cwd="/project")
+PLACE = Place(line=f"{EVIL}:7", source="loss = model(x)")
+H200 = Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 * GIB)
+
+
+def explanation() -> Explanation:
+    """Return an explanation with a leak, a technique of each basis, and two cards."""
+    parts = (
+        Part(kind=Kind.WEIGHTS, size=40 * MIB, module="h.0", place=PLACE),
+        Part(kind=Kind.ACTIVATIONS, size=30 * MIB, count=2, module="h.0.act", place=PLACE),
+        Part(kind=Kind.ACTIVATIONS, size=30 * MIB, count=2, module="h.1.act", place=PLACE),
+    )
+    inspected = Inspected(
+        moments=(Moment(phase="backward", peak=100 * MIB, parts=parts, operation="mm"),),
+        plain=PlainSteps(
+            allocated=100 * MIB, reserved=120 * MIB, device=620 * MIB, seconds=(0.1, 0.1)
+        ),
+        steps=8,
+        growths=(
+            Growth(
+                size=4,
+                count=1,
+                made=PLACE,
+                operation="mean",
+                holder="the list losses",
+                held_at=PLACE,
+            ),
+        ),
+    )
+    root = RootFacts(
+        name="Net",
+        parameters=10 * MIB,
+        parameter_bytes=40 * MIB,
+        trainable=10 * MIB,
+        dtype="float32",
+        batch=8,
+    )
+    facts = Facts(roots=(root,))
+    bf16 = Plan.of({"precision": "bf16"})
+    return Explanation(
+        script=SCRIPT,
+        hardware=H200,
+        budget=24 * GIB,
+        facts=facts,
+        plan=Plan(),
+        inspected=inspected,
+        out_of_memory=None,
+        failed=None,
+        techniques=tuple(
+            Technique(
+                plan=bf16,
+                freed=30 * MIB,
+                peak=70 * MIB,
+                slowdown=0.5,
+                fidelity=Fidelity.ROUNDING,
+                basis=basis,
+                predicted_freed=29 * MIB,
+            )
+            for basis in Basis
+        ),
+        cards=(
+            Card(name="T4", size=14 * GIB, plan=bf16),
+            Card(name="L4", size=22 * GIB, plan=Plan()),
+        ),
+        follows_leaks=True,
+    )
+
+
+def check(*, peak: int | None) -> Check:
+    """Return a check after another one; ``peak``: ``None`` if it ran out of memory."""
+    short = OutOfMemory(phase="forward", message="", requested=2 * GIB, place=PLACE)
+    return Check(
+        script=SCRIPT,
+        memory=24 * GIB,
+        peak=peak,
+        out_of_memory=short if peak is None else None,
+        last_peak=8 * GIB,
+        last=datetime(2026, 1, 1, tzinfo=UTC),
+        grown=(
+            Grown(module="h.1.up", before=1 * GIB, after=2 * GIB, kinds=("weights",)),
+            Grown(module="", before=2 * GIB, after=1 * GIB, kinds=("other tensors",)),
+        ),
+        seconds=5.0,
+    )

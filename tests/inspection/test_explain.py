@@ -1,0 +1,133 @@
+"""``autofit explain``: sizes add up to the measured peak, and a leak is named by its line."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import autofit
+from autofit.cli import main
+from autofit.exceptions import ScriptError, UsageError
+from autofit.inspection.cards import CARDS, FREE, cards
+from autofit.inspection.document import explanation_document
+from autofit.inspection.explanation import Explanation
+from autofit.inspection.techniques import Basis
+from autofit.plan import Plan
+from autofit.printable import printable
+from autofit.view import explanation as view
+from autofit.worker.records.inspection import Kind
+from tests.inspection import by_hand
+from tests.inspection.conftest import WIDTH
+
+PARAMETERS = 4 * (32 * WIDTH + WIDTH + WIDTH * 32 + 32)
+"""Numbers of the model of four blocks."""
+
+
+def shown(found: Explanation) -> str:
+    """Return all that the command prints."""
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    for each in (*view.head(found), *view.tables(found)):
+        console.print(printable(each) if isinstance(each, str) else each)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def found(leaking: Path) -> Explanation:
+    storage = leaking.with_name("none.db")
+    return autofit.explain(leaking, cwd=leaking.parent, leak=True, storage=storage, quiet=True)
+
+
+@pytest.mark.quick
+def test_the_sum_by_kind_is_the_measured_peak(found: Explanation) -> None:
+    assert sum(part.size for part in found.peak.parts) == found.peak.peak
+    sizes = found.by_kind
+    assert sizes[Kind.WEIGHTS] == 4 * PARAMETERS
+    assert sizes[Kind.OPTIMIZER_STATE] == pytest.approx(8 * PARAMETERS, abs=100)
+    activations = 4 * 64 * (2 * WIDTH + 2 * 32) * 4
+    assert 0.3 * activations < sizes[Kind.ACTIVATIONS] < 1.2 * activations
+
+
+@pytest.mark.quick
+def test_each_part_has_a_module_and_a_line(found: Explanation) -> None:
+    activations = [part for part in found.parts if part.kind is Kind.ACTIVATIONS]
+    assert {part.module.split(".")[0] for part in activations} >= {"0", "1", "2", "3"}
+    line = "loss = (model(x) - x).square().mean()"
+    sources = {part.place.source for part in activations if part.place}
+    assert sources <= {line, "return x + self.down(torch.relu(self.up(x)))"}
+    weights = next(part for part in found.parts if part.kind is Kind.WEIGHTS)
+    assert weights.place is not None
+    assert weights.place.line.startswith("train.py:")
+
+
+@pytest.mark.quick
+def test_the_leaking_line_is_named(found: Explanation) -> None:
+    assert found.growths
+    leak = found.growths[0]
+    assert leak.holder == "the list kept"
+    assert leak.held_at is not None
+    assert leak.held_at.source == "kept.append(loss)"
+    assert "kept.append(loss)" in shown(found)
+
+
+@pytest.mark.quick
+def test_techniques_and_cards(found: Explanation) -> None:
+    levels = [dict(each.plan.changes) for each in found.techniques]
+    assert {"micro_batch": "1"} in levels
+    assert all(each.freed > 0 and each.slowdown is None for each in found.techniques)
+    assert {each.basis for each in found.techniques} <= {Basis.PREDICTED, Basis.ESTIMATED}
+    assert [card.name for card in found.cards] == [name for name, _ in CARDS]
+    assert all(card.plan == Plan() for card in found.cards)
+    assert json.loads(json.dumps(explanation_document(found)))["fits"]
+
+
+@pytest.mark.full
+def test_a_script_that_does_not_fit(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.write_text(train.read_text().replace("randn(64, 32)", "randn(4096, 32)"))
+    assert main(["explain", "train.py", "--memory", "6MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "train.py does not fit 6.0 MiB: out of memory in " in printed
+    assert "the figures below are those under another plan: micro 512" in printed
+    assert "`autofit search` finds the fastest plan that fits" in printed
+    assert not Path("autofit.db").exists()
+
+
+@pytest.mark.quick
+def test_what_cannot_be_explained(train: Path) -> None:
+    with pytest.raises(UsageError, match="PyTorch records memory snapshots of GPUs only"):
+        autofit.explain("train.py", snapshot="memory.pickle")
+    with pytest.raises(UsageError, match="one process, not of 2"):
+        autofit.explain(["torchrun", "--nproc-per-node", "2", "train.py"])
+    train.write_text("print('hello')\n")
+    with pytest.raises(ScriptError, match="ended without an optimizer step"):
+        autofit.explain("train.py", quiet=True)
+
+
+@pytest.mark.quick
+def test_the_tables() -> None:
+    printed = shown(by_hand.explanation())
+    cells = [tuple(re.split(r"\s{2,}", line.strip())) for line in printed.splitlines()]
+    assert ("weights", "40.0 MiB", "6.5 %", "parameters and buffers") in cells
+    assert ("sum", "620.0 MiB", "100.0 %") in cells
+    assert ("h.*.act", "2", "4", "60.0 MiB", "9.7 %") in cells
+    assert ("bf16", "30.0 MiB", "70.0 MiB", "-50 %", "rounding", "measured") in cells
+    assert ("bf16", "up to 30.0 MiB", "70.0 MiB", "~-50 %", "rounding", "estimate") in cells
+    assert ("T4", "14.0 GiB", "bf16") in cells
+    assert "the list losses" in printed
+    assert "\x1b" not in printed
+
+
+@pytest.mark.quick
+def test_a_card_gets_the_fastest_plan_that_fits() -> None:
+    slow, fast = Plan.of({"checkpointing": "all"}), Plan.of({"precision": "bf16"})
+    size = int(CARDS[0][1] * (1 << 30) * FREE)
+    needed = {Plan(): 2 * size, slow: size, fast: size}
+    found = cards([(slow, 1.3), (fast, 0.6)], lambda plan: needed[plan])
+    assert [card.plan for card in found[:2]] == [fast, fast]
+    assert found[-1].plan == Plan()
+    assert cards([], lambda plan: 1e15)[0].plan is None

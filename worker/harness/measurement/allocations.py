@@ -1,0 +1,477 @@
+"""Follows every tensor of a process: who made it, when it was freed, and each operation's peak.
+
+``AllocationLog`` is a dispatch mode of torch. It sees the storages that operations return, and weak
+references tell when they are freed. The allocator's own counters give the peak of each operation.
+So the sizes at a peak add up to what the allocator had given out: the part that no tensor explains
+is a difference of two measured numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves
+
+from autofit.strategies.base import Undo
+from autofit.worker.harness.torch_state import frames
+from autofit.worker.meter import Meter
+
+PRODUCTS = frozenset(
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "convolution",
+        "_convolution",
+        "matmul",
+        "linear",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+    }
+)
+"""Operations whose results autocast computes in 16 bits."""
+FULL = frozenset(
+    {
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "native_group_norm",
+        "_softmax",
+        "_log_softmax",
+        "nll_loss_forward",
+        "exp",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "pow",
+        "prod",
+        "sum",
+        "cumsum",
+        "norm",
+        "linalg_vector_norm",
+        "rsqrt",
+        "reciprocal",
+        "softplus",
+        "mse_loss",
+        "smooth_l1_loss",
+    }
+)
+"""Operations that autocast on CUDA computes in float32. On the CPU, they keep the input's type."""
+Line = tuple[str, int]
+"""File and line number."""
+
+
+class Allocator(Protocol):
+    """The counters of torch's allocator on the device. Sizes are bytes."""
+
+    def current(self) -> int:
+        """Return what is given out now."""
+
+    def peak(self) -> int:
+        """Return the most that was given out since the last ``reset``."""
+
+    def rounding(self) -> int:
+        """Return by how much the blocks given out are larger than requested."""
+
+    def reset(self) -> None:
+        """Set the peak to the present use."""
+
+
+class CudaAllocator:
+    """Counters of torch's caching allocator on the current GPU."""
+
+    def __init__(self) -> None:
+        self._index = torch.cuda.current_device()
+
+    def _stats(self, name: str) -> dict[str, int]:
+        # ``torch.cuda.memory_stats`` flattens the statistics, which takes longer than most kernels.
+        found: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self._index)[name]["all"]
+        return found
+
+    def current(self) -> int:
+        """Return what is given out now."""
+        return self._stats("allocated_bytes")["current"]
+
+    def peak(self) -> int:
+        """Return the most that was given out since the last ``reset``."""
+        return self._stats("allocated_bytes")["peak"]
+
+    def rounding(self) -> int:
+        """Return by how much the blocks given out are larger than requested."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
+        return int(
+            stats["allocated_bytes"]["all"]["current"] - stats["requested_bytes"]["all"]["current"]
+        )
+
+    def reset(self) -> None:
+        """Set the peak to the present use."""
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One storage."""
+
+    size: int
+    """Bytes."""
+    born: int
+    """Index of the operation that returned it."""
+    step: int
+    """Optimizer steps taken before."""
+    phase: str
+    operation: str
+    line: Line | None
+    """The user's line that was running."""
+    module: str
+    width: int
+    """Size of the last dimension."""
+    is_float: bool
+    """Whether it holds float32 numbers."""
+    lowered: bool = False
+    """Whether autocast would hold it in 16 bits. Of optimizer state: whether 8-bit optimizers
+    would quantize it."""
+    casts: int = 0
+    """Matrix products that would each make a copy of it in 16 bits."""
+    died: int | None = None
+    """Index of the last operation before it was freed; ``None`` while it exists."""
+    role: str = ""
+    """``"weights"``, ``"gradients"`` or ``"optimizer state"``, once that is known."""
+    key: int = 0
+    """Address of torch's storage object."""
+
+    def exists_at(self, index: int) -> bool:
+        """Return whether it exists while operation ``index`` runs."""
+        return self.born <= index and (self.died is None or self.died >= index)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation with the highest peak of its phase so far."""
+
+    index: int
+    name: str
+    phase: str
+    step: int
+    peak: int
+    before: int
+    """Bytes given out before it began."""
+    rounding: int
+
+
+class ShimAllocator:
+    """Counters of the CPU's meter, which counts every allocation of libc10."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def current(self) -> int:
+        """Return what is given out now."""
+        return self._meter.current()
+
+    def peak(self) -> int:
+        """Return the most that was given out since the last ``reset``."""
+        return self._meter.peak().allocated
+
+    def rounding(self) -> int:
+        """Return 0: the meter counts what was requested."""
+        return 0
+
+    def reset(self) -> None:
+        """Set the peak to the present use."""
+        self._meter.reset()
+
+
+def allocator_of(meter: Meter) -> Allocator | None:
+    """Return the allocator of the meter's device; ``None`` if CUDA has not started yet."""
+    if meter.device == "cpu":
+        return ShimAllocator(meter)
+    return CudaAllocator() if torch.cuda.is_initialized() else None
+
+
+class Modules:
+    """Tells the path of the module whose forward is running, for each thread."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, list[nn.Module]] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def learn(self, root: nn.Module) -> None:
+        """Learn the paths of the modules of a root."""
+        for name, module in root.named_modules():
+            self._names.setdefault(module, name or type(root).__name__)
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the path of ``module``, or its class if it belongs to no root."""
+        return self._names.get(module) or type(module).__name__
+
+    def running(self) -> str:
+        """Return the path of the innermost running module; empty outside all modules."""
+        stack = self._running.get(threading.get_ident())
+        return self.name_of(stack[-1]) if stack else ""
+
+    def attach(self) -> Undo:
+        """Follow all calls of modules until the undo."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+
+        def undo() -> None:
+            before.remove()
+            after.remove()
+            self._running.clear()
+
+        return undo
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._running.setdefault(threading.get_ident(), []).append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        stack = self._running.get(threading.get_ident(), [])
+        while stack and stack.pop() is not module:
+            pass
+
+
+class AllocationLog(TorchDispatchMode):
+    """Follows the storages of one device from ``attach`` to ``detach``."""
+
+    def __init__(
+        self, device: str, phase: Callable[[], str], allocator: Callable[[], Allocator | None]
+    ) -> None:
+        """``phase``: tells what the script does now. ``allocator``: ``None`` until it exists."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules = Modules()
+        self.step = 0
+        """Optimizer steps taken so far."""
+        self.line: Line | None = None
+        """The user's line that started backward: other threads have no frames of the user."""
+        self.peaks: dict[str, Operation] = {}
+        """The operation with the highest peak of each phase, since ``measure`` was called."""
+        self.failed: Operation | None = None
+        """The last operation that raised an error."""
+        self.now = 0
+        """Index of the present operation."""
+        self._device = device
+        self._phase = phase
+        self._find_allocator = allocator
+        self._allocator: Allocator | None = None
+        self._measures = False
+        self._living: dict[int, Allocation] = {}
+        """Keyed by the address of torch's storage object."""
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._ended: list[Allocation] = []
+        """Freed ones, since the last peak that they may be part of."""
+        self._pid = os.getpid()
+        self._stop: Undo | None = None
+
+    # --- from outside ----------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Follow all operations of this thread, and of the backward passes that it starts."""
+        self._stop = self.modules.attach()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def detach(self) -> None:
+        """Follow nothing any more; what was noted stays.
+
+        A mode that the script has entered since and not left yet lies on top of this one, which
+        then stays attached and does nothing.
+        """
+        self._measures = False
+        if self._stop is None:
+            return
+        self._stop()
+        self._stop = None
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def measure(self) -> None:
+        """Measure the peak of each operation from now on; forget earlier peaks."""
+        self.peaks.clear()
+        self._ended.clear()
+        self._allocator = self._allocator or self._find_allocator()
+        self._measures = self._allocator is not None
+        if self._allocator is not None:
+            self._allocator.reset()
+
+    def mark(self, tensor: object, role: str, module: str, *, quantized: bool = False) -> None:
+        """Note what a tensor is for; one that is not known yet is followed from now on.
+
+        ``quantized``: whether an 8-bit optimizer would replace it.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            return
+        found = self._allocation(tensor)
+        if found is not None:
+            found.role, found.module = role, module
+            found.lowered |= quantized
+
+    def existing(self) -> list[Allocation]:
+        """Return what exists now."""
+        return list(self._living.values())
+
+    def at(self, index: int) -> list[Allocation]:
+        """Return what existed while operation ``index`` ran; it was measured."""
+        return [each for each in (*self.existing(), *self._ended) if each.exists_at(index)]
+
+    # --- operations ------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._stop is None or os.getpid() != self._pid:
+            return func(*args, **kwargs)
+        before = self._before()
+        self.now += 1
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            name = func.overloadpacket.__name__
+            phase, held = self._phase(), self._total()
+            self.failed = Operation(self.now, name, phase, self.step, held, held, 0)
+            raise
+        name = func.overloadpacket.__name__
+        self._note(name, args, kwargs, output)
+        if self._measures:
+            self._compare(name, before)
+        return output
+
+    def _total(self) -> int:
+        return sum(each.size for each in self.existing())
+
+    def _before(self) -> int:
+        """Count a peak since the last operation; return what is given out now."""
+        if not self._measures or self._allocator is None:
+            return 0
+        held = self._allocator.current()
+        self._compare("", held)
+        self._allocator.reset()
+        return held
+
+    def _compare(self, name: str, before: int) -> None:
+        assert self._allocator is not None, "it measures"
+        peak, phase = self._allocator.peak(), self._phase()
+        highest = self.peaks.get(phase)
+        if highest is None or peak > highest.peak:
+            rounding = self._allocator.rounding()
+            self.peaks[phase] = Operation(
+                self.now, name, phase, self.step, peak, min(before, peak), rounding
+            )
+
+    def _note(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Note the storages of an operation."""
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        inputs = [found for each in given if (found := self._allocation(each)) is not None]
+        if name in PRODUCTS and self._phase() == "forward":
+            for each in inputs:
+                if each.is_float and not (each.lowered and each.casts == 0):
+                    each.lowered, each.casts = True, each.casts + 1
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor):
+                self._allocation(each, name, inputs)
+
+    def _allocation(
+        self, tensor: torch.Tensor, name: str = "", inputs: Sequence[Allocation] = ()
+    ) -> Allocation | None:
+        """Return what is known of a tensor's storage; ``None`` for that of another device.
+
+        Memory that torch's allocator did not give out does not count: that of NumPy, for instance.
+        """
+        if tensor.device.type != self._device or tensor.layout is not torch.strided:
+            return None
+        if is_traceable_wrapper_subclass(tensor):  # it has no memory; the tensors inside have
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._living.get(key)
+        if known is not None:
+            size = storage.nbytes()
+            if size != known.size:  # resized, as FSDP does to free memory
+                known.size = size
+            return known
+        if not storage.resizable() or (self._device == "cpu" and storage.is_shared()):
+            return None
+        made = Allocation(
+            size=storage.nbytes(),
+            born=self.now,
+            step=self.step,
+            phase=self._phase(),
+            operation=name,
+            line=_users_line(sys._getframe(1)) or self.line,
+            module=self.modules.running(),
+            width=int(tensor.shape[-1]) if tensor.ndim else 1,
+            is_float=tensor.dtype == torch.float32,
+            lowered=_lowered(name, tensor, inputs, full=self._device == "cuda"),
+            key=key,
+        )
+        self._living[key] = made
+        self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
+        return made
+
+    def _freed(self, key: int) -> None:
+        found = self._living.pop(key, None)
+        self._references.pop(key, None)
+        if found is not None:
+            found.died = self.now
+            if self._measures:
+                self._ended.append(found)
+
+
+def _lowered(name: str, tensor: torch.Tensor, inputs: Sequence[Allocation], *, full: bool) -> bool:
+    """Return whether autocast would compute a tensor in 16 bits.
+
+    The results of matrix products are in 16 bits, and so are those of elementwise operations whose
+    inputs all are. ``full``: whether the operations ``FULL`` compute in float32.
+    """
+    if tensor.dtype != torch.float32 or (full and name in FULL):
+        return False
+    tensors = [each for each in inputs if each.is_float and not each.role]
+    return name in PRODUCTS or (
+        bool(tensors) and all(each.lowered and each.casts == 0 for each in tensors)
+    )
+
+
+def _users_line(frame: FrameType | None) -> Line | None:
+    """Return the innermost line of the user's own code on the stack."""
+    while frame is not None:
+        if _is_users(frame.f_code):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _is_users(code: CodeType) -> bool:
+    return frames.is_users(code.co_filename)
+
+
+def present_line() -> Line | None:
+    """Return the innermost line of the user's code that this thread runs now."""
+    return _users_line(sys._getframe(1))

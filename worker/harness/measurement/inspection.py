@@ -1,0 +1,362 @@
+"""An inspection: finds out what holds the memory while the script trains for a few steps."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import AS_IS
+from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
+from autofit.worker.harness.measurement import leaks
+from autofit.worker.harness.measurement.allocations import (
+    AllocationLog,
+    allocator_of,
+    present_line,
+)
+from autofit.worker.harness.measurement.moments import (
+    FORWARD,
+    failed_moment,
+    moments,
+)
+from autofit.worker.harness.measurement.same_batches import SameBatches
+from autofit.worker.harness.measurement.trial import GRACE, TrialOver
+from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.session.call_runner import OUTSIDE
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.session import Session
+from autofit.worker.meter import Meter
+from autofit.worker.oom.classifier import classify
+from autofit.worker.records.inspection import Inspected, Inspection, Kind, PlainSteps
+from autofit.worker.records.trials import (
+    Finished,
+    LaunchRequest,
+    Learned,
+    OutOfMemory,
+    PlanStarted,
+    Shortage,
+)
+
+PLAIN_GRAD: Any = torch.Tensor.grad
+"""Reads ``.grad`` unnoticed: autofit takes other reads for the script's own."""
+ENTRIES = 1_000_000
+"""Most events in PyTorch's memory snapshot."""
+
+
+class InspectedRun(Session):
+    """Runs the script under one plan, follows its tensors for some steps, and ends it.
+
+    The first step makes the optimizer's state. The steps after it are followed. Then some steps run
+    as in a trial: they give the peak with which the followed memory is compared.
+    """
+
+    def __init__(self, request: LaunchRequest, reporter: Reporter, meter: Meter) -> None:
+        assert request.inspection is not None, "it is asked for"
+        super().__init__(meter, ranks=request.ranks)
+        self.index = 0
+        self.over = False
+        self._asked_for: Inspection = request.inspection
+        self._plan = request.plans[0]
+        self._reporter = reporter
+        self._batches = SameBatches()
+        self.seams.order_batches(self._batches.next)
+        self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
+        self._graph_open = False
+        """A root was called with gradients, and backward has not ended."""
+        self._began = 0
+        """Index of the first operation of the present backward pass."""
+        self._backwards: list[tuple[int, int]] = []
+        self._optimizers: dict[int, Optimizer] = {}
+        self._clock = 0.0
+        self._seconds: list[float] = []
+        self._followed = 0
+        """Steps that were followed."""
+        self._result: Inspected | None = None
+        self._sent = False
+        self._compiles = False
+        self._output = 0
+        """Bytes of the output of the last call."""
+        self.reads.start()
+
+    def start(self) -> None:
+        """Attach to torch, and follow all tensors from now on."""
+        super().start()
+        if self._asked_for.snapshot and self.meter.device == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
+        self._reporter.send(PlanStarted(index=0))
+        self._log.attach()
+
+    def _phase_now(self) -> str:
+        """Return the phase; the loss belongs to the forward pass."""
+        phase = self.runner.phase
+        return FORWARD if phase == OUTSIDE and self._graph_open else phase
+
+    # --- decisions for the session ---------------------------------------------------------
+
+    def policy(self, module: nn.Module) -> RunPolicy:
+        """Return a trial's policy."""
+        return RunPolicy(strict=True, may_run_whole=False, whole_fits=lambda: True)
+
+    def plan_for(self, root: HarnessRoot) -> Plan:
+        """Return the plan."""
+        return self._plan
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Return the plan."""
+        return (self._plan,)
+
+    def optimizer_plan(self) -> Plan:
+        """Return the plan."""
+        return self._plan
+
+    def splits(self) -> bool:
+        """Return whether the plan splits the batch."""
+        return self._plan["micro_batch"] != AS_IS
+
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        """End the script: this plan cannot be inspected."""
+        raise refusal
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """End the script: this plan cannot be inspected."""
+        raise refusal
+
+    def learned(self) -> None:
+        """Report the facts."""
+        self._reporter.send(Learned(facts=self.facts))
+
+    def shortage(self, found: OutOfMemory) -> None:
+        """Report what held the memory."""
+        self._send_failed(found.requested)
+        self._reporter.send(Shortage(index=0, out_of_memory=found))
+
+    def describe_uncalled_model(self, error: BaseException) -> None:
+        """Learn the facts of a model that ran out of memory; report what held the memory."""
+        self._log.detach()
+        super().describe_uncalled_model(error)
+        self._send_failed(classify(error).requested)
+
+    def call_begins(self) -> None:
+        """Notice that a forward pass begins."""
+        self._graph_open = True
+
+    def root_called(self, root: HarnessRoot) -> None:
+        """Learn the names of the modules, and end a script that has caught the end."""
+        if self.over:
+            os._exit(0)
+        self._log.modules.learn(root.module)
+        self._compiles |= root.facts is not None and root.facts.compiled
+
+    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Run a call, and note the size of its output."""
+        output = run()
+        if self._plan.neutral:
+            found = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+            self._output = sum(each.nbytes for each in found if each.requires_grad)
+        return output
+
+    def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
+        """Run a backward pass, and note which operations belong to it."""
+        self._log.line = present_line()
+        self._began = self._log.now + 1
+        try:
+            run()
+        finally:
+            self._backwards.append((self._began, self._log.now))
+            self._log.line = None
+            self._graph_open = False
+            self._mark_gradients()
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Mark the gradients that the step uses."""
+        self._optimizers[id(optimizer)] = optimizer
+        self._mark_gradients()
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Mark the optimizer's state."""
+        self._mark_state(optimizer)
+
+    def boundary(self) -> None:
+        """Begin to follow the peak, end following, or end the script.
+
+        A step in which autofit has checked the plan does not count.
+        """
+        if self.over:
+            os._exit(0)
+        self.meter.synchronize()
+        self.meter.sample()
+        checked = self.proven()
+        self._log.step = self.steps
+        self._graph_open = False
+        if self.steps == 1 or (checked and self._result is None):
+            self._begin_following()
+        elif checked:
+            self._begin_plain()
+        elif self._result is not None:
+            self._seconds.append(time.perf_counter() - self._clock)
+            if len(self._seconds) == self._asked_for.plain:
+                self._end()
+        else:
+            self._followed += 1
+            self.reads.stop()
+            if self._followed == self._asked_for.steps:
+                self._summarize()
+                self._begin_plain()
+        self._clock = time.perf_counter()
+
+    def _begin_following(self) -> None:
+        self._followed = 0
+        self._batches.again(self.facts.calls_per_step)
+        self.meter.release()
+        self._mark_weights()
+        self._backwards.clear()
+        self._log.measure()
+
+    def _begin_plain(self) -> None:
+        self._seconds.clear()
+        self._batches.again(self.facts.calls_per_step)
+        self.meter.release()
+        self.meter.reset()
+
+    # --- roles -----------------------------------------------------------------------------
+
+    def _mark_weights(self) -> None:
+        for root in self.roots:
+            if not root.alive:
+                continue
+            self._log.modules.learn(root.module)
+            for path, module in root.module.named_modules():
+                own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                for tensor in own:
+                    self._log.mark(tensor, Kind.WEIGHTS, path)
+
+    def _owners(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (path, parameter)
+            for root in self.roots
+            if root.alive
+            for path, module in root.module.named_modules()
+            for parameter in module.parameters(recurse=False)
+        ]
+
+    def _mark_gradients(self) -> None:
+        for path, parameter in self._owners():
+            gradient = PLAIN_GRAD.__get__(parameter)
+            self._log.mark(gradient, Kind.GRADIENTS, path)
+
+    def _mark_state(self, optimizer: Optimizer) -> None:
+        paths = {id(parameter): path for path, parameter in self._owners()}
+        embeddings = self._embeddings()
+        for parameter, state in optimizer.state.items():
+            small = parameter.numel() < SMALL or id(parameter) in embeddings
+            for tensor in tree_leaves(state):
+                path = paths.get(id(parameter), "")
+                self._log.mark(tensor, Kind.OPTIMIZER_STATE, path, quantized=not small)
+
+    def _embeddings(self) -> set[int]:
+        """Return the identities of the embeddings' weights, whose state stays in 32 bits."""
+        return {
+            id(module.weight)
+            for root in self.roots
+            if root.alive
+            for module in root.module.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        }
+
+    # --- the result ------------------------------------------------------------------------
+
+    def _summarize(self) -> None:
+        """Summarize the followed steps; nothing is followed after them."""
+        self._mark_weights()
+        blocks = {
+            self._log.modules.name_of(block): block
+            for root in self.roots
+            if root.alive
+            for block in repeated_blocks(root.module)
+        }
+        classes = max((root.classes for root in self.facts.roots), default=0)
+        growths = leaks.growths(self._log, self._log.step - self._followed)
+        self._result = Inspected(
+            moments=moments(
+                self._log, self._backwards, blocks, classes=classes, output=self._output
+            ),
+            plain=None,
+            steps=self._followed,
+            growths=growths,
+            snapshot=self._snapshot(),
+            uncompiled=self._compiles,
+        )
+        self._log.detach()
+
+    def _snapshot(self) -> bytes | None:
+        if not (self._asked_for.snapshot and self.meter.device == "cuda"):
+            return None
+        taken = pickle.dumps(torch.cuda.memory._snapshot())
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return taken
+
+    def _plain(self) -> PlainSteps | None:
+        if not self._seconds:
+            return None
+        peak = self.meter.peak()
+        return PlainSteps(
+            allocated=peak.allocated,
+            reserved=peak.reserved,
+            device=peak.device,
+            seconds=tuple(self._seconds),
+        )
+
+    def _send(self) -> None:
+        """Send the result, once."""
+        if self._sent:
+            return
+        if self._result is None and self._followed:  # the script ended while it was followed
+            self._summarize()
+        if self._result is not None:
+            self._sent = True
+            self._reporter.send(replace(self._result, plain=self._plain()))
+
+    def _send_failed(self, requested: int | None) -> None:
+        """Send what held the memory when an allocation failed."""
+        if self._sent or self._result is not None:
+            return
+        self._mark_weights()
+        self._mark_gradients()
+        for optimizer in self._optimizers.values():
+            self._mark_state(optimizer)
+        moment = failed_moment(self._log)
+        self._log.detach()
+        if moment is not None:
+            self._sent = True
+            self._reporter.send(
+                Inspected(moments=(moment,), plain=None, steps=self.steps, requested=requested or 0)
+            )
+
+    def _end(self) -> NoReturn:
+        self.over = True
+        self._send()
+        self._reporter.send(Finished(steps=self.steps, stopped=True))
+        timer = threading.Timer(GRACE, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        raise TrialOver
+
+    def script_ended(self) -> None:
+        """Report what was followed before the script ended by itself."""
+        if self.over:
+            return
+        self._send()
+        self._reporter.send(Finished(steps=self.steps, stopped=False))
