@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -270,8 +271,8 @@ class _Attempts:
         with self._ready(spec, environment) as (specs, each), started(specs, each) as running:
             heard = self._hear(running, request.plans)
             code = running.code
-        if request.replicas > 1 and running.first and (fault := heard.raised.get(running.first)):
-            self.say(f"rank {running.first} failed: {fault.message}")
+        if running.size > 1 and (failed := _of_the_rank(running, code, heard.raised)):
+            self.say(failed)
         self.diary.keep_evidence(self.evidence.key, heard.proven)
         plan = heard.plan or plan
         called = heard.facts is not None and heard.facts.called
@@ -364,6 +365,20 @@ class _Attempts:
             return None
         self.diary.short_of_memory(shortage, fatal=True)
         return shortage
+
+
+def _of_the_rank(running: Foreground, code: int, raised: Mapping[int, Raised]) -> str:
+    """Say why the rank that failed first did; empty if it has printed that itself."""
+    rank = running.first
+    if rank is None or running.signals:
+        return ""
+    if rank in raised:
+        silent = running.replicas and rank > 0
+        return f"rank {rank} failed: {raised[rank].message}" if silent else ""
+    if code < 0:
+        name = signal.strsignal(-code)
+        return f"rank {rank} was killed by signal {-code} ({name}); the other ranks were ended"
+    return ""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from autofit.plan import Plan
-from tests.loops.drawing import SIZES, Loop, drawn
+from tests.loops.drawing import SIZES, Loop, drawn, over
 from tests.loops.judging import Kind, Outcome, under_plan
 from tests.loops.nursery import ROOT, Ended, Job, Nursery
 from tests.loops.writing import write
@@ -142,7 +142,8 @@ def _run(options: argparse.Namespace) -> int:
     with Nursery() as nursery:
         bench = Bench(nursery)
         while done < options.count and time.monotonic() - started < options.seconds:
-            for loop in drawn(number)[: options.count - done]:
+            block = drawn(number)[: options.count - done]
+            for loop in over(options.ranks, block) if options.ranks > 1 else block:
                 done += 1
                 outcome = bench.outcome(loop)
                 tally.add(loop, outcome)
@@ -166,6 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--count", type=int, default=200, help="loops to run")
     parser.add_argument("--block", type=int, help="first block; the next new one if not given")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that share each loop")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false")
     parser.add_argument("--folder", type=Path, default=CACHE / "failures")

@@ -28,6 +28,8 @@ LEVELS = (
 Not ``padding``, which needs a mask, nor ``loss``, which needs a head of thousands of outputs."""
 SLOW = (("compile", "regional"), ("compile", "full"), ("data_loading", "workers"))
 """Levels that take a second: drawn seldom."""
+SHARDING = (AS_IS, "zero1", "zero2", "full")
+"""Levels of ``sharding`` for loops over several ranks."""
 SIZES = ("steps", "batch", "width", "tail", "at")
 """Features that say how much of something there is."""
 CAUSES = ("hook", "state", "tensor", "freeze", "term", "place", "accumulate", "roots", "loss")
@@ -123,3 +125,11 @@ def drawn(number: int) -> list[Loop]:
 
     collect()
     return list(dict.fromkeys(found))
+
+
+def over(ranks: int, loops: list[Loop]) -> Iterator[Loop]:
+    """Yield loops over so many ranks; each has the next level of sharding."""
+    for number, loop in enumerate(loops):
+        spread = {"ranks": str(ranks), "sharding": SHARDING[number % len(SHARDING)]}
+        plan = loop.plan.replace(**spread)
+        yield Loop(loop.recipe, plan if clash(plan) is None else Plan.of(spread))

@@ -16,6 +16,8 @@ TOLERANCE = 1e-9
 """Largest relative difference of a list of numbers, in float64."""
 NOTHING = 1e-12
 """Taken for zero, in the same numbers."""
+DIVERGED = "Diverged"
+"""Begins the error of ranks that do not do the same."""
 TRAINING = ("losses", "parameters", "buffers", "tensors", "frozen", "seen")
 """Parts of a result that say what was trained; the others are the user's own state."""
 
@@ -81,7 +83,8 @@ def under_plan(
     held = Plan() if refused else plan
     run = nursery.run(Job(source=source, mode="run", plan=held, proven=trial.proven))
     run.refused = run.refused or refused
-    kind, detail = judged(plain, run, redrawn=draws and held["micro_batch"] != AS_IS)
+    redrawn = draws and (held["micro_batch"], held["ranks"]) != (AS_IS, AS_IS)
+    kind, detail = judged(plain, run, redrawn=redrawn)
     told = trial.error or trial.refused or ("measured" if trial.measured else "no verdict")
     return Outcome(kind=kind, detail=detail, trial=told, seconds=trial.seconds + run.seconds)
 
@@ -89,6 +92,9 @@ def under_plan(
 def judged(plain: Ended, run: Ended, *, redrawn: bool = False) -> tuple[Kind, str]:
     """Compare how a run has ended with how plain Python has; ``redrawn``: by other random draws."""
     assert plain.result is not None
+    if run.error.startswith(DIVERGED):  # the ranks have noticed, and say so
+        run.refused, run.error, run.result = run.error, "", None
+        run.losses = run.losses[:-1]  # of a step that may not have ended
     if run.error:
         return Kind.DIED, run.error
     if run.refused and not redrawn:

@@ -24,7 +24,9 @@ from typing import Any, NoReturn, Self
 from autofit.evidence.verify import STEPS
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.strategies.ranks import count
 from autofit.worker import meter
+from autofit.worker.launch.rank_environment import free_port
 from autofit.worker.records.trials import (
     Agreed,
     Agreeing,
@@ -32,6 +34,7 @@ from autofit.worker.records.trials import (
     ChildSpec,
     Event,
     LaunchRequest,
+    Meeting,
     PlanEnded,
     Proven,
     Raised,
@@ -53,6 +56,8 @@ PRELOADED = (
 LIMIT = 30.0
 """Seconds after which a loop hangs; the slowest takes one."""
 BUDGET = 1 << 30
+GONE = "RankGone"
+"""Begins the error of a rank that another one has left alone."""
 SERVE = "import sys; from tests.loops import nursery; nursery.serve(int(sys.argv[1]))"
 """Not run as ``__main__``, whose place the scripts take."""
 
@@ -93,9 +98,8 @@ class Ended:
 class Listener:
     """Takes the events of a session in this process, and answers what it asks."""
 
-    rank = 0
-
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.events: list[Event] = []
 
     def send(self, event: Event) -> None:
@@ -169,33 +173,57 @@ def serve(descriptor: int) -> None:
 
 
 def _in_a_fork(job: Job) -> Ended:
+    """Run the job in a fork for each of its ranks, and say how the run ended."""
     started = time.monotonic()
     Path("loop.py").write_text(job.source)
+    ranks = 1 if job.mode == "plain" else count(job.plan["ranks"])
+    meeting = Meeting(port=free_port(), seed=0) if ranks > 1 else None
+    forks = [_fork(job, rank, meeting) for rank in range(ranks)]
+    ended = [_end(pipe, child, started + LIMIT - time.monotonic()) for child, pipe in forks]
+    found = _of_all(ended)
+    found.seconds = time.monotonic() - started
+    return found
+
+
+def _fork(job: Job, rank: int, meeting: Meeting | None) -> tuple[int, Connection]:
     here, there = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        _become(job, there)
+        _become(job, rank, meeting, there)
     there.close()
+    return child, here
+
+
+def _end(pipe: Connection, child: int, seconds: float) -> Ended:
+    """Wait for a fork so long, and return how it ended."""
     ended = None
     with contextlib.suppress(EOFError):  # it died without a word
-        ended = here.recv() if here.poll(LIMIT) else Ended(error="Hangs: killed")
-    here.close()
+        ended = pipe.recv() if pipe.poll(max(0.0, seconds)) else Ended(error="Hangs: killed")
+    pipe.close()
     if ended is None or ended.error == "Hangs: killed":
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    ended = ended or Ended(error=f"Died: wait status {status}")
-    ended.seconds = time.monotonic() - started
-    return ended
+    return ended or Ended(error=f"Died: wait status {status}")
 
 
-def _become(job: Job, pipe: Connection) -> NoReturn:
+def _of_all(ranks: list[Ended]) -> Ended:
+    """Return how rank 0 ended, but with the error of the rank that failed first."""
+    first, *others = ranks
+    if first.error.startswith(GONE):
+        causes = (each for each in others if each.error and not each.error.startswith(GONE))
+        if (cause := next(causes, None)) is not None:
+            first.error, first.own, first.blamed = cause.error, cause.own, cause.blamed
+    return first
+
+
+def _become(job: Job, rank: int, meeting: Meeting | None, pipe: Connection) -> NoReturn:
     """Run the job in this process, say how it ended, and end."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     try:
-        ended = _plain(job) if job.mode == "plain" else _harnessed(job)
+        ended = _plain(job) if job.mode == "plain" else _harnessed(job, rank, meeting)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent is told
         ended = Ended(error=_told(error))
     try:
@@ -221,7 +249,7 @@ def _script() -> Script:
     return Script(target="loop.py", cwd=os.getcwd())
 
 
-def _harnessed(job: Job) -> Ended:
+def _harnessed(job: Job, rank: int, meeting: Meeting | None) -> Ended:
     """Lead the script through a trial or a real run, as ``worker.harness.__main__`` does."""
     from autofit.worker.harness.process import program
     from autofit.worker.harness.process.lifecycle import ScriptLifecycle
@@ -236,8 +264,8 @@ def _harnessed(job: Job) -> Ended:
         steps=STEPS,
         proven=job.proven,
     )
-    listener = Listener()
-    spec = ChildSpec(mode=job.mode, request=request)
+    listener = Listener(rank)
+    spec = ChildSpec(mode=job.mode, request=request, rank=rank, meeting=meeting)
     gauge = meter.for_device("cpu")
     meter.forget()
     conduct = ScriptLifecycle(spec, listener, gauge, time.monotonic())  # type: ignore[arg-type]
@@ -247,9 +275,11 @@ def _harnessed(job: Job) -> Ended:
     try:
         conduct.wait_for_torch()
         program.run(loaded)
+        conduct.wait_for_rank_0("")
         conduct.ended()
     except BaseException as error:  # noqa: BLE001 - as the child's own program does
         if not conduct.stopped(error):
+            conduct.wait_for_rank_0(f", by {type(error).__name__}")
             if not isinstance(error, Refused):
                 ended.error = _told(error)
             conduct.raised(error)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
 from autofit.plan import Plan
-from tests.loops.drawing import Loop, drawn, loops
+from tests.loops.drawing import Loop, drawn, loops, over
 from tests.loops.judging import Kind, different, judged, under_plan
 from tests.loops.nursery import Ended, Job, Nursery
 from tests.loops.recipe import CHOICES, Recipe
@@ -77,6 +77,23 @@ def test_twenty_random_loops(nursery: Nursery) -> None:
     """The same ones each time; sixty, and others, in the full tests."""
     for loop in drawn(1)[:20]:
         check(nursery, loop)
+
+
+@pytest.mark.quick
+def test_four_random_loops_over_two_ranks(nursery: Nursery) -> None:
+    """One for each level of sharding; forty in the full tests."""
+    for loop in over(2, drawn(11)[:4]):
+        check(nursery, loop)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_forty_random_loops_over_two_ranks(nursery: Nursery) -> None:
+    bad = []
+    for loop in over(2, drawn(13)[:40]):
+        outcome = under_plan(nursery, write(loop.recipe), loop.plan, draws=loop.recipe.draws)
+        bad += [f"{outcome.group}: {loop}"] * outcome.kind.bad
+    assert bad == []
 
 
 @pytest.mark.full
