@@ -152,7 +152,10 @@ class WeightShards:
     groups: int = 1
     """Number of groups of ranks; the ranks of a group hold all weights together."""
     on_host: bool = False
-    """Whether shards are kept in host memory, where the optimizer steps them."""
+    """Whether shards are kept in host memory, where the optimizer steps them.
+
+    A single process can do that too: it is the only rank then.
+    """
 
 
 class Deferred(ABC):
@@ -253,6 +256,7 @@ class Root(Protocol):
         """Shard weights and gradients over the processes among which calls are divided.
 
         Each process keeps its part from the first training call on. The undo leaves them sharded.
+        Raises ``Refused`` if there is one process, unless its part is to be in host memory.
         """
 
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
@@ -329,10 +333,10 @@ class OptimizerHandle(Protocol):
     def around_pickle(self, context: Context) -> Undo:
         """Pickle and copy the optimizer inside ``context``."""
 
-    def shard_state(self, *, with_weights: bool = False) -> Undo:
+    def shard_state(self, weights: WeightShards | None = None) -> Undo:
         """Keep on each rank only the state of the parameters that it steps.
 
-        ``with_weights``: the weights are sharded too, and each rank steps its parts of them.
+        ``weights``: how the weights are sharded; each rank steps its parts of them.
 
         Raises ``Refused`` if the launch has one process, or if the optimizer cannot step some
         parameters without the others. The undo leaves the state sharded.

@@ -21,6 +21,7 @@ WEIGHTS = {
     "zero2": WeightShards(gathers_twice=False),
     "full": WeightShards(),
     "hybrid": WeightShards(groups=2),
+    "full_offload": WeightShards(on_host=True),
 }
 """The levels that shard weights."""
 NOT_BESIDE_WEIGHTS = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
@@ -39,6 +40,9 @@ class Sharding(Strategy):
     parameter, of its gradient and of its state (FSDP2). A repeated block is gathered for its
     forward and backward. The script sees whole values on all ranks, as in one process: in
     ``state_dict``, in ``optimizer.state`` and in whatever it computes from parameters.
+
+    ``full_offload`` keeps the parts in host memory, and the optimizer steps them there. It needs
+    no other rank: a single process then holds one or two blocks at a time on its device.
     """
 
     name = "sharding"
@@ -78,12 +82,21 @@ class Sharding(Strategy):
             undo=False,
             alone=True,
         ),
+        Level(
+            name="full_offload",
+            summary="as full, but the parts are in host memory, where the optimizer steps them",
+            slowdown=2.5,
+            keeps=0.15,
+            undo=False,
+            alone=True,
+        ),
     )
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
         """Return the share of one rank; that of two if the number is not known."""
         ranks = levels.get("ranks", AS_IS)
-        if ranks == AS_IS or kind not in self.lowered(level):
+        on_host = level in WEIGHTS and WEIGHTS[level].on_host
+        if ranks == AS_IS or on_host or kind not in self.lowered(level):
             return super().keeps(level, kind, levels)
         groups = WEIGHTS[level].groups if level in WEIGHTS else 1
         return groups / int(ranks)
@@ -104,25 +117,27 @@ class Sharding(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """There must be ranks, and the state must have the form that the script gives it."""
-        if levels["ranks"] == AS_IS:
+        shards = WEIGHTS.get(level)
+        if levels["ranks"] == AS_IS and not (shards and shards.on_host):
             return "sharding: one process has nobody to share with: it needs ranks"
-        groups = WEIGHTS[level].groups if level in WEIGHTS else 1
+        groups = shards.groups if shards else 1
         if groups > 1 and (int(levels["ranks"]) % groups or int(levels["ranks"]) == groups):
             return f"sharding: {level} needs an even number of ranks, four at least"
         for name in NOT_BESIDE:
             if levels[name] != AS_IS:
                 return f"sharding: {name} keeps weights or state in a form of its own"
-        for name in NOT_BESIDE_WEIGHTS if level in WEIGHTS else ():
-            if levels[name] != AS_IS:
+        for name in NOT_BESIDE_WEIGHTS if shards else ():
+            alone = name == "micro_batch" and levels["ranks"] == AS_IS
+            if levels[name] != AS_IS and not alone:
                 return f"sharding: under {name} a block does not run once, with its own weights"
         if levels["optimizer"] not in BESIDE:
             return f"sharding: the state of optimizer {levels['optimizer']} has a form of its own"
         return None
 
     def on_root(self, level: str, root: Root) -> Undo | None:
-        """Shard the weights, if the level does. Raises ``Refused`` if there is one process."""
+        """Shard the weights, if the level does. Raises ``Refused`` if other ranks are missing."""
         return root.shard_weights(WEIGHTS[level]) if level in WEIGHTS else None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Let each rank step its share. Raises ``Refused`` if the launch has one process."""
-        return handle.shard_state(with_weights=level in WEIGHTS)
+        """Let each rank step its share. Raises ``Refused`` if other ranks are missing."""
+        return handle.shard_state(WEIGHTS.get(level))

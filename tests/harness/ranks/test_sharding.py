@@ -109,6 +109,22 @@ def test_it_is_the_same_training(tmp_path: Path, text: str, level: str) -> None:
     assert_same(tmp_path, text, {"ranks": "2", "sharding": level})
 
 
+@pytest.mark.parametrize(
+    "text",
+    [WHOLE + DOCUMENT, READING, IMAGES + TAIL, ADVERSARIES + TAIL + STOP, SEQUENCES + TAIL],
+    ids=["language", "reading", "images", "adversaries", "sequences"],
+)
+@pytest.mark.parametrize("ranks", ["as_is", "2"])
+def test_weights_in_host_memory(tmp_path: Path, text: str, ranks: str) -> None:
+    assert_same(tmp_path, text, {"ranks": ranks, "sharding": "full_offload"})
+
+
+@pytest.mark.parametrize("micro_batch", ["1", "3"])
+def test_weights_in_host_memory_and_a_smaller_batch(tmp_path: Path, micro_batch: str) -> None:
+    levels = {"sharding": "full_offload", "micro_batch": micro_batch, "checkpointing": "all"}
+    assert_same(tmp_path, WHOLE + DOCUMENT, levels)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_four_ranks(tmp_path: Path, level: str) -> None:
     assert_same(tmp_path, WHOLE + DOCUMENT, {"ranks": "4", "sharding": level})

@@ -27,6 +27,7 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
     View,
+    WeightShards,
 )
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.patching.step_in_backward import Release
@@ -35,8 +36,8 @@ from autofit.worker.harness.torch_state.undo import take_back
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
 
-Shard = Callable[[OptimizerHandle, bool], Undo]
-"""Shards the state of an optimizer over ranks, ``(handle, with_weights)``."""
+Shard = Callable[[OptimizerHandle, WeightShards | None], Undo]
+"""Shards the state of an optimizer over ranks, ``(handle, weights)``."""
 
 
 def changes_of(plan: Plan) -> Changes:
@@ -76,7 +77,7 @@ class HarnessOptimizer:
     ) -> None:
         """``alone``: no session notices when other code reads its gradients.
 
-        ``shard``: shards its state over ranks; ``None`` if there is one process.
+        ``shard``: shards its state over ranks; ``None`` where no ranks are possible.
         """
         self._optimizer = weakref.ref(optimizer)
         self._owner = owner
@@ -212,11 +213,11 @@ class HarnessOptimizer:
         """Pickle and copy the optimizer inside ``context``."""
         return self._in_pickles(self._contexts, context)
 
-    def shard_state(self, *, with_weights: bool = False) -> Undo:
+    def shard_state(self, weights: WeightShards | None = None) -> Undo:
         """Keep on each rank only the state of the parameters that it steps, or of their parts."""
         if self._shard is None:
             raise Refused("there is one process, which keeps the whole state")
-        return self._shard(self, with_weights)
+        return self._shard(self, weights)
 
     def _in_pickles(self, held: list[Any], new: Any) -> Undo:
         """Add ``new`` to ``held``, and use both lists in pickles and copies."""
@@ -256,7 +257,7 @@ class Optimizers:
     """All optimizers of the process, from ``attach`` to ``detach``."""
 
     def __init__(self, owner: Owner, shard: Shard | None = None) -> None:
-        """``shard``: shards the state of an optimizer over the ranks of a script, if any."""
+        """``shard``: shards the state of an optimizer over the ranks of a script."""
         self._owner = owner
         self._shard = shard
         self._held: weakref.WeakKeyDictionary[Optimizer, HarnessOptimizer] = (

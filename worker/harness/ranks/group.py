@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
+from autofit.strategies.base import WeightShards
 from autofit.worker.records.trials import Meeting
 
 PATIENCE = timedelta(seconds=300)
@@ -71,16 +72,16 @@ class RankGroup:
     def connect(cls, rank: int, size: int, meeting: Meeting, device: str) -> RankGroup:
         """Connect to the other ranks, and hide that from the script."""
         store = dist.TCPStore("127.0.0.1", meeting.port, size, is_master=rank == 0)  # type: ignore[attr-defined]
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        hook = sys.excepthook  # torch's would print the rank before each line of a traceback
-        with _on_loopback():
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=PATIENCE
-            )
-        sys.excepthook = hook
-        atexit.register(_close, device, os.getpid())
-        _hide()
+        _connect(rank, size, store, device)
         return cls(rank, size)
+
+    @classmethod
+    def of_one(cls, device: str) -> RankGroup:
+        """Return the group of this process alone, which torch needs to shard weights."""
+        if not _of_one:
+            _connect(0, 1, dist.HashStore(), device)  # type: ignore[attr-defined]
+            _of_one.append(cls(0, 1))
+        return _of_one[0]
 
     # --- meetings --------------------------------------------------------------------------
 
@@ -163,6 +164,32 @@ class RankGroup:
 def _bytes_of_flags(tensor: torch.Tensor) -> torch.Tensor:
     """Return booleans as bytes, which every backend can send; other tensors as they are."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+_of_one: list[RankGroup] = []
+"""The group of this process alone, once it exists."""
+
+
+def sharing(group: RankGroup | None, shards: WeightShards) -> RankGroup:
+    """Return the ranks that share the weights: ``group``, or this process alone."""
+    if group is not None:
+        return group
+    if not shards.on_host:
+        raise Refused("there is one process, which keeps the whole weights")
+    if not _of_one and dist.is_initialized():
+        raise Refused(OWN_GROUP, "sharding")
+    return RankGroup.of_one("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _connect(rank: int, size: int, store: Any, device: str) -> None:
+    """Connect to the other ranks, and hide that from the script."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    hook = sys.excepthook  # torch's would print the rank before each line of a traceback
+    with _on_loopback():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    sys.excepthook = hook
+    atexit.register(_close, device, os.getpid())
+    _hide()
 
 
 @contextmanager

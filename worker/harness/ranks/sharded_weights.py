@@ -16,7 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -111,6 +116,9 @@ class ShardedWeights:
 
     def _run_whole(self, size: int, run: Forward, batch: Batch) -> Any:
         """Run the whole batch on every rank; the sum of equal gradients is divided again."""
+        if size == 1:
+            args, kwargs = batch.call(batch.leaves)
+            return run(*args, **kwargs)
         leaves = [_scaled(each, size) for each in batch.leaves]
         args, kwargs = batch.call(leaves)
         outputs, spec = flatten(run(*args, **kwargs))
@@ -169,13 +177,20 @@ class ShardedWeights:
         blocks = _blocks(module)
         for each in (*blocks, module):
             _refuse_what_is_not_sharded(each)
-        mesh = self._whole.mesh(before[0][1].device, self._shards.groups)
+        device = before[0][1].device
+        mesh = self._whole.mesh(device, self._shards.groups)
+        policy = OffloadPolicy()
+        if self._shards.on_host:
+            policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         classes = {each: type(each) for each in (*blocks, module)}
         gradients = {old: old.grad for _, old in before if old.grad is not None}
         with self._whole.by_parts():
             for each in (*blocks, module):
                 made = fully_shard(
-                    each, mesh=mesh, reshard_after_forward=self._shards.gathers_twice
+                    each,
+                    mesh=mesh,
+                    reshard_after_forward=self._shards.gathers_twice,
+                    offload_policy=policy,
                 )
                 assert isinstance(made, FSDPModule)
                 made.set_gradient_divide_factor(1.0)

@@ -136,6 +136,8 @@ class SharedRoot:
 
     def _layout(self, batch: Batch) -> Layout | None:
         """Return the layout on which all ranks agree; ``None`` if a rank has found none."""
+        if self.group.size == 1:  # there is nobody to divide the call with
+            return None
         sizes = [batch.leaves[index].shape[0] for index in batched_arguments(batch, 0)[:1]]
         if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
             return None

@@ -27,6 +27,8 @@ from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 
 STRATEGY = "sharding"
+ATTRIBUTES_OF_PLACE = frozenset({"device", "is_cuda", "is_cpu"})
+"""Attributes of a tensor that tell where it is, which may be the host."""
 ATTRIBUTES_OF_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that show its values; others do not need them."""
 WITHOUT_VALUES = frozenset(
@@ -168,16 +170,20 @@ class WholeTensors:
             self._in_model -= 1
 
     def whole(self, tensor: Any) -> torch.Tensor:
-        """Return all values of a tensor; all ranks must ask for them."""
-        self._group.meet("the values of a sharded tensor")
-        with self.by_parts(), _followed():
-            found: torch.Tensor = tensor.full_tensor()
-        padded = found.untyped_storage().nbytes() > found.nbytes  # a file would be larger
-        return found.clone() if padded else found
+        """Return all values of a tensor on its device; all ranks must ask for them."""
+        return self._values(tensor, tensor.device_mesh.device_type)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all values of a tensor in host memory, because the device may have no room."""
-        return self.whole(tensor.detach()).cpu()
+        return self._values(tensor.detach(), "cpu")
+
+    def _values(self, tensor: Any, device: str) -> torch.Tensor:
+        self._group.meet("the values of a sharded tensor")
+        with self.by_parts(), _followed():
+            found: torch.Tensor = tensor.full_tensor()
+            own = found.data_ptr() == tensor.to_local().data_ptr()  # the only rank has all of it
+            padded = found.untyped_storage().nbytes() > found.nbytes  # a file would be larger
+            return (found.clone() if padded or own else found).to(device)
 
     def seen(self, parameter: torch.Tensor, *, here: bool) -> torch.Tensor | None:
         """Return what the script should see of a sharded parameter, ``None`` of any other.
@@ -192,8 +198,10 @@ class WholeTensors:
     def part(self, values: torch.Tensor, like: Any) -> DTensor:
         """Return the values of a whole tensor, sharded as ``like`` is."""
         with self.by_parts(), torch.no_grad():
-            values = values.detach().to(like.device)
-            return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+            mesh = like.device_mesh
+            values = values.detach().to(mesh.device_type)
+            part = distribute_tensor(values, mesh, like.placements, src_data_rank=None)
+            return part.to(like.device)  # type: ignore[return-value]
 
     def check(self) -> None:
         """Raise ``Refused`` if the script has changed a view of a whole tensor in place."""
@@ -229,8 +237,11 @@ class WholeTensors:
 
     def _attribute(self, func: Any, kind: str, args: Any) -> Any:
         name, tensor = func.__self__.__name__, args[0]
-        if kind == "__get__" and name in ATTRIBUTES_OF_VALUES and not self._uses:
+        outside = kind == "__get__" and not self._uses
+        if outside and name in ATTRIBUTES_OF_VALUES:
             return self._computed(func, args, {})
+        if outside and name in ATTRIBUTES_OF_PLACE and not self._seams.inside:
+            return func(torch.empty(0, device=tensor.device_mesh.device_type))
         if kind == "__set__" and isinstance(tensor, DTensor):
             value = args[1]
             if name == "data" and not (self._uses or self._seams.inside):

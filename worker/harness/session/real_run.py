@@ -258,9 +258,11 @@ class RealRun(Session):
         """Return a policy that rescues calls and verifies splits on copies.
 
         With several ranks no call is rescued: a failed backward pass may already have sent
-        gradients to the other ranks.
+        gradients to the other ranks. Nor is a call with sharded weights, which it may have left
+        gathered.
         """
-        alone = not isinstance(module, DistributedDataParallel) and self._group is None
+        spread = self._group is not None or self.plan["sharding"] != AS_IS
+        alone = not isinstance(module, DistributedDataParallel) and not spread
         return RunPolicy(
             checks_on_copies=True,
             rescues_evaluation=alone,

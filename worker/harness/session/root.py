@@ -35,6 +35,7 @@ from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
+from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.shared_call import SharedRoot
 from autofit.worker.harness.session.root_calls import RootCalls
 from autofit.worker.harness.session.run_policy import RunPolicy
@@ -346,6 +347,9 @@ class HarnessRoot:
         if group is None or group.size != ranks:
             started = 1 if group is None else group.size
             raise Refused(f"{ranks} ranks are needed, and the launch has started {started}")
+        return self._share_among(group)
+
+    def _share_among(self, group: RankGroup) -> Undo:
         shared = self._shared = SharedRoot(self, self._seams, group)
         undo_wrapper = self._composed.add_outermost(shared.around)
 
@@ -361,14 +365,14 @@ class HarnessRoot:
         from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
         from autofit.worker.harness.ranks.whole_tensors import whole_tensors
 
-        group, shared = self._policy.group, self._shared
-        if group is None or shared is None:
-            raise Refused("there is one process, which keeps the whole weights")
+        group = sharing(self._policy.group, shards)
+        undos = [] if self._shared is not None else [self._share_among(group)]
+        assert self._shared is not None, "the calls are divided now"
         whole = whole_tensors(group, self._seams)
         if self._sharded is None:
             self._sharded = ShardedWeights(self, whole, shards)
-        undos = [
-            self._sharded.start(shared),
+        undos += [
+            self._sharded.start(self._shared),
             self.show_weights(
                 lambda parameter, here: whole.seen(parameter, here=here), lambda *_: None
             ),

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
-from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.sharded_state import ShardedStates
 from autofit.worker.harness.session import script_facts, uncalled_model
 from autofit.worker.harness.session.call_runner import OUTSIDE, CallRunner
@@ -69,7 +69,7 @@ class Session:
         self._group = group
         self.calls = Calls()
         self._states = ShardedStates(group, self.seams.patches) if group is not None else None
-        self.optimizers = Optimizers(self, self._shard if group is not None else None)
+        self.optimizers = Optimizers(self, self._shard)
         self.reads = ReadBeforeStep(
             self.seams.gradient_reads, lambda: self.learn(gradients_read=True)
         )
@@ -234,16 +234,16 @@ class Session:
         """Return the modules of the roots so far."""
         return tuple(root.module for root in self.roots if root.alive)
 
-    def _shard(self, handle: OptimizerHandle, with_weights: bool) -> Undo:
-        """Shard the state of an optimizer over the ranks."""
-        assert self._group is not None, "optimizers get this with a group only"
-        assert self._states is not None, "it comes with the group"
-        if not with_weights:
+    def _shard(self, handle: OptimizerHandle, weights: WeightShards | None) -> Undo:
+        """Shard the state of an optimizer over the ranks, beside ``weights`` if these are too."""
+        if weights is None:
+            if self._states is None:
+                raise Refused("there is one process, which keeps the whole state")
             return self._states.shard(handle)
         from autofit.worker.harness.ranks.steps_by_parts import follow_weights
         from autofit.worker.harness.ranks.whole_tensors import whole_tensors
 
-        return follow_weights(handle, whole_tensors(self._group, self.seams))
+        return follow_weights(handle, whole_tensors(sharing(self._group, weights), self.seams))
 
     def proven(self) -> bool:
         """Return whether a check has run since the last call of this method."""
