@@ -207,8 +207,9 @@ def _end(pipe: Connection, child: int, seconds: float) -> Ended:
 
 
 def _of_all(ranks: list[Ended]) -> Ended:
-    """Return how rank 0 ended, but with the error of the rank that failed first."""
+    """Return how rank 0 ended, with what all have proven, and the error that came first."""
     first, *others = ranks
+    first.proven = tuple(each for rank in ranks for each in rank.proven)
     if first.error.startswith(GONE):
         causes = (each for each in others if each.error and not each.error.startswith(GONE))
         if (cause := next(causes, None)) is not None:

@@ -121,7 +121,7 @@ def test_weights_in_host_memory(tmp_path: Path, text: str, ranks: str) -> None:
 
 @pytest.mark.parametrize("micro_batch", ["1", "3"])
 def test_weights_in_host_memory_and_a_smaller_batch(tmp_path: Path, micro_batch: str) -> None:
-    levels = {"sharding": "full_offload", "micro_batch": micro_batch, "checkpointing": "all"}
+    levels = {"sharding": "full_offload", "micro_batch": micro_batch}
     assert_same(tmp_path, WHOLE + DOCUMENT, levels)
 
 

@@ -51,6 +51,7 @@ from autofit.worker.harness.batch.lazy_output import DelayedCall, LazyOutput, Lo
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_state import update_at_first_call
+from autofit.worker.harness.torch_state.modules import foreign, hooks_of_script
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 OnShortage = Callable[[BaseException, str, int], bool]
@@ -408,15 +409,8 @@ class ChunkedRoot:
 
     def _has_gradient_hooks(self) -> bool:
         """Return whether the script has a hook on a gradient of the root."""
-        return any(
-            not str(getattr(hook, "__module__", "")).startswith("autofit.")
-            for hooks in (
-                *(parameter._post_accumulate_grad_hooks for parameter in self.parameters),
-                *(parameter._backward_hooks for parameter in self.parameters),
-                *self._layer_hooks,
-            )
-            for hook in (hooks or {}).values()
-        )
+        on_parameters = (hooks_of_script(parameter) for parameter in self.parameters)
+        return any(on_parameters) or any(map(foreign, self._layer_hooks))
 
 
 def _is_of_other_strategy(refusal: Refused) -> bool:

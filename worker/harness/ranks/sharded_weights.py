@@ -9,7 +9,7 @@ wrappers around calls here, so that the script finds its modules as it made them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -35,10 +35,12 @@ from autofit.worker.harness.ranks.reduction import Reduction
 from autofit.worker.harness.ranks.references import replace_parameters
 from autofit.worker.harness.ranks.shared_call import SharedCall, SharedRoot
 from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
+from autofit.worker.harness.torch_state.modules import hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
 
 OTHER_PARAMETERS = "the script has replaced or added parameters of the model"
 COMPILED = "the script compiles functions, which might use parameters that are sharded"
+HOOKS = "the script has hooks on parameters"
 OTHER_WAY = "the ranks have taken different ways through the model's blocks"
 MEMBERS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY)
 """Attributes that ``fully_shard`` sets on modules and needs for the compiler only."""
@@ -161,13 +163,18 @@ class ShardedWeights:
         """Return the blocks that the last forward has called, in order."""
         return tuple(self._called)
 
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the parameters that a forward uses in place of the sharded ones."""
+        groups = (state._fsdp_param_group for state in self._states.values())
+        return [each._unsharded_param for group in groups if group for each in group.fsdp_params]
+
     def _refuse_other_parameters(self) -> None:
         now = list(self._owner.module.parameters())
         known = [each() for each in self._parameters]
         if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
             raise Refused(OTHER_PARAMETERS, STRATEGY)
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in now):
-            raise Refused("the script has hooks on parameters", STRATEGY)
+        if any(map(hooks_of_script, now)):
+            raise Refused(HOOKS, STRATEGY)
 
     # --- sharding --------------------------------------------------------------------------
 
@@ -235,6 +242,10 @@ class ShardedCall(SharedCall):
         super().__init__(root, run, batch, layout)
         self._weights = weights
         self.parameters = [nn.Parameter(torch.empty(0))]  # autograd follows a call by its inputs
+
+    def _trained(self) -> Iterable[torch.Tensor]:
+        """Return the gathered weights, with which the forward has run."""
+        return self._weights.gathered()
 
     def _forward(self) -> tuple[list[Any], TreeSpec]:
         """Return the outputs of this rank's slice. All ranks must take the same way."""
@@ -316,9 +327,7 @@ def _refuse_what_is_not_sharded(module: nn.Module) -> None:
         "a parameter is of a class of its own": lambda each: type(each) is not nn.Parameter,
         "a parameter is a single number": lambda each: not each.dim(),
         "a parameter is not contiguous in memory": lambda each: not each.is_contiguous(),
-        "the script has hooks on parameters": lambda each: bool(
-            each._backward_hooks or each._post_accumulate_grad_hooks
-        ),
+        HOOKS: lambda each: bool(hooks_of_script(each)),
     }
     for reason, holds in reasons.items():
         if any(holds(each) for each in parameters):

@@ -11,7 +11,7 @@ A call whose batch cannot be divided runs whole on every rank, without a sum.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +36,7 @@ from autofit.worker.harness.ranks.lockstep import (
     same_weights,
 )
 from autofit.worker.harness.ranks.reduction import Reduction, Reductions
+from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.pytree import flatten
@@ -43,6 +44,7 @@ from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
+UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
 plain_grad = torch.autograd.grad
 """torch's own function, which a session does not see."""
@@ -244,8 +246,20 @@ class SharedCall:
         draws = own_draws(self._root.group) if self._layout.draws else nullcontext()
         with self._together(), draws:
             output = self._run(*args, **kwargs)
-        outputs, spec = flatten(output)
-        return [each.value() if isinstance(each, Deferred) else each for each in outputs], spec
+        found, spec = flatten(output)
+        outputs = [each.value() if isinstance(each, Deferred) else each for each in found]
+        self._refuse_unknown_leaves(outputs)
+        return outputs, spec
+
+    def _trained(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that get gradients in the model, as its forward sees them."""
+        return self.parameters
+
+    def _refuse_unknown_leaves(self, outputs: list[Any]) -> None:
+        """Raise ``Refused`` if a tensor would get the gradient of this rank's slice only."""
+        known = {id(each) for each in (*self._trained(), *self._arguments)}
+        if any(each.numel() and id(each) not in known for each in differentiated(outputs)):
+            raise Refused(UNKNOWN_LEAF, "ranks")
 
     def _together(self) -> AbstractContextManager[None]:
         """Return a context in which BatchNorm uses the samples of all ranks.

@@ -8,7 +8,7 @@ runs, and gradients arrive at those.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,3 +68,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
             module = inner
         else:
             return module
+
+
+def foreign(hooks: Mapping[int, Any] | None) -> list[Any]:
+    """Return those hooks that are not autofit's own."""
+    return [each for each in (hooks or {}).values() if not _is_ours(each)]
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("autofit.")
+
+
+def hooks_of_script(parameter: torch.Tensor) -> list[Any]:
+    """Return the script's hooks on the gradient of a parameter."""
+    return foreign(parameter._backward_hooks) + foreign(parameter._post_accumulate_grad_hooks)
