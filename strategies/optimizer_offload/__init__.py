@@ -1,4 +1,4 @@
-"""Keeps the optimizer state in host memory, and copies it to the device in pieces for each step."""
+"""Keeps the optimizer state in host memory or in files, and steps it on the device in pieces."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ class OptimizerOffload(Strategy):
     alternate, so one piece is copied down while the next one is copied up. Under
     ``gradient_release`` this happens during backward. ZeRO-Offload (Ren et al., 2021) steps on
     the CPU instead; over today's buses moving the state takes less time.
+
+    Under ``disk`` the state is in files instead, for hosts without the memory (ZeRO-Infinity,
+    Rajbhandari et al., 2021). ``AUTOFIT_OFFLOAD_DIR`` names their folder.
     """
 
     name = "optimizer_offload"
-    summary = "the optimizer's state waits in host memory"
+    summary = "the optimizer's state waits in host memory or on disk"
     source = "https://arxiv.org/abs/2101.06840"
     lowers = frozenset({Memory.OPTIMIZER_STATE})
     levels = (
@@ -34,11 +37,22 @@ class OptimizerOffload(Strategy):
             keeps=0.05,
             refines=True,
         ),
+        Level(
+            name="disk",
+            summary="as streamed, but the state is in files (AUTOFIT_OFFLOAD_DIR)",
+            slowdown=6.0,
+            keeps=0.05,
+            refines=True,
+        ),
     )
 
+    def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
+        """Return all levels but ``disk``, which is for hosts that refuse the others."""
+        return tuple(name for name in super().offered(hardware, facts) if name != "disk")
+
     def describe(self, level: str) -> str:
-        """Return ``"optimizer state streamed"``."""
-        return f"optimizer state {level}"
+        """Return ``"optimizer state streamed"`` or ``"optimizer state on disk"``."""
+        return "optimizer state on disk" if level == "disk" else f"optimizer state {level}"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """A CPU computes in host memory."""
@@ -61,7 +75,7 @@ class OptimizerOffload(Strategy):
         return None
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
-        """Keep the state in host memory. Raises ``Refused`` if it cannot be split into pieces."""
+        """Keep the state off the device. Raises ``Refused`` if it cannot be split into pieces."""
         from autofit.strategies.optimizer_offload.host_steps import offload
 
-        return offload(handle)
+        return offload(handle, in_files=level == "disk")

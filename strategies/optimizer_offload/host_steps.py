@@ -1,4 +1,4 @@
-"""Steps an optimizer whose state is in host memory.
+"""Steps an optimizer whose state is in host memory, or in files.
 
 A parameter is stepped in pieces. A piece is a view of some elements, with the same part of the
 gradient. Its state is a copy on the device. The optimizer, and other levels around its step, treat
@@ -21,6 +21,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer.fused import parameters
+from autofit.strategies.optimizer_offload.files import StateFiles
 from autofit.strategies.support.optimizer_classes import ELEMENTWISE, in_torch
 from autofit.strategies.weights import split_float32
 
@@ -38,11 +39,11 @@ HOST_BUDGET = HostBudget()
 State = dict[str, Any]
 
 
-def offload(handle: OptimizerHandle) -> Undo:
-    """Keep the state of an optimizer in host memory from its next step on."""
+def offload(handle: OptimizerHandle, *, in_files: bool = False) -> Undo:
+    """Keep the state of an optimizer in host memory, or in files, from its next step on."""
     if reason := why_not(handle.optimizer):
         raise Refused(reason)
-    return Offload(handle).undo
+    return Offload(handle, StateFiles() if in_files else None).undo
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -60,35 +61,46 @@ def why_not(optimizer: Optimizer) -> str | None:
     return None
 
 
+def state_sizes(optimizer: Optimizer) -> list[int]:
+    """Return the bytes of each tensor of the state that leaves the device."""
+    kinds = ELEMENTWISE[type(optimizer).__name__]
+    if isinstance(optimizer, (Adam, AdamW)) and not optimizer.defaults["amsgrad"]:
+        kinds -= 1
+    return [4 * each.numel() for each in parameters(optimizer) if _worth(each)] * kinds
+
+
 def reserve_host_memory(optimizer: Optimizer) -> list[int]:
     """Reserve host memory for the state of ``optimizer``; return the bytes of each tensor.
 
     Raises ``Refused`` if the host has too little.
     """
-    kinds = ELEMENTWISE[type(optimizer).__name__]
-    if isinstance(optimizer, (Adam, AdamW)) and not optimizer.defaults["amsgrad"]:
-        kinds -= 1
     HOST_BUDGET.look()
-    sizes = [4 * parameter.numel() for parameter in parameters(optimizer) if _worth(parameter)]
-    taken = [HOST_BUDGET.take(size) for size in sizes * kinds] if HOST_BUDGET.known else []
+    sizes = state_sizes(optimizer)
+    taken = [HOST_BUDGET.take(size) for size in sizes] if HOST_BUDGET.known else []
     if all(taken):
         return taken
     for each in taken:
         HOST_BUDGET.give_back(each)
-    raise Refused("the host's memory has no room for the optimizer's state")
+    raise Refused(
+        "the host's memory has no room for the optimizer's state; the level disk keeps it in files"
+    )
 
 
 class Offload:
-    """Keeps the state of one optimizer in host memory. It remains in ``optimizer.state``."""
+    """Keeps the state of one optimizer off the device. It remains in ``optimizer.state``."""
 
-    def __init__(self, handle: OptimizerHandle) -> None:
+    def __init__(self, handle: OptimizerHandle, files: StateFiles | None = None) -> None:
+        """``files``: keep the state there; ``None`` for host memory."""
         self._handle = handle
+        self._files = files
         self._lanes: dict[torch.device, Lanes] = {}
         self._hosted = WeakTensorKeyDictionary()
         """State tensors in host memory."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
         optimizer = handle.optimizer
-        self._taken = reserve_host_memory(optimizer)
+        if files is not None:
+            files.reserve(sum(state_sizes(optimizer)))
+        self._taken = [] if files is not None else reserve_host_memory(optimizer)
         hooks = (
             optimizer.register_load_state_dict_pre_hook(self._load_begins),
             optimizer.register_load_state_dict_post_hook(self._load_ends, prepend=True),
@@ -105,6 +117,8 @@ class Offload:
         """Move all state back to its usual device."""
         while self._undos:
             self._undos.pop()()
+        if self._files is not None:
+            self._files.flush()
         while self._taken:
             HOST_BUDGET.give_back(self._taken.pop())
         optimizer = self._handle.optimizer
@@ -123,6 +137,8 @@ class Offload:
         """Step every parameter that has a gradient. Large ones step in pieces."""
         groups = optimizer.param_groups
         params = [group["params"] for group in groups]
+        if self._files is not None:
+            self._files.flush()
         try:
             for group in groups:
                 group["params"] = []
@@ -141,6 +157,8 @@ class Offload:
         if not self._handle.in_backward:
             for lanes in self._lanes.values():
                 lanes.join()
+            if self._files is not None:
+                self._files.flush()
 
     def _step(
         self, optimizer: Any, group: Any, parameter: torch.Tensor, plain: Callable[[], None]
@@ -154,6 +172,7 @@ class Offload:
         for start in range(0, count, PIECE):
             part = slice(start, min(start + PIECE, count))
             piece = weights[part]
+            self._read_ahead(state, part.stop)
             with self._lane(parameter, gradient):
                 piece.grad = gradient[part]
                 with self._up(optimizer, parameter, piece, part, before):
@@ -177,13 +196,13 @@ class Offload:
         """
         state, rest = optimizer.state[parameter], split_float32.rest_of(parameter)
         optimizer.state[piece] = {
-            name: _to_device(_flat(parameter, value)[part], piece)
+            name: self._to_device(_flat(parameter, value)[part], piece)
             if _like(value, parameter)
             else _copied(value)
             for name, value in before.items()
         }
         if rest is not None:
-            above = _to_device(_flat(parameter, rest)[part], piece)
+            above = self._to_device(_flat(parameter, rest)[part], piece)
             split_float32.put_rest(piece, above)
         try:
             yield
@@ -193,11 +212,32 @@ class Offload:
                     continue
                 if name not in state:
                     state[name] = self._host_tensor(parameter, value.dtype)
-                _flat(parameter, state[name])[part].copy_(value, non_blocking=True)
+                self._from_device(value, _flat(parameter, state[name])[part])
             if rest is not None:
-                _flat(parameter, rest)[part].copy_(above, non_blocking=True)
+                self._from_device(above, _flat(parameter, rest)[part])
         finally:
             del optimizer.state[piece]
+
+    def _to_device(self, part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(piece, dtype=part.dtype)
+        if self._files is None:
+            return found.copy_(part, non_blocking=True)
+        self._files.read(part, found)
+        return found
+
+    def _from_device(self, value: torch.Tensor, part: torch.Tensor) -> None:
+        if self._files is None:
+            part.copy_(value, non_blocking=True)
+        else:
+            self._files.write(value, part)
+
+    def _read_ahead(self, state: State, start: int) -> None:
+        """Begin to read the next piece of each tensor that is in a file."""
+        if self._files is None:
+            return
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                self._files.read_ahead(value, start, PIECE)
 
     def _lane(
         self, parameter: torch.Tensor, gradient: torch.Tensor
@@ -227,7 +267,9 @@ class Offload:
 
     def _host_tensor(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in host memory with a parameter's shape and strides."""
-        if parameter.is_cuda:
+        if self._files is not None:
+            row = self._files.empty(parameter.numel(), dtype)
+        elif parameter.is_cuda:
             row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
         else:  # tests on a CPU: Python's own memory does not count against the cap
             memory = bytearray(parameter.numel() * dtype.itemsize)
@@ -324,10 +366,6 @@ def _copied(value: Any) -> Any:
     if value.is_cuda:
         value.record_stream(torch.cuda.current_stream(value.device))
     return value.clone()
-
-
-def _to_device(part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(piece, dtype=part.dtype).copy_(part, non_blocking=True)
 
 
 def _placed(name: str, value: Any, parameter: torch.Tensor) -> Any:
