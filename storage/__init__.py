@@ -23,9 +23,17 @@ from autofit.storage.records import (
     TrialRecord,
     script_path,
 )
+from autofit.storage.searches import (
+    NoticeRecord,
+    Outcome,
+    SearchRecord,
+    SearchState,
+    Submission,
+)
 from autofit.storage.url import default_url
 
 if TYPE_CHECKING:
+    from autofit.storage.queue import Queue
     from autofit.storage.store import Store
 
 
@@ -34,6 +42,10 @@ def __getattr__(name: str) -> Any:
         from autofit.storage.store import Store
 
         return Store
+    if name == "Queue":
+        from autofit.storage.queue import Queue
+
+        return Queue
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -44,12 +56,18 @@ __all__ = [
     "FittedRecord",
     "InspectionKey",
     "InspectionRecord",
+    "NoticeRecord",
+    "Outcome",
     "Owner",
     "Purpose",
+    "Queue",
+    "SearchRecord",
+    "SearchState",
     "State",
     "Store",
     "StudyKey",
     "StudyRecord",
+    "Submission",
     "TrialRecord",
     "default_url",
     "script_path",

@@ -29,6 +29,13 @@ from autofit.storage.records import (
     StudyRecord,
     TrialRecord,
 )
+from autofit.storage.searches import (
+    NoticeRecord,
+    Outcome,
+    SearchRecord,
+    SearchState,
+    Submission,
+)
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 T = TypeVar("T")
@@ -239,3 +246,27 @@ def fitted_record(row: models.Fitted) -> FittedRecord:
         versions=table(row.versions, "versions"),
         updated=row.updated,
     )
+
+
+def search_record(row: models.Search) -> SearchRecord:
+    """Return the record of the row of a service's search."""
+    return SearchRecord(
+        id=row.id,
+        user=row.user,
+        state=SearchState(row.state),
+        submission=from_json(row.submission, Submission),
+        study=row.study_id,
+        waits_for=row.waits_for or "",
+        cancelled=row.cancelled,
+        attempts=row.attempts,
+        outcome=None if row.outcome is None else from_json(row.outcome, Outcome),
+        owner=owner_of(row),
+        created=row.created,
+        started=row.started,
+        ended=row.ended,
+    )
+
+
+def notice_record(row: models.Notice) -> NoticeRecord:
+    """Return the record of a notice's row."""
+    return NoticeRecord(id=row.id, kind=row.kind, content=table(row.content, "content"))

@@ -15,6 +15,8 @@ from sqlalchemy import (
     Dialect,
     Double,
     ForeignKey,
+    Index,
+    LargeBinary,
     MetaData,
     String,
     Text,
@@ -250,3 +252,71 @@ class Inspection(Base):
     content: Mapped[dict[str, Any]]
     versions: Mapped[dict[str, Any]]
     updated: Mapped[datetime]
+
+
+class Search(Held, Base):
+    """A search that a user submitted to the service."""
+
+    __tablename__ = "search"
+    __table_args__ = (
+        CheckConstraint(
+            "state IN ('queued', 'starting', 'running', 'finished', 'failed', 'cancelled')",
+            name="state",
+        ),
+        Index("ix_search_state", "state", "id"),
+        Index("ix_search_subject", "subject", "state"),
+        Index("ix_search_user", "user", "id"),
+        Index("ix_search_user_state", "user", "state"),
+        Index("ix_search_study_id", "study_id"),
+        Index("ix_search_runner", "runner"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    user: Mapped[str] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(String(16))
+    submission: Mapped[dict[str, Any]]
+    subject: Mapped[str] = mapped_column(String(64))
+    study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
+    runner: Mapped[str | None] = mapped_column(String(32))
+    """The actor that took it up last."""
+    waits_for: Mapped[str | None] = mapped_column(Text)
+    cancelled: Mapped[datetime | None]
+    attempts: Mapped[int]
+    outcome: Mapped[dict[str, Any] | None] = mapped_column(Json())
+    created: Mapped[datetime]
+    started: Mapped[datetime | None]
+    ended: Mapped[datetime | None]
+
+
+class Notice(Base):
+    """A notice of a search of the service."""
+
+    __tablename__ = "notice"
+    __table_args__ = (Index("ix_notice_search_id", "search_id", "id"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    search_id: Mapped[int] = mapped_column(ForeignKey("search.id"))
+    kind: Mapped[str] = mapped_column(String(32))
+    content: Mapped[dict[str, Any]]
+
+
+class Upload(Base):
+    """An uploaded working directory, as a compressed archive."""
+
+    __tablename__ = "upload"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    content: Mapped[bytes] = mapped_column(LargeBinary)
+    created: Mapped[datetime]
+
+
+class Token(Base):
+    """A token with which a user talks to the service; only its digest is stored."""
+
+    __tablename__ = "token"
+    __table_args__ = (UniqueConstraint("digest"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    user: Mapped[str] = mapped_column(String(64))
+    digest: Mapped[str] = mapped_column(String(64))
+    created: Mapped[datetime]

@@ -26,6 +26,7 @@ from autofit.storage.models import (
     Held,
     Inspection,
     Measurement,
+    Search,
     Study,
     Trial,
 )
@@ -43,6 +44,7 @@ from autofit.storage.records import (
     StudyRecord,
     TrialRecord,
 )
+from autofit.storage.searches import ACTIVE
 from autofit.storage.url import default_url
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, Script, TrialReport, Verdict
@@ -111,10 +113,10 @@ class Store:
         """Release the studies that this object opened, and close the database."""
         if self._claimed and self._pid == os.getpid():
             # If this fails, the ownership ends with this process or with its lease.
-            with contextlib.suppress(StorageError), self._write() as session:
+            with contextlib.suppress(StorageError), self.writing() as session:
                 session.execute(
                     update(Study)
-                    .where(Study.id.in_(self._claimed), _held_by(Study, Owner.current()))
+                    .where(Study.id.in_(self._claimed), held_by(Study, Owner.current()))
                     .values(owner_host=None, owner_pid=None, owner_started=None, lease_until=None)
                 )
         self._claimed.clear()
@@ -149,7 +151,7 @@ class Store:
         process becomes the study's holder, unless another live process is.
         """
         now, me = _now(), Owner.current()
-        with self._write() as session:
+        with self.writing() as session:
             newest = session.scalar(
                 select(Study)
                 .where(Study.fingerprint == key.fingerprint)
@@ -168,8 +170,8 @@ class Store:
             study.budget = budget
             study.versions = dict(versions)
             study.opened = now
-            if _live_owner(study, now, other_than=me) is None:
-                _give_to(study, me, now)
+            if live_owner(study, now, other_than=me) is None:
+                give_to(study, me, now)
                 self._claimed.add(study.id)
             session.flush()
             return self._record(convert.study_record, study)
@@ -179,17 +181,17 @@ class Store:
         query = select(Study).order_by(Study.created.desc(), Study.generation.desc())
         if script_path is not None:
             query = query.where(Study.script_path == convert.readable(script_path))
-        with self._read() as session:
+        with self.reading() as session:
             return self._records(convert.study_record, session.scalars(query))
 
     def study(self, identifier: str) -> StudyRecord:
         """Return the present state of the study with this identifier."""
-        with self._read() as session:
+        with self.reading() as session:
             return self._record(convert.study_record, self._study(session, identifier))
 
     def set_facts(self, study: StudyRecord, facts: Facts) -> StudyRecord:
         """Store the facts about the script in place of earlier ones."""
-        with self._write() as session:
+        with self.writing() as session:
             row = self._study(session, study.id)
             row.facts = convert.to_json(facts)
             return self._record(convert.study_record, row)
@@ -199,7 +201,7 @@ class Store:
 
         Evidence on the script stays, because other studies of the script use it.
         """
-        with self._write() as session:
+        with self.writing() as session:
             row = self._study(session, study.id)
             mine = select(Trial.id).filter_by(study_id=study.id)
             session.execute(delete(Measurement).where(Measurement.trial_id.in_(mine)))
@@ -207,11 +209,12 @@ class Store:
                 delete(Event).where((Event.study_id == study.id) | Event.trial_id.in_(mine))
             )
             session.execute(delete(Trial).filter_by(study_id=study.id))
+            session.execute(update(Search).filter_by(study_id=study.id).values(study_id=None))
             session.delete(row)
 
     def leave_out(self, study: StudyRecord, strategy: str, level: str, reason: str) -> StudyRecord:
         """Exclude this level from this study; a later reason does not replace the first."""
-        with self._write() as session:
+        with self.writing() as session:
             row = self._study(session, study.id)
             if not any([strategy, level] == [one, other] for one, other, _ in row.left_out):
                 row.left_out = [*row.left_out, [strategy, level, reason]]
@@ -219,14 +222,14 @@ class Store:
 
     def add_seconds(self, study: StudyRecord, seconds: float) -> StudyRecord:
         """Add ``seconds`` to the study's search time."""
-        with self._write() as session:
+        with self.writing() as session:
             row = self._study(session, study.id)
             row.seconds += seconds
             return self._record(convert.study_record, row)
 
     def next_launch(self, study: StudyRecord) -> int:
         """Return a new number for the next launch: 0, 1, 2, ... in this study."""
-        with self._write() as session:
+        with self.writing() as session:
             row = self._study(session, study.id)
             row.launches += 1
             return row.launches - 1
@@ -236,22 +239,27 @@ class Store:
     def holder(self, study: StudyRecord) -> Owner | None:
         """Return another live process that searches the study, or ``None``."""
         now, me = _now(), Owner.current()
-        with self._read() as session:
+        with self.reading() as session:
             rows: list[Held] = [self._study(session, study.id)]
             rows += session.scalars(_running(study))
-            live = (_live_owner(row, now, other_than=me) for row in rows)
+            live = (live_owner(row, now, other_than=me) for row in rows)
             return next((owner for owner in live if owner is not None), None)
 
     def heartbeat(self, owner: Owner) -> None:
-        """Renew the lease of all studies and trials of ``owner``; call it well within ``LEASE``."""
+        """Renew the lease of all that ``owner`` holds; call it well within ``LEASE``."""
         lease = _now() + LEASE
-        with self._write() as session:
+        with self.writing() as session:
             session.execute(
                 update(Trial)
-                .where(Trial.state == State.RUNNING, _held_by(Trial, owner))
+                .where(Trial.state == State.RUNNING, held_by(Trial, owner))
                 .values(lease_until=lease)
             )
-            session.execute(update(Study).where(_held_by(Study, owner)).values(lease_until=lease))
+            session.execute(update(Study).where(held_by(Study, owner)).values(lease_until=lease))
+            session.execute(
+                update(Search)
+                .where(Search.state.in_(ACTIVE), held_by(Search, owner))
+                .values(lease_until=lease)
+            )
 
     def reclaim(self, study: StudyRecord) -> int:
         """Interrupt the running trials whose owner has ended; return how many.
@@ -260,8 +268,8 @@ class Store:
         ended if its lease is over.
         """
         now = _now()
-        with self._write() as session:
-            rows = [row for row in session.scalars(_running(study)) if not _live_owner(row, now)]
+        with self.writing() as session:
+            rows = [row for row in session.scalars(_running(study)) if not live_owner(row, now)]
             for row in rows:
                 _end(row, State.INTERRUPTED, now)
             return len(rows)
@@ -279,7 +287,7 @@ class Store:
     ) -> tuple[TrialRecord, ...]:
         """Add one running trial for each plan, in this order, owned by ``owner``."""
         now = _now()
-        with self._write() as session:
+        with self.writing() as session:
             parent = self._study(session, study.id)
             last = session.scalar(select(func.max(Trial.number)).filter_by(study_id=study.id))
             rows = [
@@ -297,7 +305,7 @@ class Store:
                 for number, plan in enumerate(plans, start=0 if last is None else last + 1)
             ]
             for row in rows:
-                _give_to(row, owner, now)
+                give_to(row, owner, now)
             session.add_all(rows)
             session.flush()
             return tuple(self._record(convert.trial_record, row) for row in rows)
@@ -320,7 +328,7 @@ class Store:
             )
         if report.verdict is Verdict.INTERRUPTED:
             raise StorageError(f"{_name(trial)} was interrupted: release it, do not finish it")
-        with self._write() as session:
+        with self.writing() as session:
             row = self._running_trial(session, trial, State.FINISHED)
             convert.write_report(row, report)
             row.trace = None if trace is None else convert.to_json(trace)
@@ -340,7 +348,7 @@ class Store:
 
     def release(self, trial: TrialRecord) -> TrialRecord:
         """Interrupt a running trial that was not measured; its plan may get a new trial."""
-        with self._write() as session:
+        with self.writing() as session:
             row = self._running_trial(session, trial, State.INTERRUPTED)
             _end(row, State.INTERRUPTED, _now())
             return self._record(convert.trial_record, row)
@@ -358,7 +366,7 @@ class Store:
             query = query.filter_by(state=state)
         if purpose is not None:
             query = query.filter_by(purpose=purpose)
-        with self._read() as session:
+        with self.reading() as session:
             return self._records(convert.trial_record, session.scalars(query))
 
     def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
@@ -370,18 +378,18 @@ class Store:
             .order_by(Trial.number)
             .options(undefer(Trial.trace))
         )
-        with self._read() as session:
+        with self.reading() as session:
             return next(iter(self._records(_with_trace, session.scalars(query))), None)
 
     def trace(self, trial: TrialRecord) -> Trace | None:
         """Return the trace of a trial, if it is stored: of the reference and confirmation runs."""
-        with self._read() as session:
+        with self.reading() as session:
             row = self._trial(session, trial)
             return self._record(_trace_of, row)
 
     def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
         """Store the number of the trial in Optuna's study; any state allows it."""
-        with self._write() as session:
+        with self.writing() as session:
             row = self._trial(session, trial)
             row.optuna_number = number
             return self._record(convert.trial_record, row)
@@ -398,7 +406,7 @@ class Store:
         versions: Mapping[str, str] | None = None,
     ) -> EventRecord:
         """Store an event that happened outside trials; ``payload`` is plain JSON."""
-        with self._write() as session:
+        with self.writing() as session:
             row = Event(
                 kind=kind,
                 payload=dict(payload),
@@ -420,7 +428,7 @@ class Store:
             query = query.filter_by(kind=kind)
         if study is not None:
             query = query.filter_by(study_id=study.id)
-        with self._read() as session:
+        with self.reading() as session:
             return self._records(convert.event_record, session.scalars(query))
 
     # --- evidence -----------------------------------------------------------------------------
@@ -429,7 +437,7 @@ class Store:
         """Store evidence on a script; it replaces evidence with the same key."""
         context = key.fingerprint
         new = {each.key: each.content for each in found}
-        with self._write() as session:
+        with self.writing() as session:
             query = select(Evidence).filter_by(context=context).where(Evidence.key.in_(new))
             for row in session.scalars(query):
                 row.content = new.pop(row.key)
@@ -441,14 +449,14 @@ class Store:
     def evidence(self, key: EvidenceKey) -> tuple[Proven, ...]:
         """Return the evidence on a script, in the order in which it was first stored."""
         query = select(Evidence).filter_by(context=key.fingerprint).order_by(Evidence.id)
-        with self._read() as session:
+        with self.reading() as session:
             return tuple(Proven(key=row.key, content=row.content) for row in session.scalars(query))
 
     # --- decorated functions ------------------------------------------------------------------
 
     def fitted(self, key: FittedKey) -> FittedRecord | None:
         """Return the setting that fitted last for such calls of a function."""
-        with self._read() as session:
+        with self.reading() as session:
             row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
             return None if row is None else self._record(convert.fitted_record, row)
 
@@ -456,7 +464,7 @@ class Store:
         self, key: FittedKey, kept: Mapping[str, int | str], *, versions: Mapping[str, str]
     ) -> FittedRecord:
         """Store the setting that fitted for such calls; it replaces an earlier one."""
-        with self._write() as session:
+        with self.writing() as session:
             row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
             if row is None:
                 row = Fitted(fingerprint=key.fingerprint, key=convert.to_json(key))
@@ -469,7 +477,7 @@ class Store:
 
     def inspection(self, key: InspectionKey) -> InspectionRecord | None:
         """Return what the last check of a script found."""
-        with self._read() as session:
+        with self.reading() as session:
             row = session.scalar(select(Inspection).filter_by(fingerprint=key.fingerprint))
             return None if row is None else self._record(convert.inspection_record, row)
 
@@ -480,7 +488,7 @@ class Store:
 
         ``content`` is plain JSON.
         """
-        with self._write() as session:
+        with self.writing() as session:
             row = session.scalar(select(Inspection).filter_by(fingerprint=key.fingerprint))
             if row is None:
                 row = Inspection(fingerprint=key.fingerprint, key=convert.to_json(key))
@@ -537,10 +545,12 @@ class Store:
         with self.explained(), Session(bind, expire_on_commit=False) as session, session.begin():
             yield session
 
-    def _read(self) -> contextlib.AbstractContextManager[Session]:
+    def reading(self) -> contextlib.AbstractContextManager[Session]:
+        """Return a transaction that only reads."""
         return self._session(write=False)
 
-    def _write(self) -> contextlib.AbstractContextManager[Session]:
+    def writing(self) -> contextlib.AbstractContextManager[Session]:
+        """Return a transaction that writes; it commits at its end."""
         self.writes += 1
         return self._session(write=True)
 
@@ -617,7 +627,8 @@ def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
     )
 
 
-def _held_by(table: type[Study] | type[Trial], owner: Owner) -> Any:
+def held_by(table: type[Held], owner: Owner) -> Any:
+    """Return the condition that ``owner`` holds a row of ``table``."""
     return (
         (table.owner_host == owner.host)
         & (table.owner_pid == owner.pid)
@@ -625,7 +636,8 @@ def _held_by(table: type[Study] | type[Trial], owner: Owner) -> Any:
     )
 
 
-def _give_to(row: Held, owner: Owner, now: datetime) -> None:
+def give_to(row: Held, owner: Owner, now: datetime) -> None:
+    """Make ``owner`` the owner of ``row``."""
     row.owner_host, row.owner_pid, row.owner_started = owner.host, owner.pid, owner.started
     row.lease_until = now + LEASE
 
@@ -636,7 +648,7 @@ def _end(row: Trial, state: State, now: datetime) -> None:
     row.lease_until = None
 
 
-def _live_owner(row: Held, now: datetime, other_than: Owner | None = None) -> Owner | None:
+def live_owner(row: Held, now: datetime, other_than: Owner | None = None) -> Owner | None:
     """Return the owner of ``row``, if that process is alive and is not ``other_than``."""
     owner = convert.owner_of(row)
     if owner is None or (other_than is not None and owner.same(other_than)):

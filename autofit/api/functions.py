@@ -46,6 +46,8 @@ def search(
     storage: str | os.PathLike[str] | None = None,
     address: str | None = None,
     fresh: bool = False,
+    server: str | None = None,
+    shared: bool = False,
     quiet: bool = False,
 ) -> Study:
     """Find the fastest plan that fits the budget, store it, and return the study.
@@ -77,6 +79,9 @@ def search(
         storage: A file or an SQLAlchemy URL; by default ``$AUTOFIT_STORAGE`` or ``autofit.db``.
         address: A running Ray cluster.
         fresh: Open a new study; the old one is kept.
+        server: The URL of a service (``autofit serve``) that searches. ``storage`` gets a copy of
+            the study.
+        shared: The service sees ``cwd``, so that it is not uploaded.
         quiet: Show no progress.
 
     Raises:
@@ -86,13 +91,17 @@ def search(
         StorageError: The store cannot be used.
         WorkerError: A worker broke.
     """
+    from autofit.client.search import search as search_there
     from autofit.tuning.controller import search as search_plans
 
     given = _options(locals(), SearchOptions)
     options = scripts.search_options(scripts.launch(script, args, module=module, cwd=cwd), given)
     with contextlib.ExitStack() as stack:
         listener = (lambda notice: None) if quiet else stack.enter_context(renderer(stderr=False))
-        result = search_plans(options, listener)
+        if server is None:
+            result = search_plans(options, listener)
+        else:
+            result = search_there(server, options, given, listener, shared=shared)
     return Study.read(options.storage, result.study)
 
 

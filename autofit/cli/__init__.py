@@ -32,6 +32,8 @@ INTERRUPTED = 130
         "report",
         "doctor",
         "techniques",
+        "serve",
+        "token",
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )

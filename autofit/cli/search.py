@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +16,9 @@ from autofit.exceptions import UsageError
 from autofit.tuning.options import SearchOptions
 
 if TYPE_CHECKING:
+    from autofit.analysis.result import Result
     from autofit.launch_lines import Launch
+    from autofit.tuning.notices import Listener
 
 
 @script_argument
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 @click.option(
     "--submit", metavar="URL", help="Search as a job of the Ray cluster whose dashboard is there."
 )
+@click.option("--server", metavar="URL", help="Search through the service there: autofit serve.")
+@click.option(
+    "--shared", is_flag=True, help="With --server: it sees this folder; do not upload it."
+)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
 @click.option("--verbose", is_flag=True, help="Show also what cannot be tried here, and why.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
@@ -32,6 +38,8 @@ def command(
     script: str | None,
     module: str | None,
     submit: str | None,
+    server: str | None,
+    shared: bool,
     as_json: bool,
     verbose: bool,
     dry_run: bool,
@@ -43,12 +51,15 @@ def command(
     follow --, such as: torchrun --nproc-per-node 2 train.py.
     """
     options = _options(the_launch(script, module), **given)
+    if server is not None and (submit is not None or dry_run):
+        raise UsageError(f"--server and {'--submit' if submit else '--dry-run'}: give one of both")
     if submit is not None:
         return _submit(submit, options, as_json, given, script_words(script, module))
     if dry_run:
         _preview(options, as_json)
     else:
-        _search(options, as_json, given["storage"], verbose=verbose)
+        start = _starter(server, given, shared=shared)
+        _search(start, options, as_json, given["storage"], verbose=verbose)
     return None
 
 
@@ -102,15 +113,34 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
         show([*options.lines, *lines(preview)])
 
 
-def _search(options: SearchOptions, as_json: bool, storage: str | None, *, verbose: bool) -> None:
+def _starter(
+    server: str | None, given: Mapping[str, Any], *, shared: bool
+) -> Callable[[SearchOptions, Listener], Result]:
+    """Return the function that searches: here, or through the service at ``server``."""
+    if server is None:
+        from autofit.tuning.controller import search
+
+        return search
+    from autofit.client.search import search as search_there
+
+    return lambda options, listener: search_there(server, options, given, listener, shared=shared)
+
+
+def _search(
+    start: Callable[[SearchOptions, Listener], Result],
+    options: SearchOptions,
+    as_json: bool,
+    storage: str | None,
+    *,
+    verbose: bool,
+) -> None:
     from autofit.export import render
-    from autofit.tuning.controller import search
     from autofit.view.render import renderer
     from autofit.view.summary import lines
 
     _end_as_by_ctrl_c()
     with renderer(stderr=as_json, verbose=verbose) as listener:
-        result = search(options, listener)
+        result = start(options, listener)
     if as_json:
         write(render("json", result))
     else:

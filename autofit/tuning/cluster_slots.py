@@ -16,6 +16,7 @@ from autofit.worker.cluster import nodes
 from autofit.worker.cluster.actor import Found
 from autofit.worker.cluster.cluster_pool import Arrival, ClusterPool
 from autofit.worker.cluster.nodes import Node, Places
+from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.guard import who
 
@@ -33,9 +34,16 @@ NO_WORKER = (
 )
 
 
-def open_slots(options: SearchOptions, stack: ExitStack) -> LocalSlots:
-    """Return the slots of a search, on this machine or on the cluster of ``--address``."""
-    return LocalSlots(options) if options.address is None else ClusterSlots(options, stack)
+def open_slots(
+    options: SearchOptions, stack: ExitStack, reserved: Reservation | None = None
+) -> LocalSlots:
+    """Return the slots of a search, on this machine or on the cluster of ``--address``.
+
+    ``reserved``: the devices of that cluster that the search has; by default it takes free ones.
+    """
+    if options.address is None:
+        return LocalSlots(options)
+    return ClusterSlots(options, stack, reserved)
 
 
 def _one_each(options: SearchOptions) -> tuple[str, ...]:
@@ -51,8 +59,11 @@ class ClusterSlots(LocalSlots):
     the cluster cannot be joined.
     """
 
-    def __init__(self, options: SearchOptions, stack: ExitStack) -> None:
+    def __init__(
+        self, options: SearchOptions, stack: ExitStack, reserved: Reservation | None = None
+    ) -> None:
         assert options.address is not None
+        self._reserved = reserved
         self._options = options
         self.ranks = options.gpus_per_trial or 1
         self.prepares = False
@@ -65,9 +76,14 @@ class ClusterSlots(LocalSlots):
         self._said: set[str] = set()
         self._known: set[int] = set()
         """Slots that were accepted at least once."""
-        self._cluster_pool = stack.enter_context(ClusterPool(options.address, options.script))
+        pool = ClusterPool(options.address, options.script, reserved)
+        self._cluster_pool = stack.enter_context(pool)
         alive = nodes.look()
-        self._places: Places = nodes.choose(alive.values(), options.gpus, self.ranks)
+        self._places: Places = (
+            nodes.choose(alive.values(), options.gpus, self.ranks)
+            if reserved is None
+            else reserved.places()
+        )
         self.device = self._places.device
         self._queried_at = time.monotonic()
         self._empty_since: float | None = None
@@ -207,6 +223,8 @@ class ClusterSlots(LocalSlots):
             )
             self._give_up(slot, why)
             say(why)
+        if self._reserved is not None:
+            return
         new = [node for node in alive.values() if node.id not in self._tried]
         gpus = self._options.gpus
         left = None if gpus is None else gpus // self.ranks - self._cluster_pool.size

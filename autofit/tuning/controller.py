@@ -35,6 +35,7 @@ from autofit.tuning.notices import (
 )
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.proposals import Proposer
+from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.records.trials import (
     Answer,
     Asking,
@@ -70,22 +71,31 @@ LATE_STEPS = 50
 """Steps that the neutral plan must complete if it is not known at which step a plan failed."""
 
 
-def search(options: SearchOptions, listener: Listener = lambda notice: None) -> Result:
+def search(
+    options: SearchOptions,
+    listener: Listener = lambda notice: None,
+    *,
+    reserved: Reservation | None = None,
+) -> Result:
     """Find the fastest plan that fits the budget, and store it.
 
-    ``listener`` receives a notice for each event of the search.
+    ``listener`` receives a notice for each event of the search. ``reserved``: the devices of the
+    cluster at ``options.address`` on which trials run; by default the search takes free ones.
     Raises ``ScriptError`` if the script fails without a plan, ``NothingFits`` if no plan fits,
     ``UsageError`` for options that cannot be met, ``StorageError`` and ``WorkerError``.
     """
-    with Search(options, listener) as running:
+    with Search(options, listener, reserved) as running:
         return running.run()
 
 
 class Search:
     """One search of one study. A context manager that ends the search's processes."""
 
-    def __init__(self, options: SearchOptions, listener: Listener) -> None:
+    def __init__(
+        self, options: SearchOptions, listener: Listener, reserved: Reservation | None = None
+    ) -> None:
         self._options = options
+        self._reserved = reserved
         self._tell = listener
         self._owner = Owner.current()
         self._started = time.monotonic()
@@ -162,7 +172,7 @@ class Search:
 
     def _open(self) -> None:
         options = self._options
-        self._slots = open_slots(options, self._stack)
+        self._slots = open_slots(options, self._stack, self._reserved)
         hardware = self._slots.hardware
         budget = studies.budget(self._slots.free, hardware, options.memory, options.headroom)
         self._workers = partial(self._slots.workers, self._stack)  # started for the first launch

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.exceptions import UsageError, WorkerError
 from autofit.storage.records import ORIGIN
 from autofit.storage.url import VARIABLE
-from autofit.worker.cluster.upload import checked_excludes
+from autofit.worker.cluster.upload import check_inside, checked_excludes
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -57,7 +57,7 @@ def submit(url: str, line: Sequence[str], script: Script, write: Callable[[str],
         UsageError: The working directory is too large or does not contain the script.
     """
     folder = Path(script.cwd).resolve()
-    _check_inside(script, folder)
+    check_inside(script, folder, "--submit")
     patterns = checked_excludes(folder)
     client = _client(url)
     columns = shutil.get_terminal_size((100, 24)).columns
@@ -92,17 +92,6 @@ def _submitted_job(
         if "No available agent" in str(error) and time.monotonic() < deadline:
             return None
         raise WorkerError(f"the job server at {url} takes no job: {_first_line(error)}") from error
-
-
-def _check_inside(script: Script, folder: Path) -> None:
-    """Raise ``UsageError`` if the script is not below the working directory."""
-    target = Path(script.target)
-    inside = (folder / target).resolve().is_relative_to(folder) and not target.is_absolute()
-    if not script.module and not inside:
-        raise UsageError(
-            f"--submit uploads the working directory {folder} to the cluster: name the script by"
-            f" its path below it, not {script.target!r}"
-        )
 
 
 def storage_line(store: str) -> str:

@@ -46,7 +46,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 def test_a_search_has_the_options_of_the_command_line() -> None:
     found = parameters(autofit.search)
     options = {each.name: (each, flag) for each, flag in flags_of(SearchOptions)}
-    assert [*found] == [*SCRIPT_OF_A_CALL, *options, "quiet"]
+    assert [*found] == [*SCRIPT_OF_A_CALL, *options, "server", "shared", "quiet"]
     for name, (each, flag) in options.items():
         default = found[name].default
         if flag.kind is Kind.STRATEGIES:

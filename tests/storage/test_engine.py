@@ -33,13 +33,8 @@ pytestmark = pytest.mark.quick
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
 OURS = {
-    "study",
-    "trial",
-    "measurement",
-    "event",
-    "fitted",
-    "evidence",
-    "inspection",
+    *("study", "trial", "measurement", "event", "fitted", "evidence", "inspection"),
+    *("search", "notice", "upload", "token"),
     engine.VERSION_TABLE,
 }
 

@@ -45,7 +45,7 @@ def test_a_study_of_before_the_link_was_read_goes_on(
 ) -> None:
     with Store(location) as store:
         study = opening(store)
-        with store._write() as session:
+        with store.writing() as session:
             row = session.get_one(Study, study.id)
             row.hardware = {name: x for name, x in row.hardware.items() if name != "link"}
         assert store.study(study.id).hardware == hardware

@@ -224,12 +224,17 @@ def in_copied_folder(script: Script, old: str, new: str) -> Script:
     return replace(script, target=target, cwd=new)
 
 
+def without_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a worker of Ray without the variables that Ray sets."""
+    return {name: text for name, text in environment.items() if not name.startswith(_OF_RAY)}
+
+
 def _remote_environment(setting: Setting) -> dict[str, str]:
     """Return the environment of a launch on another machine than the search's.
 
     It is the environment of this Ray worker, plus those of the user's variables that it lacks.
     """
-    own = {name: text for name, text in os.environ.items() if not name.startswith(_OF_RAY)}
+    own = without_ray(os.environ)
     if setting.folder is not None:  # Ray adds the copy to the path; the script has its own folder
         entries = own.get("PYTHONPATH", "").split(os.pathsep)
         own["PYTHONPATH"] = os.pathsep.join(e for e in entries if e and e != os.getcwd())

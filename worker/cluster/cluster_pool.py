@@ -13,6 +13,7 @@ from autofit.worker.cluster.actor import Found, Setting, in_copied_folder
 from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.cluster.nodes import Node, look
 from autofit.worker.cluster.pool import Pool, first_line
+from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.records.trials import Script
 
 _ATTEMPTS = 3
@@ -28,11 +29,17 @@ class ClusterPool(Pool):
     Call ``settle`` to choose the device and ``add`` to start slots. ``script``: the script that
     will run. A machine that does not see its working directory gets a copy. Every other machine
     gets autofit's own code, so that all run the same version.
+    With ``reserved``, the slots are the bundles of that reservation.
     Entering raises ``WorkerError`` if the cluster cannot be joined.
     """
 
-    def __init__(self, address: str, script: Script) -> None:
+    def __init__(self, address: str, script: Script, reserved: Reservation | None = None) -> None:
         super().__init__(0)
+        self._reserved = reserved
+        if reserved is not None:
+            self._environment = dict(reserved.environment)
+        self._bundles: dict[int, int] = {}
+        """Number of each slot's bundle in the reservation."""
         self.slots: list[int] = []
         self._script = script
         self._folder = archive.identity(script.cwd)
@@ -57,9 +64,12 @@ class ClusterPool(Pool):
         from ray.util import placement_group
 
         self._beside[node.id] = count
+        bundles = self._reserved.bundles()[node.id] if self._reserved else []
         for slot in itertools.islice(self._numbers, count):
             self._nodes[slot] = node
-            if self._gpus:
+            if self._reserved:
+                self._bundles[slot] = bundles.pop(0)
+            elif self._gpus:
                 bundle = {"GPU": self._gpus, f"node:{node.address}": 0.001}
                 self._groups[slot] = placement_group([bundle], strategy="STRICT_PACK")
             self._begin(slot)
@@ -165,7 +175,10 @@ class ClusterPool(Pool):
 
         node = self._nodes[slot]
         apart = node.id in self._apart
-        if self._gpus:
+        if self._reserved:
+            options = self._within(self._reserved.group, self._bundles[slot])
+            options["num_cpus"] = 0 if self._gpus else 1
+        elif self._gpus:
             options = self._within(self._groups[slot])
         else:
             affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)

@@ -28,7 +28,7 @@ from autofit.worker.launch.reaper import SESSION, Reaper
 
 _LONGEST_FOLDER = 20
 """Bytes. The path of a Unix socket has at most 107; the parts below this folder have 85."""
-_OF_RAY = "ray"
+OF_RAY = "ray"
 """Ray's folder inside the session's folder, because Ray makes its own accessible to all (0777)."""
 _CONNECTION = 5.0
 """Seconds within which a cluster has to accept a connection."""
@@ -48,16 +48,21 @@ _NOT_RAY = (
     "the server there is no head of Ray, or hangs: give the address that `ray start --head`"
     " printed, such as head:6379"
 )
-_OBJECT_STORE = 80 << 20
+LEAST_OBJECT_STORE = 80 << 20
 """Bytes; about the least that Ray accepts. autofit's records are too small to be stored there."""
 
 
-def _variables(session: str) -> dict[str, str]:
+TOKEN = "RAY_AUTH_TOKEN"
+"""Variable with the token that a Ray requires."""
+
+
+def variables(session: str, token: str) -> dict[str, str]:
+    """Return the environment of a Ray that only this machine reaches, and that prints nothing."""
     return {
         SESSION: session,
         "SPT_NOENV": "1",  # else setproctitle overwrites the environment that the reaper reads
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on loopback, on any system
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one to the user's home
+        TOKEN: token,  # else Ray writes one to the user's home
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_worker_niceness": "0",  # 15 by default, and trials would inherit it
@@ -157,11 +162,11 @@ class RaySession:
         # Ray read it from the environment at import, which may have been earlier.
         ray_constants.ENABLE_RAY_CLUSTER = False
         logging.getLogger("ray").setLevel(logging.ERROR)
-        self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=_short_folder()))
+        self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=short_folder()))
         self._reaper = Reaper(self.session, self.folder)
-        of_ray = str(self.folder / _OF_RAY)
+        of_ray = str(self.folder / OF_RAY)
         _forget_token()
-        with _own_sigterm(), _environment(_variables(self.session)):
+        with _own_sigterm(), _environment(variables(self.session, secrets.token_hex(32))):
             ray.init(
                 address="local",
                 num_cpus=0,  # Ray starts no idle workers; autofit's actors request no CPU
@@ -169,11 +174,20 @@ class RaySession:
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
-                object_store_memory=_OBJECT_STORE,
+                object_store_memory=LEAST_OBJECT_STORE,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=of_ray,
                 _plasma_directory=of_ray,
             )
+
+
+def answers(address: str) -> bool:
+    """Return whether a head of Ray answers at ``address``, ``host:port``."""
+    try:
+        _ask_ray(address)
+    except ConnectionError:
+        return False
+    return True
 
 
 def _ask_ray(address: str) -> None:
@@ -212,7 +226,7 @@ def _forget_token() -> None:
         loader.instance().reset_cache()
 
 
-def _short_folder() -> str:
+def short_folder() -> str:
     """Return the system's temporary folder, or ``/tmp`` if a socket's path would be too long."""
     folder = tempfile.gettempdir()
     short = len(os.fsencode(folder)) <= _LONGEST_FOLDER

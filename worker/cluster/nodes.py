@@ -8,7 +8,7 @@ from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
 
-_MODEL = "accelerator_type:"
+MODEL = "accelerator_type:"
 """Prefix of the resource by which Ray names a node's GPU model."""
 
 
@@ -68,14 +68,14 @@ def _machine(found: Mapping[str, Any]) -> tuple[str, str]:
 
 def _node(found: Mapping[str, Any], here: bool) -> Node:
     resources: Mapping[str, float] = found["Resources"]
-    models = [name for name in resources if name.startswith(_MODEL)]
+    models = [name for name in resources if name.startswith(MODEL)]
     return Node(
         id=found["NodeID"],
         host=found["NodeManagerHostname"],
         address=found["NodeManagerAddress"],
         cpus=int(resources.get("CPU", 0)),
         gpus=int(resources.get("GPU", 0)),
-        model=models[0].removeprefix(_MODEL) if models else "",
+        model=models[0].removeprefix(MODEL) if models else "",
         here=here,
     )
 

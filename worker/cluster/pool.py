@@ -259,11 +259,13 @@ class Pool:
         )
         return self._actor(options, setting)
 
-    def _within(self, group: Any) -> dict[str, Any]:
-        """Return the options that put an actor into a placement group."""
+    def _within(self, group: Any, bundle: int = -1) -> dict[str, Any]:
+        """Return the options that put an actor into a placement group; -1 is any bundle of it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=bundle
+        )
         return {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
 
     def _actor(self, options: dict[str, Any], setting: Setting) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from autofit.exceptions import UsageError
 from autofit.units import format_size
+from autofit.worker.records.trials import Script
 
 IGNORE = ".autofitignore"
 """A file in the working directory with one pattern on each line, as in ``.gitignore``."""
@@ -47,7 +48,7 @@ def checked_excludes(folder: Path) -> list[str]:
     """Return ``excludes(folder)``; raise ``UsageError`` if the other files exceed ``LIMIT``."""
     patterns = excludes(folder)
     sizes: Counter[str] = Counter()
-    for file in _included(folder, patterns):
+    for file in included(folder, patterns):
         sizes[file.relative_to(folder).parts[0]] += file.stat().st_size
     if sizes.total() >= LIMIT:
         largest = ", ".join(f"{name} {format_size(size)}" for name, size in sizes.most_common(3))
@@ -59,7 +60,18 @@ def checked_excludes(folder: Path) -> list[str]:
     return patterns
 
 
-def _included(folder: Path, patterns: list[str]) -> Iterator[Path]:
+def check_inside(script: Script, folder: Path, option: str) -> None:
+    """Raise ``UsageError``, which names ``option``, if a script is not below its folder."""
+    target = Path(script.target)
+    inside = (folder / target).resolve().is_relative_to(folder) and not target.is_absolute()
+    if not script.module and not inside:
+        raise UsageError(
+            f"{option} uploads the working directory {folder}: name the script by its path below"
+            f" it, not {script.target!r}"
+        )
+
+
+def included(folder: Path, patterns: list[str]) -> Iterator[Path]:
     """Yield the files that Ray would pack; Ray also obeys ``.gitignore`` and ``.rayignore``."""
     ignored = [_matcher(folder, patterns)]
     for name in (".gitignore", ".rayignore"):

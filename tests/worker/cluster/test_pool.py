@@ -20,7 +20,7 @@ import pytest
 
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
-from autofit.worker.cluster.local_ray import _LONGEST_FOLDER, _variables
+from autofit.worker.cluster.local_ray import _LONGEST_FOLDER, variables
 from autofit.worker.cluster.pool import Happening, Pool
 from autofit.worker.launch.reaper import SESSION, marked, processes
 from autofit.worker.records.trials import (
@@ -226,7 +226,7 @@ def test_the_child_finds_the_users_environment(
     assert environment.get("PYTHONBREAKPOINT") == before.get("PYTHONBREAKPOINT")
     assert environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     assert (seen["nice"], seen["blocked"]) == (os.nice(0), [])
-    assert {*_variables("")} & {*os.environ} == set()
+    assert {*variables("", "")} & {*os.environ} == set()
 
 
 def test_the_exit_of_the_child_is_seen_through_ray(pool: Pool, request_for: Request) -> None:

@@ -39,7 +39,7 @@ def test_what_travels_is_what_ray_packs(
     create_package(str(folder), package, include_gitignore=True, excludes=patterns)
     with zipfile.ZipFile(package) as archive:
         packed = {name for name in archive.namelist() if not name.endswith("/")}
-    counted = {str(f.relative_to(folder)) for f in upload._included(folder, patterns)}
+    counted = {str(f.relative_to(folder)) for f in upload.included(folder, patterns)}
     assert counted == packed
     assert counted == {
         "train.py",

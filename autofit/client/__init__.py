@@ -1,0 +1,1 @@
+"""Searches through a service (``autofit serve``), shown as a local search."""

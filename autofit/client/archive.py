@@ -1,0 +1,130 @@
+"""Packs a working directory for a service, and unpacks what a service has received.
+
+An archive is a compressed tar file with regular files alone. The service trusts none of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from autofit.exceptions import UsageError
+from autofit.units import format_size
+from autofit.worker.cluster import upload
+
+LIMIT = 100 << 20
+"""Bytes of an archive, and of the files in it, that a service takes by default."""
+MOST_FILES = 20_000
+"""Files of an archive."""
+LONGEST_NAME = 1000
+"""Characters in the path of a file."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def pack(folder: Path) -> bytes:
+    """Return the archive of a folder, the same one for the same files.
+
+    Links to files are replaced by their files. ``.autofitignore`` names what is left out. Raises
+    ``UsageError`` if a file cannot be read.
+    """
+    patterns = upload.checked_excludes(folder)
+    buffer = io.BytesIO()
+    try:
+        with (
+            gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            for file in sorted(upload.included(folder, patterns)):
+                entry = tarfile.TarInfo(file.relative_to(folder).as_posix())
+                stat = file.stat()
+                entry.size, entry.mode = stat.st_size, stat.st_mode & 0o700
+                with file.open("rb") as content:
+                    archive.addfile(entry, content)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be packed for the service: {error}") from error
+    return buffer.getvalue()
+
+
+def digest(content: bytes, limit: int = LIMIT) -> str:
+    """Return SHA-256 of the names and contents of an archive's files, hexadecimal.
+
+    Raises ``UsageError`` for an archive that a service refuses: see ``unpack``.
+    """
+    found = hashlib.sha256()
+    for name, executable, data in _files(content, limit):
+        found.update(f"{name}\0{executable}\0{len(data)}\0".encode())
+        found.update(data)
+    return found.hexdigest()
+
+
+def unpack(content: bytes, folder: Path, limit: int = LIMIT) -> None:
+    """Write the files of an archive into a new folder.
+
+    Raises ``UsageError`` for an archive that is no compressed tar file, that holds links, devices,
+    names outside the folder, unprintable or repeated names, too many files or too many bytes.
+    """
+    folder.mkdir(parents=True)
+    for name, executable, data in _files(content, limit):
+        file = folder / name
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            file.chmod(0o700 if executable else 0o600)
+        except OSError as error:
+            raise UsageError(f"the archive's file {name!r} cannot be written: {error}") from error
+
+
+def _files(content: bytes, limit: int) -> Iterator[tuple[str, bool, bytes]]:
+    """Yield the name, whether it is executable, and the content of each file of an archive."""
+    names: set[str] = set()
+    total = 0
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+            for entry in archive:
+                name = _checked(entry)
+                if entry.isdir():
+                    continue
+                if name in names:
+                    raise UsageError(f"the archive holds {name!r} twice")
+                names.add(name)
+                total += entry.size
+                if total > limit:
+                    raise UsageError(too_large(limit))
+                if len(names) > MOST_FILES:
+                    raise UsageError(f"the archive holds more than {MOST_FILES} files")
+                stream = archive.extractfile(entry)
+                assert stream is not None, "it is a regular file"
+                yield name, bool(entry.mode & 0o100), stream.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise UsageError(f"the upload is no .tar.gz archive: {error}") from error
+
+
+def _checked(entry: tarfile.TarInfo) -> str:
+    """Return the path of an entry below the folder; raise ``UsageError`` if it is not allowed."""
+    path = PurePosixPath(entry.name)
+    shown = entry.name[:200]
+    if path.is_absolute() or ".." in path.parts:
+        raise UsageError(f"the archive's {shown!r} is outside the folder: pack the folder itself")
+    if _CONTROL.search(entry.name) or len(entry.name) > LONGEST_NAME or not path.parts:
+        if entry.isdir() and not path.parts:  # the folder itself, as tar writes it
+            return "."
+        raise UsageError(f"the archive's {shown!r} is no name of a file: rename it")
+    if entry.issym() or entry.islnk():
+        raise UsageError(f"the archive's {shown!r} is a link: pack the file that it names")
+    if not (entry.isfile() or entry.isdir()):
+        raise UsageError(f"the archive's {shown!r} is no file and no folder: leave it out")
+    return path.as_posix()
+
+
+def too_large(limit: int) -> str:
+    """Return the message for an archive above the limit."""
+    return (
+        f"the folder is larger than the {format_size(limit)} that the service takes: name what the"
+        f" script does not need in {upload.IGNORE}, or use a folder on shared storage"
+    )

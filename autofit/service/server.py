@@ -1,0 +1,101 @@
+"""Runs the service: joins Ray, starts the supervisor, answers HTTP requests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autofit.client.archive import LIMIT
+from autofit.exceptions import UsageError
+from autofit.storage import Queue, Store
+from autofit.worker.cluster.detached_ray import DetachedRay
+from autofit.worker.cluster.local_ray import RaySession
+
+NEEDS = ("fastapi", "uvicorn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """The options of ``autofit serve``."""
+
+    storage: str
+    """SQLAlchemy URL."""
+    address: str | None = None
+    """A running Ray cluster; ``None`` for a Ray on this machine."""
+    host: str = "127.0.0.1"
+    port: int = 8600
+    searches: int = 1
+    """On a machine without GPUs: the searches that run at a time."""
+    trusted: bool = False
+    """Whether users may read each other's files."""
+    limit: int = LIMIT
+    """Bytes of an uploaded folder."""
+
+
+def check_installed() -> None:
+    """Raise ``UsageError`` if the packages of the extra ``serve`` are missing."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"autofit serve needs {' and '.join(missing)}: pip install 'autofit-torch[serve]'"
+        )
+
+
+def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
+    """Serve until SIGTERM or Ctrl-C; ``say`` receives lines for people.
+
+    Running searches go on afterwards. Raises ``UsageError`` if the address is in use or must not be
+    used, and ``WorkerError`` if Ray cannot be joined.
+    """
+    check_installed()
+    import uvicorn
+
+    from autofit.service.app import make_app
+    from autofit.service.supervisor import Supervisor
+    from autofit.service.users import Users
+
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(Store(options.storage))
+        users = Users(Queue(store), trusted=options.trusted)
+        users.check(options.host)
+        port = stack.enter_context(_listening(options.host, options.port))
+        address = options.address
+        if address is None:
+            own = DetachedRay(store.url)
+            own.hold()
+            address, started = own.attach(options.searches)
+            say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
+        stack.enter_context(RaySession(address=address))
+        supervisor = Supervisor(store.url, address, options.limit, say)
+        supervisor.start()
+        stack.callback(supervisor.stop)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(store, users, limit=options.limit),
+                log_level="warning",
+                timeout_graceful_shutdown=2,
+            )
+        )
+        host, number = port.getsockname()[:2]
+        say(f"the service answers at http://{f'[{host}]' if ':' in host else host}:{number}")
+        server.run(sockets=[port])
+
+
+def stop(storage: str) -> bool:
+    """End the service and its Ray on this machine; return whether anything ran."""
+    with Store(storage) as store:
+        return DetachedRay(store.url).stop()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket on this address; raise ``UsageError`` if it cannot be used."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise UsageError(
+            f"--host {host} --port {port} cannot be used ({error.strerror}): choose another"
+        ) from error

@@ -1,0 +1,80 @@
+"""Who may use the service: tokens, of which the store holds digests alone."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import re
+import secrets
+
+from autofit.exceptions import UsageError
+from autofit.storage import Queue
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+class Unauthorized(UsageError):
+    """A request has no valid token."""
+
+
+class Users:
+    """The users of a service. Without any token in the store, everybody is the service's own user.
+
+    ``trusted``: whether the users trust one another. Their scripts run under one uid and can read
+    each other's files.
+    """
+
+    def __init__(self, queue: Queue, *, trusted: bool) -> None:
+        self._queue = queue
+        self._trusted = trusted
+
+    def check(self, host: str) -> None:
+        """Raise ``UsageError`` if the service must not start on this address."""
+        names = self._queue.users()
+        if host not in LOOPBACK and not names:
+            raise UsageError(
+                f"--host {host}: without a token, everybody who reaches it could run programs here."
+                " Make one first: autofit token create NAME"
+            )
+        self._check_trust(names)
+
+    def user_of(self, authorization: str | None) -> str:
+        """Return the user of a request by its header; raise ``Unauthorized`` if it has none."""
+        names = self._queue.users()
+        if not names:
+            return getpass.getuser()
+        self._check_trust(names)
+        kind, _, token = (authorization or "").partition(" ")
+        user = self._queue.user_of(_digest(token.strip())) if kind.lower() == "bearer" else None
+        if user is None:
+            raise Unauthorized(
+                "the request has no valid token: set AUTOFIT_TOKEN, or send the header"
+                " Authorization: Bearer TOKEN"
+            )
+        return user
+
+    def _check_trust(self, names: tuple[str, ...]) -> None:
+        if len(names) > 1 and not self._trusted:
+            raise UsageError(
+                f"tokens of several users exist ({', '.join(names)}), and their scripts run under"
+                " one uid: they could read each other's files. If they may, start the service with"
+                " --trusted-users"
+            )
+
+
+def create_token(queue: Queue, user: str) -> str:
+    """Return a new token for a user, and store its digest.
+
+    Raises ``UsageError`` for a name that is not made of letters, digits and ``._@-``.
+    """
+    if not _NAME.fullmatch(user):
+        raise UsageError(f"{user!r} is no name of a user: write letters, digits and . _ @ - only")
+    token = f"autofit_{secrets.token_urlsafe(32)}"
+    queue.add_token(user, _digest(token))
+    return token
+
+
+def _digest(token: str) -> str:
+    """Return SHA-256 of a token. It has 256 random bits, so a slow hash would add nothing."""
+    return hashlib.sha256(token.encode()).hexdigest()

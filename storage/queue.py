@@ -1,0 +1,289 @@
+"""The queue of a service: the searches that users submitted, their notices, uploads and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import exists, func, select, update
+from sqlalchemy.orm import Session, aliased
+
+from autofit.exceptions import UsageError
+from autofit.storage import convert
+from autofit.storage.models import Notice, Search, Token, Upload
+from autofit.storage.owner import Owner
+from autofit.storage.searches import (
+    ACTIVE,
+    ENDED,
+    NoticeRecord,
+    Outcome,
+    SearchRecord,
+    SearchState,
+    Submission,
+)
+from autofit.storage.store import Store, give_to, live_owner
+
+MOST_ATTEMPTS = 5
+"""How often a search is taken up after its process was lost, before it fails."""
+
+
+class NoSuchSearch(UsageError):
+    """There is no search with this number, or it is another user's."""
+
+
+class Queue:
+    """The searches of a service in a store; every method is one transaction.
+
+    A search has an owner while it starts and runs: the process of its actor. The owner's lease is
+    renewed by ``Store.heartbeat``. Methods raise ``StorageError`` as those of ``Store`` do, and
+    ``UsageError`` for a search that does not exist or whose state does not allow the change.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    # --- for users ----------------------------------------------------------------------------
+
+    def submit(self, user: str, submission: Submission) -> SearchRecord:
+        """Add a search at the end of the queue."""
+        with self._store.writing() as session:
+            row = Search(
+                user=user,
+                state=SearchState.QUEUED,
+                submission=convert.to_json(submission),
+                subject=submission.subject,
+                attempts=0,
+                created=_now(),
+            )
+            session.add(row)
+            session.flush()
+            return convert.search_record(row)
+
+    def search(self, number: int, user: str | None = None) -> SearchRecord:
+        """Return a search; with ``user``, only if it is that user's."""
+        with self._store.reading() as session:
+            return convert.search_record(_row(session, number, user))
+
+    def searches(
+        self, user: str, *, before: int | None = None, most: int = 100
+    ) -> tuple[SearchRecord, ...]:
+        """Return the newest searches of a user; with ``before``, those below that number."""
+        query = select(Search).filter_by(user=user).order_by(Search.id.desc()).limit(most)
+        if before is not None:
+            query = query.where(Search.id < before)
+        with self._store.reading() as session:
+            return tuple(map(convert.search_record, session.scalars(query)))
+
+    def active(self) -> tuple[SearchRecord, ...]:
+        """Return the searches of all users that start or run, the oldest first."""
+        query = select(Search).where(Search.state.in_(ACTIVE)).order_by(Search.id)
+        with self._store.reading() as session:
+            return tuple(map(convert.search_record, session.scalars(query)))
+
+    def cancel(self, number: int, user: str) -> SearchRecord:
+        """End a queued search; ask the actor of a running one to end it."""
+        with self._store.writing() as session:
+            row = _row(session, number, user)
+            if row.state == SearchState.QUEUED:
+                _end(row, SearchState.CANCELLED)
+            elif row.state in ENDED:
+                raise UsageError(f"search {number} is {row.state}: there is nothing to cancel")
+            row.cancelled = row.cancelled or _now()
+            return convert.search_record(row)
+
+    def resume(self, number: int, user: str) -> SearchRecord:
+        """Queue a failed or cancelled search again; it goes on from its finished trials."""
+        with self._store.writing() as session:
+            row = _row(session, number, user)
+            if row.state not in (SearchState.FAILED, SearchState.CANCELLED):
+                raise UsageError(
+                    f"search {number} is {row.state}: only a failed or cancelled one can be resumed"
+                )
+            row.state, row.attempts = SearchState.QUEUED, 0
+            row.cancelled = row.outcome = row.ended = None
+            return convert.search_record(row)
+
+    # --- for actors ---------------------------------------------------------------------------
+
+    def claim(self, owner: Owner, runner: str) -> SearchRecord | None:
+        """Give the next queued search to ``owner``, the actor ``runner``; ``None`` if none is next.
+
+        The next is the oldest of the user with the fewest active searches. A search waits while
+        another with the same subject is active, and while another on the owner's host waits for its
+        devices.
+        """
+        now = _now()
+        with self._store.writing() as session:
+            number = session.scalar(_next(owner.host).limit(1))
+            if number is None:
+                return None
+            row = _row(session, number)
+            row.state, row.runner, row.waits_for = SearchState.STARTING, runner, None
+            row.attempts += 1
+            give_to(row, owner, now)
+            return convert.search_record(row)
+
+    def claimable(self, host: str) -> bool:
+        """Return whether ``claim`` by a process on ``host`` would return a search."""
+        with self._store.reading() as session:
+            return session.scalar(_next(host).limit(1)) is not None
+
+    def taken(self, runner: str) -> bool:
+        """Return whether the actor ``runner`` has claimed a search."""
+        with self._store.reading() as session:
+            return session.scalar(select(Search.id).filter_by(runner=runner).limit(1)) is not None
+
+    def wait(self, search: SearchRecord, what: str) -> None:
+        """Store what a starting search waits for."""
+        self._set(search, waits_for=what)
+
+    def run(self, search: SearchRecord) -> None:
+        """Store that a search has its devices."""
+        self._set(search, state=SearchState.RUNNING, waits_for=None, started=_now())
+
+    def belongs_to(self, search: SearchRecord, study: str) -> None:
+        """Store the study of a search."""
+        self._set(search, study_id=study)
+
+    def finish(self, search: SearchRecord, outcome: Outcome | None) -> None:
+        """End a search of the calling process: with a plan, or with an error."""
+        with self._store.writing() as session:
+            row = _row(session, search.id)
+            _end(row, SearchState.FINISHED if outcome is None else SearchState.FAILED)
+            row.outcome = None if outcome is None else convert.to_json(outcome)
+
+    def stop(self, search: SearchRecord) -> None:
+        """End a search of the calling process because its user has cancelled it."""
+        with self._store.writing() as session:
+            _end(_row(session, search.id), SearchState.CANCELLED)
+
+    def reclaim(self) -> int:
+        """Queue the active searches whose owner has ended; return how many there were.
+
+        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails.
+        """
+        now, count = _now(), 0
+        active = select(Search).where(Search.state.in_(ACTIVE))
+        with self._store.reading() as session:
+            if all(live_owner(row, now) is not None for row in session.scalars(active)):
+                return 0
+        with self._store.writing() as session:
+            for row in session.scalars(active):
+                if live_owner(row, now) is not None:
+                    continue
+                count += 1
+                if row.cancelled is not None:
+                    _end(row, SearchState.CANCELLED)
+                elif row.attempts >= MOST_ATTEMPTS:
+                    _end(row, SearchState.FAILED)
+                    message = (
+                        f"the process of this search was lost {row.attempts} times:"
+                        " look into the logs of Ray, then resume the search"
+                    )
+                    outcome = Outcome(kind="WorkerError", message=message)
+                    row.outcome = convert.to_json(outcome)
+                else:
+                    row.state, row.waits_for = SearchState.QUEUED, None
+        return count
+
+    # --- notices ------------------------------------------------------------------------------
+
+    def tell(self, search: SearchRecord, notices: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Store notices of a search, each with its kind, in this order."""
+        with self._store.writing() as session:
+            session.add_all(
+                Notice(search_id=search.id, kind=kind, content=content) for kind, content in notices
+            )
+
+    def notices(self, number: int, *, after: int = 0, most: int = 500) -> tuple[NoticeRecord, ...]:
+        """Return the notices of a search with an id above ``after``, oldest first."""
+        query = (
+            select(Notice)
+            .where(Notice.search_id == number, Notice.id > after)
+            .order_by(Notice.id)
+            .limit(most)
+        )
+        with self._store.reading() as session:
+            return tuple(map(convert.notice_record, session.scalars(query)))
+
+    # --- uploads ------------------------------------------------------------------------------
+
+    def add_upload(self, digest: str, content: bytes) -> None:
+        """Store an archive, unless it is stored already."""
+        with self._store.writing() as session:
+            if not _has_upload(session, digest):
+                session.add(Upload(digest=digest, content=content, created=_now()))
+
+    def has_upload(self, digest: str) -> bool:
+        """Return whether an archive is stored."""
+        with self._store.reading() as session:
+            return _has_upload(session, digest)
+
+    def upload(self, digest: str) -> bytes:
+        """Return an archive."""
+        with self._store.reading() as session:
+            content = session.scalar(select(Upload.content).filter_by(digest=digest))
+        if content is None:
+            raise UsageError(f"there is no upload {digest}")
+        return content
+
+    # --- tokens -------------------------------------------------------------------------------
+
+    def add_token(self, user: str, digest: str) -> None:
+        """Store the digest of a user's new token."""
+        with self._store.writing() as session:
+            session.add(Token(user=user, digest=digest, created=_now()))
+
+    def user_of(self, digest: str) -> str | None:
+        """Return the user with this digest of a token; ``None`` if there is none."""
+        with self._store.reading() as session:
+            return session.scalar(select(Token.user).filter_by(digest=digest))
+
+    def users(self) -> tuple[str, ...]:
+        """Return the names of the users that have a token."""
+        with self._store.reading() as session:
+            return tuple(session.scalars(select(Token.user).distinct().order_by(Token.user)))
+
+    def _set(self, search: SearchRecord, **values: Any) -> None:
+        with self._store.writing() as session:
+            session.execute(update(Search).where(Search.id == search.id).values(**values))
+
+
+def _next(host: str) -> Any:
+    """Return the query for the number of the search that runs next on ``host``."""
+    same, others, waiting = aliased(Search), aliased(Search), aliased(Search)
+    busy = (
+        select(func.count())
+        .select_from(others)
+        .where(others.user == Search.user, others.state.in_(ACTIVE))
+        .scalar_subquery()
+    )
+    return (
+        select(Search.id)
+        .where(
+            Search.state == SearchState.QUEUED,
+            ~exists().where(same.subject == Search.subject, same.state.in_(ACTIVE)),
+            ~exists().where(waiting.state == SearchState.STARTING, waiting.owner_host == host),
+        )
+        .order_by(busy, Search.id)
+    )
+
+
+def _row(session: Session, number: int, user: str | None = None) -> Search:
+    row = session.get(Search, number)
+    if row is None or (user is not None and row.user != user):
+        raise NoSuchSearch(f"there is no search {number}")
+    return row
+
+
+def _end(row: Search, state: SearchState) -> None:
+    row.state, row.ended, row.waits_for = state, _now(), None
+
+
+def _has_upload(session: Session, digest: str) -> bool:
+    return session.scalar(select(Upload.digest).filter_by(digest=digest)) is not None
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

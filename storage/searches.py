@@ -1,0 +1,114 @@
+"""The records of the searches that a service runs. Imports no SQLAlchemy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from autofit.storage.owner import Owner
+
+
+class SearchState(StrEnum):
+    """State of a search of the service."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    """It waits until Ray has reserved its devices."""
+    RUNNING = "running"
+    FINISHED = "finished"
+    """It has a best plan."""
+    FAILED = "failed"
+    """It ended with an error: see ``Outcome``. It may be queued again."""
+    CANCELLED = "cancelled"
+    """A user ended it. It may be queued again."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search only goes on if a user queues it again."""
+        return self in ENDED
+
+
+ACTIVE = (SearchState.STARTING, SearchState.RUNNING)
+"""States in which an actor owns the search."""
+ENDED = (SearchState.FINISHED, SearchState.FAILED, SearchState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """The script and the options of a search, as for ``autofit.search``."""
+
+    script: tuple[str, ...]
+    """The path of the script below its folder, the name of a module, or a launch line."""
+    args: tuple[str, ...] = ()
+    """Arguments of the script."""
+    module: bool = False
+    folder: str | None = None
+    """The working directory, on storage that the machines of the service share."""
+    upload: str | None = None
+    """The digest of an uploaded working directory; given if ``folder`` is not."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``autofit search`` by name, with values as people write them."""
+
+    @property
+    def subject(self) -> str:
+        """SHA-256 of what the studies of two searches have in common, hexadecimal.
+
+        Searches with equal subjects may share a study, so they run one after the other.
+        """
+        words = (self.folder, self.upload, self.script, self.module, self.args)
+        shared = [*words, self.options.get("memory"), self.options.get("allow")]
+        return hashlib.sha256(json.dumps(shared).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The error with which a search ended."""
+
+    kind: str
+    """The name of the error's class, such as ``"NothingFits"``."""
+    message: str
+    traceback: str = ""
+    """The traceback of the script, if the script failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRecord:
+    """A search of the service at the moment when it was read."""
+
+    id: int
+    user: str
+    state: SearchState
+    submission: Submission
+    study: str | None
+    """``StudyRecord.id``; ``None`` before the study is open."""
+    waits_for: str
+    """What a starting search waits for; otherwise empty."""
+    cancelled: datetime | None
+    """When a user asked to end the search; ``None`` if nobody did."""
+    attempts: int
+    """How often an actor took it up since it was queued by a user."""
+    outcome: Outcome | None
+    """The error of a failed search."""
+    owner: Owner | None
+    """The process that runs it, or ran it last."""
+    created: datetime
+    """In UTC."""
+    started: datetime | None
+    ended: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeRecord:
+    """A notice of a search: one line of its progress."""
+
+    id: int
+    """Grows within a search."""
+    kind: str
+    """The name of the notice's class, such as ``"TrialEnded"``."""
+    content: Mapping[str, Any]
+    """Plain JSON."""

@@ -1,0 +1,83 @@
+"""A search through a real service looks and ends as a local one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import autofit
+from autofit.client.http import Service
+from autofit.storage import Store
+from tests.service.live import WORDS, LiveService
+
+FAILS = "import torch\n\nprint('begins')\nraise ValueError('no such data')\n"
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(600)
+def test_a_search_through_the_service() -> None:
+    with LiveService(searches=1) as live:
+        live.start()
+        folder = live.folder(0)
+        found = live.autofit("search", "--server", live.url, "train.py", *WORDS, cwd=folder)
+        assert found.returncode == 0, found.stdout + found.stderr
+        head, *_, last = found.stdout.strip().splitlines()
+        assert "budget 2.2 MiB as requested" in head
+        assert "confirmed: " in found.stdout
+        assert last.startswith("   autofit best train.py --format python")
+
+        # the study is in the user's own store, under the script's own path
+        best = autofit.best("train.py", cwd=folder, storage=folder / "autofit.db", quiet=True)
+        assert best.script.cwd == str(folder)
+        assert f"study {best.study}" in head
+        assert f"study {best.study}" in found.stdout.splitlines()[-4]
+        there = Service(live.url).get("/api/searches/1/study")
+        with Store(str(folder / "autofit.db"), create=False) as store:
+            study = store.study(best.study)
+            assert len(store.trials(study)) == len(there["trials"]) == best.trials + 1
+            assert study.launches == there["launches"]
+
+        assert live.stop().returncode == 0
+        assert live.processes() == []
+
+
+@pytest.mark.full
+def test_ctrl_c_cancels_the_search() -> None:
+    with LiveService(searches=1) as live:
+        live.start()
+        line = [sys.executable, "-m", "autofit", "search", "--server", live.url, "train.py", *WORDS]
+        client = subprocess.Popen(
+            line,
+            cwd=live.folder(0),
+            env=live.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        service = Service(live.url)
+        while not (found := service.get("/api/searches")) or found[0]["state"] != "running":
+            time.sleep(0.1)
+            assert client.poll() is None
+        os.kill(client.pid, signal.SIGINT)
+        _, errors = client.communicate(timeout=60)
+        assert client.returncode == 130, errors
+        assert service.get("/api/searches/1")["state"] == "cancelled"
+        assert service.post("/api/searches/1/resume")["state"] == "queued"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_search_that_fails_ends_as_a_local_one() -> None:
+    with LiveService(searches=1) as live:
+        live.start()
+        folder = live.folder(0)
+        (folder / "fails.py").write_text(FAILS)
+        local = live.autofit("search", "fails.py", *WORDS, cwd=folder)
+        through = live.autofit("search", "--server", live.url, "fails.py", *WORDS, cwd=folder)
+        assert (through.returncode, through.stderr) == (local.returncode, local.stderr)
+        assert local.returncode == 1

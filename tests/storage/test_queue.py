@@ -1,0 +1,212 @@
+"""The queue of a service: who is next, what is lost with a process, what each query costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from autofit.exceptions import UsageError
+from autofit.storage import (
+    Outcome,
+    Owner,
+    Queue,
+    SearchRecord,
+    SearchState,
+    Store,
+    StudyRecord,
+    Submission,
+)
+from autofit.storage.queue import MOST_ATTEMPTS, NoSuchSearch
+
+pytestmark = pytest.mark.quick
+
+FIRST = Submission(script=("train.py",), upload="aa", options={"memory": "2GiB"})
+SECOND = replace(FIRST, upload="bb")
+THIRD = replace(FIRST, upload="cc")
+
+
+@pytest.fixture
+def queue(store: Store) -> Queue:
+    return Queue(store)
+
+
+@pytest.fixture
+def gone() -> Owner:
+    """A process that has ended."""
+    program = "from autofit.storage import Owner; o = Owner.current(); print(o.pid, o.started)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    pid, started = ran.stdout.split()
+    return replace(Owner.current(), pid=int(pid), started=float(started))
+
+
+def claimed(queue: Queue, owner: Owner | None = None) -> SearchRecord:
+    """Claim the next search, and say that it has its devices."""
+    search = queue.claim(owner or Owner.current(), "runner")
+    assert search is not None
+    queue.run(search)
+    return search
+
+
+def test_a_submission_is_kept_as_it_was(queue: Queue) -> None:
+    search = queue.submit("alice", FIRST)
+    assert queue.search(search.id) == search
+    assert search.submission == FIRST
+    assert search.state is SearchState.QUEUED
+
+
+def test_the_user_with_the_fewest_searches_is_next(queue: Queue) -> None:
+    numbers = [queue.submit("alice", each).id for each in (FIRST, SECOND)]
+    last = queue.submit("bob", THIRD).id
+    assert [claimed(queue).id for _ in range(3)] == [numbers[0], last, numbers[1]]
+    assert queue.claim(Owner.current(), "runner") is None
+
+
+def test_searches_that_share_a_study_run_one_after_the_other(queue: Queue) -> None:
+    first, second = queue.submit("alice", FIRST), queue.submit("bob", FIRST)
+    assert claimed(queue).id == first.id
+    assert not queue.claimable(Owner.current().host)
+    queue.finish(first, None)
+    assert claimed(queue).id == second.id
+
+
+def test_one_search_of_a_host_waits_for_devices_at_a_time(queue: Queue) -> None:
+    queue.submit("alice", FIRST)
+    queue.submit("alice", SECOND)
+    waiting = queue.claim(Owner.current(), "runner")
+    assert waiting is not None
+    queue.wait(waiting, "2 GPUs")
+    assert queue.claim(Owner.current(), "other") is None
+    assert queue.claimable("another host")
+    assert queue.search(waiting.id).waits_for == "2 GPUs"
+    queue.run(waiting)
+    assert queue.search(waiting.id).waits_for == ""
+    assert queue.claimable(Owner.current().host)
+
+
+def test_a_search_goes_back_to_the_queue_when_its_process_is_gone(
+    queue: Queue, gone: Owner
+) -> None:
+    lost, alive = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
+    assert claimed(queue, gone).id == lost.id
+    assert claimed(queue).id == alive.id
+    assert queue.reclaim() == 1
+    assert queue.search(lost.id).state is SearchState.QUEUED
+    assert queue.search(alive.id).state is SearchState.RUNNING
+    assert queue.reclaim() == 0
+
+
+def test_a_search_that_is_lost_again_and_again_fails(queue: Queue, gone: Owner) -> None:
+    search = queue.submit("alice", FIRST)
+    for _ in range(MOST_ATTEMPTS):
+        claimed(queue, gone)
+        queue.reclaim()
+    found = queue.search(search.id)
+    assert found.state is SearchState.FAILED
+    assert found.outcome is not None
+    assert f"lost {MOST_ATTEMPTS} times" in found.outcome.message
+    again = queue.resume(search.id, "alice")
+    assert (again.state, again.outcome, again.attempts) == (SearchState.QUEUED, None, 0)
+
+
+def test_cancelling(queue: Queue, gone: Owner) -> None:
+    queued, running = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
+    assert queue.cancel(queued.id, "alice").state is SearchState.CANCELLED
+    claimed(queue, gone)
+    assert queue.cancel(running.id, "alice").state is SearchState.RUNNING
+    assert queue.search(running.id).cancelled is not None
+    queue.reclaim()  # its process ended before it could say so
+    assert queue.search(running.id).state is SearchState.CANCELLED
+    with pytest.raises(UsageError, match="nothing to cancel"):
+        queue.cancel(running.id, "alice")
+    assert queue.resume(running.id, "alice").cancelled is None
+
+
+def test_a_search_is_its_users_alone(queue: Queue) -> None:
+    search = queue.submit("alice", FIRST)
+    calls: list[Callable[[], Any]] = [
+        lambda: queue.search(search.id, "bob"),
+        lambda: queue.cancel(search.id, "bob"),
+        lambda: queue.resume(search.id, "bob"),
+    ]
+    for call in calls:
+        with pytest.raises(NoSuchSearch):
+            call()
+    assert queue.searches("bob") == ()
+    assert queue.searches("alice") == (search,)
+
+
+def test_notices_are_taken_up_after_an_id(queue: Queue) -> None:
+    search, other = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
+    queue.tell(search, [("Line", {"text": "one"}), ("Line", {"text": "two"})])
+    queue.tell(other, [("Line", {"text": "of another"})])
+    queue.tell(search, [("Line", {"text": "three"})])
+    first, *rest = queue.notices(search.id)
+    assert [each.content["text"] for each in rest] == ["two", "three"]
+    assert list(queue.notices(search.id, after=first.id)) == rest
+
+
+def test_the_study_of_a_search_can_be_deleted(
+    store: Store, queue: Queue, study: StudyRecord
+) -> None:
+    search = queue.submit("alice", FIRST)
+    queue.belongs_to(search, study.id)
+    assert queue.search(search.id).study == study.id
+    store.delete_study(study)
+    assert queue.search(search.id).study is None
+
+
+def test_an_outcome_is_kept(queue: Queue) -> None:
+    search = queue.submit("alice", FIRST)
+    outcome = Outcome(kind="ScriptError", message="it fails", traceback="Traceback é")
+    queue.finish(search, outcome)
+    assert queue.search(search.id).outcome == outcome
+
+
+def test_no_query_scans_a_table(path: Path) -> None:
+    """Ask SQLite for the plan of each query of the queue."""
+    with Store(f"sqlite:///{path}") as store:
+        queue, seen = Queue(store), []
+
+        def note(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+            seen.append((statement, parameters))
+
+        event.listen(store._reader, "before_cursor_execute", note)
+        search = queue.submit("alice", FIRST)
+        queue.add_upload("aa", b"archive")
+        queue.add_token("alice", "digest")
+        calls: list[Callable[[], Any]] = [
+            lambda: queue.searches("alice", before=9),
+            lambda: queue.active(),
+            lambda: queue.claimable("host"),
+            lambda: queue.taken("runner"),
+            lambda: queue.claim(Owner.current(), "runner"),
+            lambda: queue.reclaim(),
+            lambda: store.heartbeat(Owner.current()),
+            lambda: queue.notices(search.id, after=3),
+            lambda: queue.tell(search, [("Line", {})]),
+            lambda: queue.upload("aa"),
+            lambda: queue.user_of("digest"),
+            lambda: queue.cancel(search.id, "alice"),
+        ]
+        for call in calls:
+            call()
+        event.remove(store._reader, "before_cursor_execute", note)
+        queries = [each for each in seen if each[0].startswith(("SELECT", "UPDATE"))]
+        assert len(queries) > len(calls)
+        scans = []
+        with store.reading() as session:
+            for statement, parameters in queries:
+                if "UPDATE study" in statement or "UPDATE trial" in statement:
+                    continue  # the heartbeat of searches without a service does so too
+                cursor = session.connection().exec_driver_sql(
+                    f"EXPLAIN QUERY PLAN {statement}", parameters
+                )
+                scans += [(statement, row[3]) for row in cursor if row[3].startswith("SCAN")]
+        assert scans == []

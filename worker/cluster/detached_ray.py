@@ -1,0 +1,195 @@
+"""A Ray on this machine that outlives the process that started it: for a service.
+
+Its folder is named by the store that the service uses. A later process with the same store finds
+the running Ray there. The folder holds Ray's address and its token, and belongs to one user.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from autofit.exceptions import UsageError, WorkerError
+from autofit.worker.cluster.local_ray import (
+    LEAST_OBJECT_STORE,
+    OF_RAY,
+    answers,
+    short_folder,
+    variables,
+)
+from autofit.worker.launch import reaper
+
+_START = 120.0
+"""Seconds within which ``ray start`` has to end."""
+_GOODBYE = 15.0
+"""Seconds that the service has to end after SIGTERM."""
+_KILL = 30.0
+"""Seconds within which the processes of Ray have to end after SIGKILL."""
+
+
+class DetachedRay:
+    """The Ray of a service on this machine, one for each store and user.
+
+    Raises ``UsageError`` if another user owns its folder.
+    """
+
+    def __init__(self, storage: str) -> None:
+        """``storage``: the SQLAlchemy URL of the store."""
+        digest = hashlib.sha256(f"{os.getuid()} {storage}".encode()).hexdigest()
+        self._session = f"service-{digest[:16]}"
+        self.folder = Path(short_folder(), f"autofit-{digest[:8]}")
+        self._of_ray = self.folder / OF_RAY
+        self._lock = -1
+        """Descriptor of the file that the service of this process holds."""
+
+    def hold(self) -> None:
+        """Make this process the one service of the store here, until it ends.
+
+        Raises ``UsageError`` if another process is.
+        """
+        self._make_folder()
+        self._lock = os.open(self.folder / "service", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"process {self._holder()} already serves this store on this machine:"
+                " `autofit serve --stop` ends it"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def attach(self, searches: int) -> tuple[str, bool]:
+        """Return the address of this Ray, and whether it had to be started.
+
+        ``searches``: on a machine without GPUs, the searches that run at a time. Sets the variables
+        in ``os.environ`` with which this process can join. Raises ``WorkerError`` if Ray does not
+        start.
+        """
+        self._make_folder()
+        settings = {**variables(self._session, self._token()), "RAY_AUTH_MODE": "token"}
+        del settings[reaper.SESSION]
+        os.environ.update(settings)
+        address = self._address()
+        if address and answers(address):
+            return address, False
+        self._kill()
+        self._start(searches)
+        return self._address(), True
+
+    def stop(self) -> bool:
+        """End the service, then its Ray with all searches; return whether anything ran.
+
+        The searches stay in the store. The next service takes them up.
+        """
+        running = self._end_service()
+        killed = self._kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return running or killed
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            found = self.folder.lstat()
+        except OSError as error:
+            raise UsageError(f"the folder {self.folder} cannot be made: {error}") from error
+        private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+        if found.st_uid != os.getuid() or not private:
+            raise UsageError(
+                f"the folder {self.folder} is open to others, and Ray's token would lie there:"
+                " remove it, or set TMPDIR to another folder"
+            )
+
+    def _token(self) -> str:
+        """Return the token that this Ray requires; the first call makes it."""
+        file = self.folder / "token"
+        try:
+            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return file.read_text()
+        with os.fdopen(made, "w") as stream:
+            stream.write(secrets.token_hex(32))
+        return file.read_text()
+
+    def _address(self) -> str:
+        try:
+            return (self._of_ray / "ray_current_cluster").read_text().strip()
+        except OSError:
+            return ""
+
+    def _start(self, searches: int) -> None:
+        shutil.rmtree(self._of_ray, ignore_errors=True)
+        self._of_ray.mkdir(mode=0o700)
+        line = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
+            *("--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"),
+            *(f"--num-cpus={searches}", f"--object-store-memory={LEAST_OBJECT_STORE}"),
+            *(f"--temp-dir={self._of_ray}", f"--plasma-directory={self._of_ray}"),
+            *("--no-monitor", "--include-log-monitor=false"),
+        ]
+        environment = {**os.environ, reaper.SESSION: self._session}
+        environment.pop("AUTOFIT_ORIGIN", None)
+        try:
+            done = subprocess.run(
+                line,
+                env=environment,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=_START,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise WorkerError(f"Ray did not start within {_START:.0f} s") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+            raise WorkerError(f"Ray does not start on this machine: {last}")
+
+    def _holder(self) -> str:
+        try:
+            return (self.folder / "service").read_text() or "?"
+        except OSError:
+            return "?"
+
+    def _end_service(self) -> bool:
+        """End the process that holds the lock, if there is one; return whether there was."""
+        try:
+            lock = os.open(self.folder / "service", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        deadline, told = time.monotonic() + _GOODBYE, False
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return told
+                except BlockingIOError:
+                    kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+                    if not told or kind is signal.SIGKILL:
+                        os.kill(int(self._holder()), kind)
+                    told = True
+                    time.sleep(0.1)
+        finally:
+            os.close(lock)
+
+    def _kill(self) -> bool:
+        """Kill every process of this Ray; return whether there was one."""
+
+        def ours(table: dict[int, reaper.Process]) -> set[reaper.Process]:
+            return reaper.with_descendants(reaper.marked(self._session, table), table)
+
+        found = bool(ours(reaper.processes()))
+        if reaper.kill_until_gone(ours, _KILL):
+            raise WorkerError("some processes of the service's Ray do not end")
+        return found
