@@ -17,7 +17,15 @@ from autofit.inspection.prediction import device_bytes, predicted_peak, predicte
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.storage import Store
-from autofit.worker.records.inspection import Growth, Inspected, Inspection, Kind, Moment, Part
+from autofit.worker.records.inspection import (
+    Growth,
+    Inspected,
+    Inspection,
+    Kind,
+    Moment,
+    Part,
+    Timeline,
+)
 from autofit.worker.records.trials import OutOfMemory, Script
 
 STEPS = 8
@@ -99,11 +107,11 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
         Path(options.snapshot).write_bytes(outcome.inspected.snapshot)
     found: tuple[Technique, ...] = ()
     fitting: tuple[Card, ...] = ()
-    if whole.fits:
-        moments = outcome.inspected.moments
+    timeline = outcome.inspected.timeline
+    if whole.fits and timeline is not None:
         measured = _measured(options, target)
-        found = techniques.techniques(moments, outcome.facts, target.hardware, measured)
-        fitting = _cards(outcome, target.hardware)
+        found = techniques.techniques(timeline, outcome.facts, target.hardware, measured)
+        fitting = _cards(timeline, outcome, target.hardware)
     return Explanation(
         script=options.script,
         hardware=target.hardware,
@@ -163,14 +171,14 @@ def _measured(options: ExplainOptions, target: Target) -> techniques.Measured:
     return {}
 
 
-def _cards(outcome: Outcome, hardware: Hardware) -> tuple[Card, ...]:
+def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Card, ...]:
     inspected, facts = outcome.inspected, outcome.facts
     assert inspected is not None, "the script fits"
-    plain, moments = inspected.plain, inspected.moments
+    plain = inspected.plain
 
     def needed(plan: Plan) -> float:
         return device_bytes(
-            predicted_peak(plan, moments, facts),
+            predicted_peak(plan, timeline, facts),
             allocated=plain.allocated if plain else 0,
             reserved=plain.reserved if plain else 0,
             context=plain.device - plain.reserved if plain else 0,

@@ -1,14 +1,19 @@
-"""Predicts the peak of a plan from what held the memory of the script as it is.
+"""Predicts the peak of a plan: replays the tensors of one step as they would exist under the plan.
 
-The arithmetic of ``autofit/space/static_memory.py`` says which share of weights, gradients and
-state a plan keeps. The activations are not estimated: an inspection has measured them by block and
-by type. Each phase of a step has its own peak, and the highest one counts.
+An inspection has followed every tensor from the operation that made it to the one after which it
+was freed. A plan changes sizes and lifetimes: checkpointing frees the activations of a block after
+its forward and makes them again in backward, a split batch shrinks all of them. The peak of the
+changed timeline is the prediction. It may be at another moment than the script's own peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from autofit import strategies
 from autofit.facts import Facts
@@ -18,51 +23,49 @@ from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
 from autofit.strategies import AS_IS, Memory
 from autofit.strategies.checkpointing import ALL, count
 from autofit.strategies.loss.chunks import tokens_in_chunk
-from autofit.worker.records.inspection import Kind, Moment
+from autofit.worker.records.inspection import Kind, Timeline
 
-OF_BLOCK = 0.5
-"""Gradients of activations that backward of one recomputed block holds, relative to the block."""
 HALF = ("bf16", "fp16")
 """Levels of ``precision`` that keep activations in 16 bits."""
-BACKWARD, STEP = "backward", "optimizer step"
+SCALAR = 8
+"""Bytes of a number, such as a loss that the model returns."""
+FLOAT = 4
+"""Bytes of a float32 number."""
+CHUNKS_OF_LOGITS = 3
+"""Tensors as large as a chunk of logits that exist at once in the chunked loss."""
+OFFLOADED = 1 << 20
+"""Smallest tensor in bytes that ``activation_offload`` moves: ``saved_tensors.SMALL``."""
+STAYING = 4
+"""Tensors that it does not move, because backward needs them first: ``saved_tensors.WINDOW``."""
 STATIC = {
     Kind.WEIGHTS: Memory.WEIGHTS,
     Kind.GRADIENTS: Memory.GRADIENTS,
     Kind.OPTIMIZER_STATE: Memory.OPTIMIZER_STATE,
 }
-MEASURED = ("precision", "checkpointing", "micro_batch", "loss", "activation_offload")
-"""Strategies whose effect on activations is computed from measured bytes, not from a prior."""
-
-EXACT = (*MEASURED, "optimizer", "gradient_release", "zero_grad", "optimizer_offload", "batch_size")
+REPLAYED = ("precision", "checkpointing", "micro_batch", "loss", "activation_offload")
+"""Strategies whose effect on activations is replayed, not taken from a prior."""
+EXACT = (*REPLAYED, "optimizer", "gradient_release", "zero_grad", "optimizer_offload", "batch_size")
 """Strategies without a prior for memory: their effect is computed from the script's own tensors."""
+Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The bytes at one moment by kind; what no plan changes is in ``rest``."""
-
-    static: float
-    activations: float
-    temporary: float
-    rest: float
-
-    @property
-    def total(self) -> float:
-        return self.static + self.activations + self.temporary + self.rest
-
-
-def predicted_peak(plan: Plan, moments: Sequence[Moment], facts: Facts) -> float:
+def predicted_peak(plan: Plan, timeline: Timeline, facts: Facts) -> float:
     """Return the bytes of tensors at the peak under ``plan``.
 
-    ``moments``: the peaks of all phases of the script as it is.
+    ``timeline``: a step of the script as it is.
     """
     if plan.neutral:
-        return float(max(moment.peak for moment in moments))
-    return max(size for moment in moments for size in _under(plan, moment, moments, facts))
+        return float(max(timeline.peaks))
+    return _Replay(plan, timeline, facts).peak()
 
 
-def predictable(plan: Plan) -> bool:
-    """Return whether the prediction rests on measured bytes alone, and on no prior."""
+def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
+    """Return whether the prediction rests on measured bytes alone, and on no prior.
+
+    On the CPU, attention with dropout keeps float32 under autocast, which the replay does not see.
+    """
+    if plan["precision"] in HALF and not cuda and any(root.dropout for root in facts.roots):
+        return False
     return all(name in EXACT for name, _ in plan.changes)
 
 
@@ -86,123 +89,307 @@ def device_bytes(peak: float, *, allocated: int, reserved: int, context: int, cu
     return peak * max(1.0, reserved / max(1, allocated)) + context
 
 
-def _under(plan: Plan, moment: Moment, moments: Sequence[Moment], facts: Facts) -> list[float]:
-    """Return the peaks that a moment leads to under ``plan``."""
-    chunk = _chunk(plan, facts)
-    now = _Sizes(
-        static=_static(plan, moment, moments, chunk),
-        activations=float(moment.of(Kind.ACTIVATIONS)),
-        temporary=float(moment.of(Kind.TEMPORARY, Kind.WORKSPACE)),
-        rest=float(moment.of(Kind.OTHER, Kind.LIBRARIES, Kind.ROUNDING)),
-    )
-    if moment.phase == STEP:
-        return [_of_step(plan, now).total]
-    share = chunk * _other_shares(plan, facts)
-    kept, block = _remaining(plan, moment, facts)
-    activations = kept * share
-    cast = moment.cast / 2 if plan["precision"] in HALF and moment.activates else 0.0
-    temporary = now.temporary * chunk
-    if plan["loss"] != AS_IS:
-        temporary = max(0.0, temporary - moment.logits * chunk) + _in_chunks(moment, facts, chunk)
-    collected = moment.output * (1 - chunk)  # the outputs of all chunks wait for the loss
-    whole = now.static + activations + temporary + now.rest + cast + collected
-    if not block or moment.phase != BACKWARD:
-        return [whole]
-    # The logits are freed before a block runs again. The last block runs first.
-    logits = min(moment.logits * share, activations)
-    gradients = remaining_share(plan, Memory.GRADIENTS) * max(
-        each.of(Kind.GRADIENTS) for each in moments
-    )
-    more = max(0.0, gradients - moment.of(Kind.GRADIENTS)) if chunk == 1 else 0.0
-    rerun = now.static + block * share * (1 + OF_BLOCK) + now.rest + cast
-    inputs = sum(each.given for each in moment.blocks) * share
-    return [
-        whole,
-        rerun + activations - logits,
-        rerun + max(0.0, activations - logits - inputs) + more,
-    ]
+@dataclass(frozen=True, slots=True)
+class _Lives:
+    """Columns of lives; times are operations of the step, or fractions between two of them."""
+
+    size: Array
+    start: Array
+    end: Array
+    used: Array
+    wanted: Array
+    kind: npt.NDArray[np.str_]
+    block: npt.NDArray[np.int64]
+    of_block: npt.NDArray[np.bool_]
+    returned: npt.NDArray[np.bool_]
+    wide: npt.NDArray[np.bool_]
+    quantized: npt.NDArray[np.bool_]
+    moving: npt.NDArray[np.bool_]
+    """Made in forward or backward by this step, and no gradient: grows with the batch."""
+
+    def where(self, mask: Any, **changed: Any) -> _Lives:
+        """Return the lives with columns changed where ``mask`` holds."""
+        columns = {
+            name: np.where(mask, value, getattr(self, name)) for name, value in changed.items()
+        }
+        return replace(self, **columns)
+
+    def only(self, mask: Any) -> _Lives:
+        """Return the lives for which ``mask`` holds."""
+        return _Lives(*(getattr(self, name)[mask] for name in self.__slots__))
+
+    def also(self, other: _Lives) -> _Lives:
+        """Return the lives of both."""
+        columns = (
+            np.concatenate([getattr(self, name), getattr(other, name)]) for name in self.__slots__
+        )
+        return _Lives(*columns)
+
+    def peak(self) -> float:
+        """Return the most bytes that exist at once."""
+        begins, ends = np.argsort(self.start), np.argsort(self.end)
+        begun = np.cumsum(self.size[begins])
+        gone = np.concatenate([[0.0], np.cumsum(self.size[ends])])
+        before = np.searchsorted(self.end[ends], self.start[begins], side="left")
+        last = np.searchsorted(self.start[begins], self.start[begins], side="right") - 1
+        return float(np.max(begun[last] - gone[before], initial=0.0))
 
 
-def _static(plan: Plan, moment: Moment, moments: Sequence[Moment], chunk: float) -> float:
-    """Return the bytes of weights, gradients and state at a moment."""
-    total = 0.0
-    for kind, memory in STATIC.items():
-        size = float(moment.of(kind))
-        if kind is Kind.GRADIENTS and chunk < 1:  # those of the chunks before
-            size = float(max(each.of(kind) for each in moments))
-        share = remaining_share(plan, memory)
-        if kind is Kind.OPTIMIZER_STATE and plan["optimizer"] == "eight_bit":
-            size -= moment.quantized * (1 - share)
-            share = 1.0
-        if plan["zero_grad"] != AS_IS and kind is Kind.GRADIENTS:
-            share = 1.0 if moment.phase == STEP else 0.0
-        total += size * share
-    return total
+class _Replay:
+    """The timeline of a step under one plan."""
 
+    def __init__(self, plan: Plan, timeline: Timeline, facts: Facts) -> None:
+        self._plan = plan
+        self._timeline = timeline
+        self._facts = facts
+        self._last = len(timeline.peaks) - 1
+        self._batch_share = self._share_of_batch()
+        self._chunk_share = self._share_of_chunk()
+        self._forward = min(timeline.forward, default=0)
+        self._backward = min(timeline.backward, default=self._last)
+        self._backward_ends = max(timeline.backward, default=self._last)
 
-def _of_step(plan: Plan, now: _Sizes) -> _Sizes:
-    """Return the sizes in the optimizer's step: a fused or partial step has no workspace."""
-    by_itself = plan["optimizer"] in ("fused", "eight_bit", "single")
-    by_itself |= any(plan[name] != AS_IS for name in ("gradient_release", "optimizer_offload"))
-    return _Sizes(now.static, now.activations, 0.0 if by_itself else now.temporary, now.rest)
+    def peak(self) -> float:
+        """Return the bytes at the peak."""
+        plan = self._plan
+        lives = self._base
+        lives = self._optimizer(lives)
+        if plan["loss"] != AS_IS:
+            lives = self._chunked_loss(lives)
+        if plan["micro_batch"] != AS_IS:
+            lives = self._split(lives)
+        lives = self._scaled(lives)
+        if plan["activation_offload"] != AS_IS:
+            lives = self._offloaded(lives)
+        if plan["checkpointing"] != AS_IS:
+            lives = self._checkpointed(lives)
+        return lives.peak()
 
+    # --- the step as it is -----------------------------------------------------------------
 
-def _chunk(plan: Plan, facts: Facts) -> float:
-    """Return the share of a call's batch that runs at once."""
-    batch = facts.batch
-    if not batch:
-        return 1.0
-    samples = plan.samples(batch)
-    size = plan["micro_batch"]
-    return min(samples, int(size) if size.isdecimal() else samples) / batch
+    @cached_property
+    def _base(self) -> _Lives:
+        """The lives in the plan's precision, with what no tensor explains as lives of their own."""
+        half = self._plan["precision"] in HALF
+        lives = self._columns(self._timeline.lowered if half else self._timeline.lives)
+        return lives.also(self._unexplained())
 
+    def _columns(self, lives: tuple[Any, ...]) -> _Lives:
+        columns = list(zip(*lives, strict=True))
+        size, start, end, used, wanted = (np.array(each, float) for each in columns[:5])
+        kind = np.array(columns[5], dtype=str)
+        block = np.array(columns[6], dtype=np.int64)
+        flags = [np.array(each, dtype=bool) for each in columns[7:]]
+        phase = self._phases[start.astype(int)]
+        of_block, returned, wide, quantized = flags
+        return _Lives(
+            size=size,
+            start=start,
+            end=end,
+            used=used,
+            wanted=wanted,
+            kind=kind,
+            block=block,
+            of_block=of_block,
+            returned=returned,
+            wide=wide,
+            quantized=quantized,
+            moving=(kind == "") & (phase > 0),
+        )
 
-def _other_shares(plan: Plan, facts: Facts) -> float:
-    """Return the expected share of activations under strategies without a measured effect."""
-    share = 1.0
-    for strategy, level in plan:
-        if strategy.name in MEASURED or strategy.drops_samples(level):
-            continue
-        if Memory.ACTIVATIONS in strategy.lowered(level):
-            share *= strategy.expected_share(level, facts)
-    return share
+    @cached_property
+    def _phases(self) -> npt.NDArray[np.int64]:
+        """1 for operations of forward, 2 for those of backward, 0 for the others."""
+        found = np.zeros(self._last + 1, dtype=np.int64)
+        found[list(self._timeline.forward)] = 1
+        found[list(self._timeline.backward)] = 2
+        return found
 
+    def _unexplained(self) -> _Lives:
+        """Return what the allocator gave out beside tensors, for each operation.
 
-def _in_chunks(moment: Moment, facts: Facts, chunk: float) -> float:
-    """Return the bytes of logits, and their gradient, of one chunk of a chunked loss."""
-    classes = max((root.classes for root in facts.roots), default=0)
-    if not classes or not moment.logit:
-        return 0.0
-    tokens = int(moment.logit * chunk) // (4 * classes)
-    return 2.0 * 4 * classes * min(tokens, tokens_in_chunk(tokens, classes))
+        The least of it is that of libraries and lasts; the rest is workspace of one operation.
+        """
+        plain = self._columns(self._timeline.lives)
+        times = np.arange(self._last + 2)
+        change = np.zeros(self._last + 2)
+        np.add.at(change, plain.start.astype(int), plain.size)
+        np.add.at(change, plain.end.astype(int) + 1, -plain.size)
+        held = np.cumsum(change)[:-1]
+        peaks = np.array(self._timeline.peaks, float)
+        extra = np.where(peaks > 0, np.maximum(0.0, peaks - held), 0.0)
+        known = extra[peaks > 0]
+        floor = float(known.min()) if len(known) else 0.0
+        at = np.nonzero(extra > floor)[0]
+        found = self._made(extra[at] - floor, times[at], times[at])
+        found = replace(found, moving=self._phases[at] > 0)
+        lasting = self._made(np.array([floor]), np.array([0.0]), np.array([float(self._last)]))
+        return found.also(lasting)
 
+    def _made(self, size: Any, start: Any, end: Any) -> _Lives:
+        """Return further lives, which no block has made."""
+        number = len(size)
+        no = np.zeros(number, dtype=bool)
+        start, end = np.asarray(start, float), np.asarray(end, float)
+        block = np.full(number, -1, dtype=np.int64)
+        kind = np.full(number, "", dtype="<U16")
+        return _Lives(
+            np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no
+        )
 
-def _remaining(plan: Plan, moment: Moment, facts: Facts) -> tuple[float, float]:
-    """Return the activations of the whole batch that remain, and those of one block that reruns.
+    # --- weights, gradients and state ------------------------------------------------------
 
-    Under checkpointing, a block keeps its input alone, which is the output of the block before.
-    """
-    activations = float(moment.of(Kind.ACTIVATIONS))
-    halves = moment.halved / activations if activations else 0.0
-    lower = 1.0 - (halves if plan["precision"] in HALF else 0.0)
-    block = 0.0
-    level = plan["checkpointing"]
-    if level != AS_IS and moment.blocks:
-        number = len(moment.blocks) if level == ALL else count(level, len(moment.blocks))
-        rerun = moment.blocks[:number]
-        inputs = max((each.given for each in moment.blocks), default=0)
-        saved = sum(max(0, each.activations - inputs) for each in rerun)
-        block = max((each.activations for each in rerun), default=0) * lower
-        activations -= saved
-        # Inputs are sums of residuals, which stay in float32.
-        activations = (activations - inputs * number) * lower + inputs * number
-    elif level != AS_IS:
-        activations *= strategies.get("checkpointing").expected_share(level, facts) * lower
-    else:
-        activations *= lower
-    if plan["loss"] != AS_IS:
-        activations = max(0.0, activations - moment.logits)
-    if plan["activation_offload"] != AS_IS:
-        moved = moment.offloaded / (2 if plan["activation_offload"] == "half" else 1)
-        activations = max(0.0, activations - moved * lower)
-    return activations, block
+    def _optimizer(self, lives: _Lives) -> _Lives:
+        """Apply what a plan changes of weights, gradients and optimizer state."""
+        plan = self._plan
+        for kind, memory in STATIC.items():
+            share = remaining_share(plan, memory)
+            mask = lives.kind == kind
+            if kind is Kind.OPTIMIZER_STATE and plan["optimizer"] == "eight_bit":
+                mask = mask & lives.quantized
+            lives = lives.where(mask, size=lives.size * share)
+        gradients = lives.kind == Kind.GRADIENTS
+        if plan["gradient_release"] != AS_IS:  # the optimizer steps within backward
+            lives = lives.where(gradients, end=np.minimum(lives.end, lives.start + 2))
+        if plan["zero_grad"] != AS_IS:
+            wanted = np.minimum(lives.wanted, lives.end)
+            lives = lives.where(gradients & (lives.start == 0), start=wanted)
+        by_itself = plan["optimizer"] in ("fused", "eight_bit", "single")
+        by_itself |= any(plan[name] != AS_IS for name in ("gradient_release", "optimizer_offload"))
+        if by_itself:  # without the temporary tensors of torch's ``foreach`` kernels
+            lives = lives.where((lives.kind == "") & ~lives.moving & self._in_step(lives), size=0.0)
+        return lives
+
+    def _in_step(self, lives: _Lives) -> Any:
+        """Return which lives begin and end after backward."""
+        return (lives.start > self._backward_ends) & (lives.end < self._last)
+
+    # --- activations -----------------------------------------------------------------------
+
+    def _scaled(self, lives: _Lives) -> _Lives:
+        """Scale activations by the share of the batch, and by priors of other strategies."""
+        share = self._batch_share
+        for strategy, level in self._plan:
+            if strategy.name in REPLAYED or strategy.drops_samples(level):
+                continue
+            if Memory.ACTIVATIONS in strategy.lowered(level):
+                share *= strategy.expected_share(level, self._facts)
+        return lives.where(lives.moving, size=lives.size * share)
+
+    def _share_of_batch(self) -> float:
+        batch = self._facts.batch
+        return self._plan.samples(batch) / batch if batch else 1.0
+
+    def _share_of_chunk(self) -> float:
+        """Return the share of a call's samples that runs at once."""
+        batch, size = self._facts.batch, self._plan["micro_batch"]
+        if not batch or not size.isdecimal():
+            return 1.0
+        samples = self._plan.samples(batch)
+        return min(samples, int(size)) / samples
+
+    def _split(self, lives: _Lives) -> _Lives:
+        """Run forward and backward in chunks; the last chunk has the peak.
+
+        The gradients of the earlier chunks exist all the time, and a weight's new gradient exists
+        beside their sum. If the model returns its loss, the joined output exists from the first
+        chunk on, and a chunk keeps its own until its backward ends. Otherwise the outputs of the
+        other chunks wait for the loss.
+        """
+        share = self._chunk_share
+        gradients = (lives.kind == Kind.GRADIENTS) & (lives.start >= self._forward)
+        earlier = lives.end[(lives.kind == Kind.GRADIENTS) & (lives.end < self._backward)]
+        begin = float(max(self._forward, earlier.max(initial=-1) + 1))  # after ``zero_grad``
+        output = lives.returned & lives.moving
+        loss_inside = bool((output & (lives.size <= SCALAR)).any())
+        others = lives.size[output].sum() * (1.0 if loss_inside else 1 - share)
+        joined = self._made([others], [self._forward], [self._backward_ends])
+        new = self._made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
+        if loss_inside:
+            lives = lives.where(output, end=np.maximum(lives.end, self._backward_ends))
+        lives = lives.where(lives.moving, size=lives.size * share)
+        lives = lives.where(gradients, start=np.minimum(lives.start, begin))
+        return lives.also(joined).also(new)
+
+    def _chunked_loss(self, lives: _Lives) -> _Lives:
+        """Compute head and loss in chunks of tokens, and their gradients within forward."""
+        logits = lives.wide & lives.moving
+        classes = max((root.classes for root in self._facts.roots), default=0)
+        if not logits.any() or not classes:
+            return lives
+        tokens = max(each.size for each in self._timeline.lives if each.wide) // (FLOAT * classes)
+        at = float(lives.start[logits & (lives.start < self._backward)].max(initial=self._forward))
+        lives = lives.where(logits, size=0.0)
+        share = self._chunk_share * self._batch_share
+        chunk = tokens_in_chunk(max(1, int(tokens * share)), classes) / share * classes * FLOAT
+        numbers = CHUNKS_OF_LOGITS - (1 if self._plan["precision"] in HALF else 0)
+        made = [self._made([numbers * chunk], [at], [at])]
+        width = FLOAT * classes
+        weights = [
+            (size, start)
+            for size, start in zip(
+                lives.size[lives.kind == Kind.GRADIENTS],
+                lives.start[lives.kind == Kind.GRADIENTS],
+                strict=True,
+            )
+            if size > width and size % width == 0
+        ]
+        if weights:
+            size, born = min(weights)
+            made += [self._made([size], [at], [max(at, born)])]
+            made += [self._made([size / classes * tokens], [at], [self._backward])]
+        for index, each in enumerate(made):
+            # The gradient of the weight does not grow with the batch.
+            lives = lives.also(replace(each, moving=np.array([index != 1])))
+        return lives
+
+    def _offloaded(self, lives: _Lives) -> _Lives:
+        """Move large activations to host memory between their uses in forward and backward."""
+        share = 0.5 if self._plan["activation_offload"] == "half" else 1.0
+        large = lives.moving & (lives.size >= OFFLOADED) & (lives.wanted < lives.end + 1)
+        large &= (lives.start < self._backward) & (lives.wanted > self._backward)
+        order = np.argsort(np.where(large, lives.start, np.inf), kind="stable")
+        moved = order[: max(0, int(large.sum()) - STAYING)]
+        mask = np.zeros(len(lives.size), dtype=bool)
+        mask[moved[: round(len(moved) * share)]] = True
+        back = lives.only(mask)
+        back = replace(back, start=np.minimum(back.wanted, back.end))
+        return lives.where(mask, end=np.minimum(lives.used, lives.end)).also(back)
+
+    def _checkpointed(self, lives: _Lives) -> _Lives:
+        """Free the activations of blocks after their forward, and run it again in backward."""
+        number = len(self._timeline.blocks)
+        level = self._plan["checkpointing"]
+        if not number:
+            share = strategies.get("checkpointing").expected_share(level, self._facts)
+            return lives.where(lives.moving, size=lives.size * share)
+        for block in range(number if level == ALL else count(level, number)):
+            lives = self._rerun(lives, block)
+        return lives
+
+    def _rerun(self, lives: _Lives, block: int) -> _Lives:
+        own = lives.moving & (lives.block == block) & (lives.start < self._backward)
+        if not own.any():
+            return lives
+        enters, leaves = lives.start[own].min(), lives.start[own].max()
+        saved = own & (lives.wanted <= lives.end) & (lives.wanted >= self._backward)
+        freed = saved & ~lives.of_block
+        if not freed.any():
+            return lives
+        begins = lives.wanted[freed].min()
+
+        def again(time: Array) -> Array:
+            """Return when an operation of the block runs again: just before ``begins``."""
+            place = (np.clip(time, enters, leaves + 1) - enters) / (leaves + 2 - enters)
+            return np.asarray(begins - 1 + 0.01 + 0.98 * place)
+
+        workspace = lives.moving & (lives.block < 0) & (lives.start == lives.end)
+        workspace &= (lives.start >= enters) & (lives.start <= leaves)
+        back = lives.only(own | workspace)
+        kept = back.wanted >= self._backward
+        kept &= back.wanted <= back.end
+        end = np.where(kept & ~back.of_block, back.end, again(np.minimum(back.end, back.used)))
+        start = again(back.start)
+        back = replace(back, start=start, end=np.maximum(start, end), block=back.block * 0 - 1)
+        ended = np.maximum(lives.start, np.minimum(lives.used, lives.end))
+        return lives.where(freed, end=ended).also(back)

@@ -16,7 +16,7 @@ from autofit.storage import State, Store, TrialRecord, script_path
 from autofit.storage.records import StudyKey
 from autofit.strategies import Fidelity
 from autofit.strategies.checkpointing import most_blocks
-from autofit.worker.records.inspection import Moment
+from autofit.worker.records.inspection import Timeline
 from autofit.worker.records.trials import Measurement, Script
 
 LEAST = 0.005
@@ -59,15 +59,15 @@ Measured = Mapping[Plan, Measurement]
 
 
 def techniques(
-    moments: Sequence[Moment], facts: Facts, hardware: Hardware, measured: Measured
+    timeline: Timeline, facts: Facts, hardware: Hardware, measured: Measured
 ) -> tuple[Technique, ...]:
     """Return the techniques that free memory, those that free most first.
 
-    ``moments``: the peaks of the script as it is.
+    ``timeline``: a step of the script as it is.
     """
-    as_it_is = predicted_peak(Plan(), moments, facts)
+    as_it_is = predicted_peak(Plan(), timeline, facts)
     found = [
-        _technique(plan, moments, facts, measured, as_it_is, cuda=hardware.device == "cuda")
+        _technique(plan, timeline, facts, measured, as_it_is, cuda=hardware.device == "cuda")
         for plan in single_plans(facts, hardware)
     ]
     useful = [each for each in found if each.freed > LEAST * as_it_is]
@@ -76,7 +76,7 @@ def techniques(
 
 def _technique(
     plan: Plan,
-    moments: Sequence[Moment],
+    timeline: Timeline,
     facts: Facts,
     measured: Measured,
     as_it_is: float,
@@ -84,11 +84,11 @@ def _technique(
     cuda: bool,
 ) -> Technique:
     """``cuda``: whether it is a GPU, of which the priors of step times come."""
-    predicted = int(as_it_is - predicted_peak(plan, moments, facts))
+    predicted = int(as_it_is - predicted_peak(plan, timeline, facts))
     neutral, own = measured.get(Plan()), measured.get(plan)
     slowdown: float | None = predicted_slowdown(plan, facts) if cuda else None
     freed = predicted
-    basis = Basis.PREDICTED if predictable(plan) else Basis.ESTIMATED
+    basis = Basis.PREDICTED if predictable(plan, facts, cuda=cuda) else Basis.ESTIMATED
     if neutral is not None and own is not None:
         freed = neutral.peak_allocated - own.peak_allocated
         slowdown = neutral.samples_per_second / own.samples_per_second

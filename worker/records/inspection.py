@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from autofit.worker.records.places import Place
 
@@ -65,15 +66,49 @@ class Part:
     """The operation of torch that made the largest of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One of the model's repeated blocks at a moment."""
+class Life(NamedTuple):
+    """One tensor's memory in a step. Operations count from the first one of the step."""
 
-    name: str
-    activations: int
-    """Bytes of its activations, without those of its input."""
-    given: int
-    """Bytes of its input."""
+    size: int
+    """Bytes."""
+    start: int
+    """The operation that made it, or 0 if it existed before."""
+    end: int
+    """The last operation before it was freed."""
+    used: int
+    """The last operation of the forward pass that read it."""
+    wanted: int
+    """The first operation of backward that reads it; beyond the step if none does."""
+    kind: str
+    """``Kind.WEIGHTS``, ``GRADIENTS``, ``OPTIMIZER_STATE``, or ``OTHER`` if it is from before this
+    step; empty for tensors of the step itself."""
+    block: int
+    """Index of the repeated block whose forward made it, and -1 outside all blocks."""
+    of_block: bool
+    """Whether that block returned it."""
+    returned: bool
+    """Whether the model returned it."""
+    wide: bool
+    """Whether its last dimension is that of the model's head."""
+    quantized: bool
+    """Whether an 8-bit optimizer would replace it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All tensors of one optimizer step, operation by operation."""
+
+    lives: tuple[Life, ...]
+    lowered: tuple[Life, ...]
+    """The same under bf16 autocast."""
+    peaks: tuple[int, ...]
+    """Bytes that the allocator had given out at most during each operation; 0 if unknown."""
+    forward: tuple[int, ...]
+    """The operations of the forward pass, the loss included."""
+    backward: tuple[int, ...]
+    """The operations of backward."""
+    blocks: tuple[str, ...]
+    """Paths of the repeated blocks in the order of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,31 +123,10 @@ class Moment:
     """All that held them; the sizes add up to ``peak``."""
     operation: str = ""
     """The operation that was running."""
-    halved: int = 0
-    """Bytes that bf16 autocast would save of the activations."""
-    cast: int = 0
-    """Bytes of the float32 weights that autocast would copy to 16 bits until backward."""
-    logits: int = 0
-    """Bytes of activations and temporary tensors as wide as the model's head."""
-    logit: int = 0
-    """Bytes of the largest of these tensors."""
-    quantized: int = 0
-    """Bytes of the optimizer state that an 8-bit optimizer replaces."""
-    offloaded: int = 0
-    """Bytes of activations that ``activation_offload`` would move to host memory."""
-    output: int = 0
-    """Bytes of the model's output, which a split batch collects until backward."""
-    blocks: tuple[Block, ...] = ()
-    """The repeated blocks in the order of the forward pass."""
 
     def of(self, *kinds: Kind) -> int:
         """Return the bytes of some kinds."""
         return sum(part.size for part in self.parts if part.kind in kinds)
-
-    @property
-    def activates(self) -> bool:
-        """Whether it is in forward or backward, where weights that are cast exist twice."""
-        return self.phase in ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +171,8 @@ class Inspected:
     """``None`` if the script ended, or memory ran out, before those steps."""
     steps: int
     """Followed steps."""
+    timeline: Timeline | None = None
+    """The last followed step; ``None`` if no whole step was followed."""
     growths: tuple[Growth, ...] = ()
     """Leaks, the largest first."""
     snapshot: bytes | None = None

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -84,7 +84,26 @@ FULL = frozenset(
         "smooth_l1_loss",
     }
 )
-"""Operations that autocast on CUDA computes in float32. On the CPU, they keep the input's type."""
+"""Operations that autocast on CUDA computes in float32. On the CPU, most keep the input's type."""
+FULL_ON_CPU = frozenset(
+    {"_log_softmax", "_softmax", "nll_loss_forward", "mse_loss", "smooth_l1_loss", "huber_loss"}
+)
+"""Those in float32 on the CPU too: ``cross_entropy`` is two of them.
+
+Autocast leaves a softmax alone there. But attention asks for float32: ``transformers`` in eager
+mode, and torch's ``scaled_dot_product_attention`` where no fused kernel applies.
+"""
+PRODUCTS_BACKWARD = frozenset(
+    {
+        "convolution_backward",
+        "linear_backward",
+        *(f"{name}_backward" for name in PRODUCTS if name.startswith("_scaled")),
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    }
+)
+"""Operations that compute gradients of products and are not products by name."""
+SCALAR = 8
+"""Bytes of a number, whose type does not change that of a result."""
 Line = tuple[str, int]
 """File and line number."""
 
@@ -156,10 +175,16 @@ class Allocation:
     is_float: bool
     """Whether it holds float32 numbers."""
     lowered: bool = False
-    """Whether autocast would hold it in 16 bits. Of optimizer state: whether 8-bit optimizers
+    """Whether autocast would compute it in 16 bits. Of optimizer state: whether 8-bit optimizers
     would quantize it."""
-    casts: int = 0
-    """Matrix products that would each make a copy of it in 16 bits."""
+    uses: list[int] = field(default_factory=list)
+    """Indices of the operations that read it, while they are measured; views do not count."""
+    returned: bool = False
+    """Whether a root returned it."""
+    block: int = -1
+    """Index of the repeated block whose forward made it, and -1 outside all blocks."""
+    of_block: bool = False
+    """Whether that block returned it."""
     died: int | None = None
     """Index of the last operation before it was freed; ``None`` while it exists."""
     role: str = ""
@@ -216,10 +241,24 @@ def allocator_of(meter: Meter) -> Allocator | None:
     return CudaAllocator() if torch.cuda.is_initialized() else None
 
 
+@dataclass(slots=True)
+class Executed:
+    """An operation that was measured."""
+
+    name: str
+    phase: str
+    peak: int
+    """Most bytes that the allocator had given out, from its begin to that of the next one."""
+    block: int
+    """Index of the repeated block whose forward was running, and -1 outside all blocks."""
+
+
 class Modules:
     """Tells the path of the module whose forward is running, for each thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_return: Callable[[nn.Module, Any], None]) -> None:
+        """``on_return``: is called with a module and what its forward has returned."""
+        self._on_return = on_return
         self._running: dict[int, list[nn.Module]] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -231,6 +270,10 @@ class Modules:
     def name_of(self, module: nn.Module) -> str:
         """Return the path of ``module``, or its class if it belongs to no root."""
         return self._names.get(module) or type(module).__name__
+
+    def enclosing(self) -> list[nn.Module]:
+        """Return the running modules of this thread, the outermost first."""
+        return self._running.get(threading.get_ident(), [])
 
     def running(self) -> str:
         """Return the path of the innermost running module; empty outside all modules."""
@@ -256,6 +299,7 @@ class Modules:
         stack = self._running.get(threading.get_ident(), [])
         while stack and stack.pop() is not module:
             pass
+        self._on_return(module, output)
 
 
 class AllocationLog(TorchDispatchMode):
@@ -266,13 +310,15 @@ class AllocationLog(TorchDispatchMode):
     ) -> None:
         """``phase``: tells what the script does now. ``allocator``: ``None`` until it exists."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.modules = Modules()
+        self.modules = Modules(self._returned)
         self.step = 0
         """Optimizer steps taken so far."""
         self.line: Line | None = None
         """The user's line that started backward: other threads have no frames of the user."""
         self.peaks: dict[str, Operation] = {}
         """The operation with the highest peak of each phase, since ``measure`` was called."""
+        self.executed: dict[int, Executed] = {}
+        """Each operation since ``measure`` was called, by its index."""
         self.failed: Operation | None = None
         """The last operation that raised an error."""
         self.now = 0
@@ -287,6 +333,7 @@ class AllocationLog(TorchDispatchMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._ended: list[Allocation] = []
         """Freed ones, since the last peak that they may be part of."""
+        self._blocks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
         self._stop: Undo | None = None
 
@@ -314,6 +361,7 @@ class AllocationLog(TorchDispatchMode):
     def measure(self) -> None:
         """Measure the peak of each operation from now on; forget earlier peaks."""
         self.peaks.clear()
+        self.executed.clear()
         self._ended.clear()
         self._allocator = self._allocator or self._find_allocator()
         self._measures = self._allocator is not None
@@ -331,6 +379,21 @@ class AllocationLog(TorchDispatchMode):
         if found is not None:
             found.role, found.module = role, module
             found.lowered |= quantized
+
+    def learn_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        """Note which modules are repeated blocks, in the order of their forward."""
+        for block in blocks:
+            self._blocks.setdefault(block, len(self._blocks))
+
+    def mark_returned(self, output: object) -> None:
+        """Note what a root has returned."""
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor) and (found := self._allocation(each)) is not None:
+                found.returned = True
+
+    def all(self) -> list[Allocation]:
+        """Return what existed since ``measure`` was called."""
+        return [*self.existing(), *self._ended]
 
     def existing(self) -> list[Allocation]:
         """Return what exists now."""
@@ -378,6 +441,10 @@ class AllocationLog(TorchDispatchMode):
     def _compare(self, name: str, before: int) -> None:
         assert self._allocator is not None, "it measures"
         peak, phase = self._allocator.peak(), self._phase()
+        if name:
+            self.executed[self.now] = Executed(name, phase, peak, self._block())
+        elif (last := self.executed.get(self.now)) is not None:
+            last.peak = max(last.peak, peak)
         highest = self.peaks.get(phase)
         if highest is None or peak > highest.peak:
             rounding = self._allocator.rounding()
@@ -389,13 +456,33 @@ class AllocationLog(TorchDispatchMode):
         """Note the storages of an operation."""
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         inputs = [found for each in given if (found := self._allocation(each)) is not None]
-        if name in PRODUCTS and self._phase() == "forward":
-            for each in inputs:
-                if each.is_float and not (each.lowered and each.casts == 0):
-                    each.lowered, each.casts = True, each.casts + 1
+        made = [
+            self._allocation(each, name, inputs)
+            for each in tree_leaves(output)
+            if isinstance(each, torch.Tensor)
+        ]
+        if self._measures:
+            seen = set() if name.endswith("_") else {id(each) for each in made}
+            for found in inputs:
+                if id(found) not in seen:  # views return the storage that they are given
+                    seen.add(id(found))
+                    found.uses.append(self.now)
+
+    def _returned(self, module: nn.Module, output: object) -> None:
+        """Note what a repeated block has returned."""
+        index = self._blocks.get(module)
+        if index is None or not self._measures:
+            return
         for each in tree_leaves(output):
-            if isinstance(each, torch.Tensor):
-                self._allocation(each, name, inputs)
+            if isinstance(each, torch.Tensor) and (found := self._allocation(each)) is not None:
+                found.of_block |= found.block == index
+
+    def _block(self) -> int:
+        """Return the index of the repeated block whose forward is running."""
+        if not self._measures:
+            return -1
+        running = self.modules.enclosing()
+        return next((self._blocks[each] for each in running if each in self._blocks), -1)
 
     def _allocation(
         self, tensor: torch.Tensor, name: str = "", inputs: Sequence[Allocation] = ()
@@ -428,7 +515,8 @@ class AllocationLog(TorchDispatchMode):
             module=self.modules.running(),
             width=int(tensor.shape[-1]) if tensor.ndim else 1,
             is_float=tensor.dtype == torch.float32,
-            lowered=_lowered(name, tensor, inputs, full=self._device == "cuda"),
+            lowered=_lowered(name, tensor, inputs, FULL if self._device == "cuda" else FULL_ON_CPU),
+            block=self._block(),
             key=key,
         )
         self._living[key] = made
@@ -444,18 +532,34 @@ class AllocationLog(TorchDispatchMode):
                 self._ended.append(found)
 
 
-def _lowered(name: str, tensor: torch.Tensor, inputs: Sequence[Allocation], *, full: bool) -> bool:
+def _lowered(
+    name: str, tensor: torch.Tensor, inputs: Sequence[Allocation], full: frozenset[str]
+) -> bool:
     """Return whether autocast would compute a tensor in 16 bits.
 
     The results of matrix products are in 16 bits, and so are those of elementwise operations whose
-    inputs all are. ``full``: whether the operations ``FULL`` compute in float32.
+    inputs all are. Type promotion makes the others float32; norms take weights of any type.
+
+    ``full``: operations whose results are float32.
     """
-    if tensor.dtype != torch.float32 or (full and name in FULL):
+    if tensor.dtype != torch.float32 or name in full or name in backward_of(full):
         return False
-    tensors = [each for each in inputs if each.is_float and not each.role]
-    return name in PRODUCTS or (
-        bool(tensors) and all(each.lowered and each.casts == 0 for each in tensors)
-    )
+    if name in PRODUCTS or name in PRODUCTS_BACKWARD:
+        return True
+    norm = "norm" in name
+    tensors = [
+        each
+        for each in inputs
+        if each.is_float and each.size > SCALAR and not (norm and (each.role or each.width == 1))
+    ]
+    return bool(tensors) and all(each.lowered for each in tensors)
+
+
+@cache
+def backward_of(names: frozenset[str]) -> frozenset[str]:
+    """Return the operations that compute the gradients of operations."""
+    found = {f"{name.removesuffix('_forward')}_backward" for name in names}
+    return frozenset({*found, *(f"{name}_backward_data" for name in names)})
 
 
 def _users_line(frame: FrameType | None) -> Line | None:

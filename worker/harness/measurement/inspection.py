@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
-from autofit.worker.harness.measurement import leaks
+from autofit.worker.harness.measurement import leaks, snapshot
 from autofit.worker.harness.measurement.allocations import (
     AllocationLog,
     allocator_of,
@@ -32,6 +32,7 @@ from autofit.worker.harness.measurement.moments import (
     moments,
 )
 from autofit.worker.harness.measurement.same_batches import SameBatches
+from autofit.worker.harness.measurement.timeline import timeline
 from autofit.worker.harness.measurement.trial import GRACE, TrialOver
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.session.call_runner import OUTSIDE
@@ -52,8 +53,6 @@ from autofit.worker.records.trials import (
 
 PLAIN_GRAD: Any = torch.Tensor.grad
 """Reads ``.grad`` unnoticed: autofit takes other reads for the script's own."""
-ENTRIES = 1_000_000
-"""Most events in PyTorch's memory snapshot."""
 
 
 class InspectedRun(Session):
@@ -87,15 +86,17 @@ class InspectedRun(Session):
         self._result: Inspected | None = None
         self._sent = False
         self._compiles = False
-        self._output = 0
-        """Bytes of the output of the last call."""
+        self._blocks: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+        """The repeated blocks of each root."""
+        self._step_began = 0
+        """Index of the first operation of the present step."""
         self.reads.start()
 
     def start(self) -> None:
         """Attach to torch, and follow all tensors from now on."""
         super().start()
         if self._asked_for.snapshot and self.meter.device == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
+            snapshot.record()
         self._reporter.send(PlanStarted(index=0))
         self._log.attach()
 
@@ -158,14 +159,16 @@ class InspectedRun(Session):
         if self.over:
             os._exit(0)
         self._log.modules.learn(root.module)
+        if root.module not in self._blocks:
+            self._blocks[root.module] = repeated_blocks(root.module)
+            self._log.learn_blocks(self._blocks[root.module])
         self._compiles |= root.facts is not None and root.facts.compiled
 
     def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a call, and note the size of its output."""
+        """Run a call, and note what it returns."""
         output = run()
-        if self._plan.neutral:
-            found = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-            self._output = sum(each.nbytes for each in found if each.requires_grad)
+        if self._plan.neutral:  # a look at the lazy output of a split call would compute it whole
+            self._log.mark_returned(output)
         return output
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
@@ -215,6 +218,8 @@ class InspectedRun(Session):
             if self._followed == self._asked_for.steps:
                 self._summarize()
                 self._begin_plain()
+            else:
+                self._step_began = self._log.now + 1
         self._clock = time.perf_counter()
 
     def _begin_following(self) -> None:
@@ -223,6 +228,7 @@ class InspectedRun(Session):
         self.meter.release()
         self._mark_weights()
         self._backwards.clear()
+        self._step_began = self._log.now + 1
         self._log.measure()
 
     def _begin_plain(self) -> None:
@@ -281,19 +287,22 @@ class InspectedRun(Session):
     def _summarize(self) -> None:
         """Summarize the followed steps; nothing is followed after them."""
         self._mark_weights()
-        blocks = {
-            self._log.modules.name_of(block): block
-            for root in self.roots
-            if root.alive
-            for block in repeated_blocks(root.module)
-        }
         classes = max((root.classes for root in self.facts.roots), default=0)
         growths = leaks.growths(self._log, self._log.step - self._followed)
         self._result = Inspected(
-            moments=moments(
-                self._log, self._backwards, blocks, classes=classes, output=self._output
-            ),
+            moments=moments(self._log, self._backwards),
             plain=None,
+            timeline=timeline(
+                self._log,
+                self._step_began,
+                blocks=[
+                    self._log.modules.name_of(block)
+                    for blocks in self._blocks.values()
+                    for block in blocks
+                ],
+                classes=classes,
+                cuda=self.meter.device == "cuda",
+            ),
             steps=self._followed,
             growths=growths,
             snapshot=self._snapshot(),
@@ -304,9 +313,7 @@ class InspectedRun(Session):
     def _snapshot(self) -> bytes | None:
         if not (self._asked_for.snapshot and self.meter.device == "cuda"):
             return None
-        taken = pickle.dumps(torch.cuda.memory._snapshot())
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return taken
+        return snapshot.taken()
 
     def _plain(self) -> PlainSteps | None:
         if not self._seconds:

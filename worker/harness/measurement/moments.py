@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import nn
-
-from autofit.strategies.activation_offload.saved_tensors import SMALL, WINDOW
 from autofit.worker.harness.measurement.allocations import Allocation, AllocationLog, Operation
 from autofit.worker.harness.torch_state import frames
-from autofit.worker.records.inspection import Block, Kind, Moment, Part
+from autofit.worker.records.inspection import Kind, Moment, Part
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 """Phases of a step. Forward ends where backward begins, so the loss is a part of it."""
@@ -20,24 +17,13 @@ Backwards = Sequence[tuple[int, int]]
 """Indices of the first and the last operation of each backward pass."""
 
 
-def moments(
-    log: AllocationLog,
-    backwards: Backwards,
-    blocks: Mapping[str, nn.Module],
-    *,
-    classes: int,
-    output: int,
-) -> tuple[Moment, ...]:
+def moments(log: AllocationLog, backwards: Backwards) -> tuple[Moment, ...]:
     """Return the peak of each measured phase, the highest first.
 
-    Args:
-        log: The allocations, with their roles marked.
-        backwards: The backward passes of the measured steps.
-        blocks: The model's repeated blocks by path.
-        classes: Outputs of the model's head; 0 without a head.
-        output: Bytes of the model's output.
+    ``log``: the allocations, with their roles marked. ``backwards``: the backward passes of the
+    measured steps.
     """
-    found = [_moment(log, peak, backwards, blocks, classes, output) for peak in log.peaks.values()]
+    found = [_moment(log, peak, backwards) for peak in log.peaks.values()]
     return tuple(sorted(found, key=lambda each: -each.peak))
 
 
@@ -45,37 +31,22 @@ def failed_moment(log: AllocationLog) -> Moment | None:
     """Return what held the memory when an allocation failed; ``None`` if none did."""
     if log.failed is None:
         return None
-    return _moment(log, log.failed, (), {}, 0, 0, living=log.existing())
+    return _moment(log, log.failed, (), living=log.existing())
 
 
 def _moment(
     log: AllocationLog,
     peak: Operation,
     backwards: Backwards,
-    blocks: Mapping[str, nn.Module],
-    classes: int,
-    output: int,
     living: list[Allocation] | None = None,
 ) -> Moment:
     existing = log.at(peak.index) if living is None else living
     kinds = [(each, _kind(each, peak, backwards)) for each in existing]
-    activations = [each for each, kind in kinds if kind is Kind.ACTIVATIONS]
-    wide = [each for each, kind in kinds if kind in (Kind.ACTIVATIONS, Kind.TEMPORARY)]
     return Moment(
         phase=peak.phase,
         peak=peak.peak,
         parts=(*_parts(kinds), *_rest(existing, peak)),
         operation=peak.name,
-        halved=sum(_halved(each) for each in activations if each.lowered),
-        cast=sum(each.size for each in existing if each.role == Kind.WEIGHTS and each.lowered),
-        logits=sum(each.size for each in wide if classes and each.width == classes),
-        logit=max((each.size for each in wide if classes and each.width == classes), default=0),
-        quantized=sum(
-            each.size for each in existing if each.role == Kind.OPTIMIZER_STATE and each.lowered
-        ),
-        offloaded=_offloaded(activations),
-        output=output,
-        blocks=tuple(_blocks(activations, blocks)),
     )
 
 
@@ -140,25 +111,3 @@ def _rest(existing: Iterable[Allocation], peak: Operation) -> list[Part]:
         Part(kind=Kind.WORKSPACE, size=workspace, operation=peak.name),
     ]
     return [part for part in found if part.size]
-
-
-def _halved(each: Allocation) -> int:
-    """Return the bytes that autocast saves of a tensor: each product that casts it keeps a copy."""
-    return each.size - each.size // 2 * max(1, each.casts)
-
-
-def _offloaded(activations: Sequence[Allocation]) -> int:
-    """Return the bytes that ``activation_offload`` moves: of large tensors, except the last."""
-    large = [each for each in activations if each.size >= SMALL]
-    large.sort(key=lambda each: each.born)
-    return sum(each.size for each in large[:-WINDOW])
-
-
-def _blocks(activations: Sequence[Allocation], blocks: Mapping[str, nn.Module]) -> Iterable[Block]:
-    """Yield the activations of each block; its input is what the block before it returned."""
-    given = 0
-    for path in blocks:
-        own = [each for each in activations if f"{each.module}.".startswith(f"{path}.")]
-        size = sum(each.size for each in own)
-        yield Block(name=path, activations=size, given=given)
-        given = max(own, key=lambda each: each.born).size if own else 0
