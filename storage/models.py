@@ -136,6 +136,7 @@ class Trial(Held, Base):
     __table_args__ = (
         UniqueConstraint("study_id", "number"),
         UniqueConstraint("study_id", "finished_plan"),
+        Index("ix_trial_verdict", "verdict"),
         CheckConstraint("state IN ('running', 'finished', 'interrupted')", name="state"),
         CheckConstraint("purpose IN ('search', 'confirm')", name="purpose"),
     )

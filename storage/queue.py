@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import exists, func, select, update
+from sqlalchemy import ColumnElement, exists, func, select, update
 from sqlalchemy.orm import Session, aliased
 
 from autofit.exceptions import UsageError
 from autofit.storage import convert
-from autofit.storage.models import Notice, Search, Token, Upload
+from autofit.storage.models import Notice, Search, Token, Trial, Upload
 from autofit.storage.owner import Owner
 from autofit.storage.searches import (
     ACTIVE,
     ENDED,
+    Counts,
     NoticeRecord,
     Outcome,
     SearchRecord,
@@ -23,6 +25,7 @@ from autofit.storage.searches import (
     Submission,
 )
 from autofit.storage.store import Store, give_to, live_owner
+from autofit.worker.records.trials import Verdict
 
 MOST_ATTEMPTS = 5
 """How often a search is taken up after its process was lost, before it fails."""
@@ -103,6 +106,17 @@ class Queue:
             row.state, row.attempts = SearchState.QUEUED, 0
             row.cancelled = row.outcome = row.ended = None
             return convert.search_record(row)
+
+    def counts(self) -> Counts:
+        """Return what the store holds, by kind; each count reads an index."""
+        short = select(Trial.out_of_memory).where(Trial.verdict == Verdict.OUT_OF_MEMORY)
+        with self._store.reading() as session:
+            searches = {str(each): _count(session, Search.state == each) for each in SearchState}
+            trials = {str(each): _count(session, Trial.verdict == each) for each in Verdict}
+            phases = Counter(
+                found["phase"] for found in session.scalars(short) if isinstance(found, dict)
+            )
+        return Counts(searches=searches, trials=trials, out_of_memory=phases)
 
     # --- for actors ---------------------------------------------------------------------------
 
@@ -275,6 +289,10 @@ def _row(session: Session, number: int, user: str | None = None) -> Search:
     if row is None or (user is not None and row.user != user):
         raise NoSuchSearch(f"there is no search {number}")
     return row
+
+
+def _count(session: Session, condition: ColumnElement[bool]) -> int:
+    return session.scalar(select(func.count()).where(condition)) or 0
 
 
 def _end(row: Search, state: SearchState) -> None:

@@ -103,6 +103,18 @@ class SearchRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a store holds, by kind."""
+
+    searches: Mapping[str, int]
+    """Searches of the service by state."""
+    trials: Mapping[str, int]
+    """Finished trials by verdict."""
+    out_of_memory: Mapping[str, int]
+    """Trials that ran out of memory, by the phase in which they did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeRecord:
     """A notice of a search: one line of its progress."""
 

@@ -24,6 +24,8 @@ from autofit.cli.out import say, show
     show_default=True,
     help="Searches at a time on a machine without GPUs.",
 )
+@click.option("--tls-certificate", metavar="FILE", help="PEM file of a certificate: use HTTPS.")
+@click.option("--tls-key", metavar="FILE", help="PEM file of its private key.")
 @click.option("--max-upload", metavar="SIZE", callback=types.size, help="Default: 100MiB.")
 @click.option(
     "--trusted-users", is_flag=True, help="Let several users in, who can read each other's files."
@@ -35,6 +37,8 @@ def command(
     host: str,
     port: int,
     searches: int,
+    tls_certificate: str | None,
+    tls_key: str | None,
     max_upload: int | None,
     trusted_users: bool,
     stop: bool,
@@ -60,5 +64,7 @@ def command(
         searches=searches,
         trusted=trusted_users,
         limit=max_upload or LIMIT,
+        certificate=tls_certificate,
+        key=tls_key,
     )
     server.serve(options, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -28,8 +28,10 @@ from autofit.export import FORMATS, render
 from autofit.report.content import read
 from autofit.report.page import page
 from autofit.service import requests
+from autofit.service.metrics import KIND
+from autofit.service.metrics import metrics as figures_of
 from autofit.service.runner import name_of_upload
-from autofit.service.users import Unauthorized, Users
+from autofit.service.users import OtherSite, Unauthorized, Users
 from autofit.storage import Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
 from autofit.storage.convert import to_json
 from autofit.storage.queue import NoSuchSearch
@@ -92,8 +94,17 @@ class UploadAnswer:
     """Its name for `upload` in the request of a search."""
 
 
-def make_app(store: Store, users: Users, *, limit: int = archive.LIMIT) -> FastAPI:
-    """Return the application on a store; ``limit``: bytes of an uploaded folder."""
+def make_app(
+    store: Store,
+    users: Users,
+    *,
+    limit: int = archive.LIMIT,
+    alive: Callable[[], bool] = lambda: True,
+) -> FastAPI:
+    """Return the application on a store.
+
+    ``limit``: bytes of an uploaded folder; ``alive``: whether searches can be started.
+    """
     app = FastAPI(
         title="autofit",
         version=__version__,
@@ -105,13 +116,16 @@ def make_app(store: Store, users: Users, *, limit: int = archive.LIMIT) -> FastA
     app.add_exception_handler(RequestValidationError, _refuse_request)
     app.add_exception_handler(HTTPException, _refuse_path)
     app.state.users = users
-    _add_routes(app, store, Queue(store), limit)
+    queue = Queue(store)
+    _add_routes(app, store, queue, limit)
+    _add_figures(app, queue, alive)
     return app
 
 
 def _user(request: Request, authorization: Annotated[str | None, Header()] = None) -> str:
     """Return the user of a request by its token."""
     users: Users = request.app.state.users
+    users.check_site(request.headers.get("Host", ""), request.headers.get("Origin"))
     return users.user_of(authorization)
 
 
@@ -198,6 +212,21 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, limit: int) -> None:
         """Return the study with its finished trials, for the client's own store."""
         found = _study(store, queue.search(number, user))
         return JSONResponse(to_json(messages.copy_of(store, found)))
+
+
+def _add_figures(app: FastAPI, queue: Queue, alive: Callable[[], bool]) -> None:
+    @app.get("/healthz")
+    def healthz() -> JSONResponse:
+        """Say whether the store answers and searches can be started; it needs no token."""
+        queue.active()
+        if not alive():
+            return JSONResponse({"error": "the thread that starts searches has ended"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics(user: User) -> PlainTextResponse:
+        """Return figures for Prometheus, of all users together."""
+        return PlainTextResponse(figures_of(queue), media_type=KIND)
 
 
 def _submission(request: SearchRequest) -> Submission:
@@ -302,6 +331,7 @@ def _refuse(request: Request, error: Exception) -> JSONResponse:
     codes: tuple[tuple[type[Exception], int], ...] = (
         (TooLarge, 413),
         (Unauthorized, 401),
+        (OtherSite, 403),
         (NoSuchSearch, 404),
         (UsageError, 400),
         (StorageError, 503),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from autofit.storage import Queue, Store
 from autofit.worker.cluster.detached_ray import DetachedRay
 from autofit.worker.cluster.local_ray import RaySession
 
-NEEDS = ("fastapi", "uvicorn")
+NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+"""Packages of the extra ``serve``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,10 @@ class ServiceOptions:
     """Whether users may read each other's files."""
     limit: int = LIMIT
     """Bytes of an uploaded folder."""
+    certificate: str | None = None
+    """A PEM file with the certificate for TLS; ``None`` for plain HTTP."""
+    key: str | None = None
+    """A PEM file with its private key."""
 
 
 def check_installed() -> None:
@@ -51,6 +57,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     used, and ``WorkerError`` if Ray cannot be joined.
     """
     check_installed()
+    _check_tls(options)
     import uvicorn
 
     from autofit.service.app import make_app
@@ -61,7 +68,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
         store = stack.enter_context(Store(options.storage))
         users = Users(Queue(store), trusted=options.trusted)
         users.check(options.host)
-        port = stack.enter_context(_listening(options.host, options.port))
+        port = stack.enter_context(_bound(options.host, options.port))
         address = options.address
         if address is None:
             own = DetachedRay(store.url)
@@ -74,14 +81,33 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
         stack.callback(supervisor.stop)
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(store, users, limit=options.limit),
+                make_app(store, users, limit=options.limit, alive=lambda: supervisor.alive),
                 log_level="warning",
                 timeout_graceful_shutdown=2,
+                ssl_certfile=options.certificate,
+                ssl_keyfile=options.key,
             )
         )
         host, number = port.getsockname()[:2]
-        say(f"the service answers at http://{f'[{host}]' if ':' in host else host}:{number}")
+        scheme = "https" if options.certificate else "http"
+        say(f"the service answers at {scheme}://{f'[{host}]' if ':' in host else host}:{number}")
         server.run(sockets=[port])
+
+
+def _check_tls(options: ServiceOptions) -> None:
+    """Raise ``UsageError`` if the files for TLS cannot be used."""
+    if (options.certificate is None) != (options.key is None):
+        raise UsageError("--tls-certificate and --tls-key: give both, or none")
+    if options.certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.certificate, options.key)
+    except OSError as error:
+        raise UsageError(
+            f"--tls-certificate {options.certificate} --tls-key {options.key} cannot be used:"
+            f" {error.strerror or error}"
+        ) from error
 
 
 def stop(storage: str) -> bool:
@@ -90,11 +116,16 @@ def stop(storage: str) -> bool:
         return DetachedRay(store.url).stop()
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket on this address; raise ``UsageError`` if it cannot be used."""
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket with this address, which does not listen yet.
+
+    Raises ``UsageError`` if the address cannot be used.
+    """
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a kill
+        found.bind((host, port))
+        return found
     except OSError as error:
         raise UsageError(
             f"--host {host} --port {port} cannot be used ({error.strerror}): choose another"

@@ -6,6 +6,7 @@ import getpass
 import hashlib
 import re
 import secrets
+from urllib.parse import urlsplit
 
 from autofit.exceptions import UsageError
 from autofit.storage import Queue
@@ -16,6 +17,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 class Unauthorized(UsageError):
     """A request has no valid token."""
+
+
+class OtherSite(UsageError):
+    """A browser sent a request for the page of another site."""
 
 
 class Users:
@@ -53,6 +58,21 @@ class Users:
                 " Authorization: Bearer TOKEN"
             )
         return user
+
+    def check_site(self, host: str, origin: str | None) -> None:
+        """Raise ``OtherSite`` for a request that a page of another site made a browser send.
+
+        ``host`` and ``origin``: headers of the request. Without tokens, a site could also give its
+        own name the address of this machine, so only names of loopback are answered.
+        """
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise OtherSite(f"the request comes from a page of {origin}: open this service instead")
+        name = urlsplit(f"//{host}").hostname or ""
+        if name not in LOOPBACK and not self._queue.users():
+            raise OtherSite(
+                f"the service has no tokens, so it answers at {LOOPBACK[0]} only, not at {name!r}:"
+                " autofit token create NAME"
+            )
 
     def _check_trust(self, names: tuple[str, ...]) -> None:
         if len(names) > 1 and not self._trusted:

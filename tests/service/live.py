@@ -67,7 +67,10 @@ WORDS = (
     *("--only", "checkpointing", "--only", "micro_batch"),
 )
 """``OPTIONS`` as words of the command line."""
-OF_RAY = ("gcs_server", "raylet", "dashboard", "runtime_env", "ray::IDLE", "ray/_private")
+OF_RAY = (
+    *("gcs_server", "raylet", "dashboard", "runtime_env", "ray/_private"),
+    *("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray.util.client.server"),
+)
 """Words in the command lines of Ray's own processes."""
 START = 180.0
 """Seconds within which a service has to answer; it takes some ten on an idle machine."""

@@ -217,3 +217,42 @@ def test_the_interface_describes_itself(running: Running) -> None:
     options = document["components"]["schemas"]["SearchRequest"]["properties"]["options"]
     assert "`memory`" in options["description"]
     assert "`storage`" not in options["description"]
+
+
+def test_health_and_metrics(running: Running, upload: Callable[[Service], str]) -> None:
+    assert Service(running.url, "").get("/healthz") == {"status": "ok"}
+    alice = running.user("alice")
+    before = _metric(alice, "queued")
+    submitted(alice, upload(alice))
+    assert _metric(alice, "queued") == before + 1
+    text = alice.text("/metrics")
+    assert 'autofit_trials{verdict="measured"}' in text
+    with pytest.raises(UsageError, match="no valid token"):
+        Service(running.url, "").text("/metrics")
+
+
+def _metric(user: Service, state: str) -> float:
+    """Return the number of searches in a state."""
+    line = f'autofit_searches{{state="{state}"}} '
+    found = next(each for each in user.text("/metrics").splitlines() if each.startswith(line))
+    return float(found.removeprefix(line))
+
+
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        ({"Origin": "http://evil.example"}, "a page of http://evil.example"),
+        ({"Host": "evil.example"}, "no tokens"),
+    ],
+)
+def test_a_page_of_another_site_is_refused(
+    headers: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    with Running.start(tmp_path) as running:  # without tokens
+        assert Service(running.url).get("/api/searches") == []
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=20)
+        connection.request("POST", "/api/searches/1/cancel", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 403
+        assert why in json.loads(answer.read())["error"]
+        connection.close()

@@ -184,6 +184,7 @@ def test_no_query_scans_a_table(path: Path) -> None:
         calls: list[Callable[[], Any]] = [
             lambda: queue.searches("alice", before=9),
             lambda: queue.active(),
+            lambda: queue.counts(),
             lambda: queue.claimable("host"),
             lambda: queue.taken("runner"),
             lambda: queue.claim(Owner.current(), "runner"),

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -135,6 +136,8 @@ class DetachedRay:
             *(f"--num-cpus={searches}", f"--object-store-memory={LEAST_OBJECT_STORE}"),
             *(f"--temp-dir={self._of_ray}", f"--plasma-directory={self._of_ray}"),
             *("--no-monitor", "--include-log-monitor=false"),
+            # Ray's server for remote clients cannot be left out; its default port may be taken.
+            f"--ray-client-server-port={_free_port()}",
         ]
         environment = {**os.environ, reaper.SESSION: self._session}
         environment.pop("AUTOFIT_ORIGIN", None)
@@ -193,3 +196,9 @@ class DetachedRay:
         if reaper.kill_until_gone(ours, _KILL):
             raise WorkerError("some processes of the service's Ray do not end")
         return found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
