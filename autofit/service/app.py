@@ -11,9 +11,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Query, Request
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -30,8 +37,10 @@ from autofit.report.page import page
 from autofit.service import requests
 from autofit.service.metrics import KIND
 from autofit.service.metrics import metrics as figures_of
+from autofit.service.pages import add_pages
 from autofit.service.runner import name_of_upload
 from autofit.service.users import OtherSite, Unauthorized, Users
+from autofit.service.visitor import User
 from autofit.storage import Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
 from autofit.storage.convert import to_json
 from autofit.storage.queue import NoSuchSearch
@@ -119,17 +128,8 @@ def make_app(
     queue = Queue(store)
     _add_routes(app, store, queue, limit)
     _add_figures(app, queue, alive)
+    add_pages(app, queue)
     return app
-
-
-def _user(request: Request, authorization: Annotated[str | None, Header()] = None) -> str:
-    """Return the user of a request by its token."""
-    users: Users = request.app.state.users
-    users.check_site(request.headers.get("Host", ""), request.headers.get("Origin"))
-    return users.user_of(authorization)
-
-
-User = Annotated[str, Depends(_user)]
 
 
 def _add_routes(app: FastAPI, store: Store, queue: Queue, limit: int) -> None:
@@ -326,8 +326,11 @@ class TooLarge(UsageError):
     """An upload is above the limit."""
 
 
-def _refuse(request: Request, error: Exception) -> JSONResponse:
-    """Answer one of our errors: its message in one line."""
+def _refuse(request: Request, error: Exception) -> Response:
+    """Answer one of our errors: its message in one line. A browser is asked for its token."""
+    page = not request.url.path.startswith("/api") and "html" in request.headers.get("Accept", "")
+    if isinstance(error, Unauthorized) and page:
+        return RedirectResponse("/login", 303)
     codes: tuple[tuple[type[Exception], int], ...] = (
         (TooLarge, 413),
         (Unauthorized, 401),

@@ -73,7 +73,8 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what: str, tmp_path: Path) -> None:
+def test_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "MOST_FILES", 3)
     make, why = REFUSED[what]
     content = make()
     with pytest.raises(UsageError, match=why):
