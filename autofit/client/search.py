@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,6 +92,8 @@ class _Following:
         self._tell = listener
         self._study: StudyRecord | None = None
         self._key: StudyKey | None = None
+        self._there = options.script.cwd
+        """The working directory of the script on the machine of the service."""
 
     def run(self) -> Result:
         """Show the search until it ends; return its result or raise its error."""
@@ -99,9 +102,10 @@ class _Following:
                 if event.kind == "state":
                     self._say_waiting(event.content)
                 elif event.kind == "end":
-                    return self._end(store, event.content)
+                    return self._end(store, self._with_own_paths(event.content))
                 else:
-                    self._show(store, messages.notice_from_json(event.kind, event.content))
+                    content = self._with_own_paths(event.content)
+                    self._show(store, messages.notice_from_json(event.kind, content))
         raise AssertionError("the stream ends with the event `end`")
 
     def _show(self, store: Store, notice: Any) -> None:
@@ -115,6 +119,7 @@ class _Following:
     def _with_copy(self, store: Store, notice: StudyStarted) -> StudyStarted:
         """Open the copy of the study here, and return the notice with its name."""
         script = self._own_script()
+        self._there = notice.script.cwd
         self._key = StudyKey.of(
             script,
             gpu=notice.hardware.name,
@@ -132,6 +137,11 @@ class _Following:
                 fresh=self._options.fresh,
             )
         return dataclasses.replace(notice, study=self._study.id, script=script)
+
+    def _with_own_paths(self, content: Any) -> Any:
+        """Return JSON in which the user's folder takes the place of its copy at the service."""
+        there, here = (json.dumps(path)[1:-1] for path in (self._there, self._options.script.cwd))
+        return json.loads(json.dumps(content).replace(there, here))
 
     def _own_script(self) -> Script:
         return self._options.script
@@ -155,7 +165,8 @@ class _Following:
         """Store the service's study here."""
         if found["study"] is None or self._study is None or self._key is None:
             return
-        copy = from_json(self._service.get(f"{self._path}/study"), messages.StudyCopy)
+        found = self._with_own_paths(self._service.get(f"{self._path}/study"))
+        copy = from_json(found, messages.StudyCopy)
         messages.write_copy(store, self._key, self._own_script(), self._study, copy)
 
     def _say_waiting(self, found: Mapping[str, Any]) -> None:

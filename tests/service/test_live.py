@@ -24,7 +24,8 @@ def test_a_search_through_the_service() -> None:
     with LiveService(searches=1) as live:
         live.start()
         folder = live.folder(0)
-        found = live.autofit("search", "--server", live.url, "train.py", *WORDS, cwd=folder)
+        few = (*WORDS, "--trials", "2")
+        found = live.autofit("search", "--server", live.url, "train.py", *few, cwd=folder)
         assert found.returncode == 0, found.stdout + found.stderr
         head, *_, last = found.stdout.strip().splitlines()
         assert "budget 2.2 MiB as requested" in head
@@ -81,3 +82,29 @@ def test_a_search_that_fails_ends_as_a_local_one() -> None:
         through = live.autofit("search", "--server", live.url, "fails.py", *WORDS, cwd=folder)
         assert (through.returncode, through.stderr) == (local.returncode, local.stderr)
         assert local.returncode == 1
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_search_waits_for_its_devices_and_says_so() -> None:
+    with LiveService(searches=1) as live:
+        live.start()
+        service = Service(live.url)
+        first, second = (live.submit(service, live.folder(seed)) for seed in range(2))
+        while (found := service.get(f"/api/searches/{second}"))["state"] != "starting":
+            time.sleep(0.1)
+        assert service.get(f"/api/searches/{first}")["state"] == "running"
+        while not found["waits_for"]:
+            time.sleep(0.1)
+            found = service.get(f"/api/searches/{second}")
+        assert found["waits_for"] == "a CPU"
+        service.post(f"/api/searches/{second}/cancel")
+        deadline = time.monotonic() + 60
+        while service.get(f"/api/searches/{second}")["state"] != "cancelled":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert service.get(f"/api/searches/{first}")["state"] == "running"
+        service.post(f"/api/searches/{second}/resume")
+        while service.get(f"/api/searches/{second}")["state"] != "finished":
+            time.sleep(0.5)
+        assert service.get(f"/api/searches/{first}")["state"] == "finished"
