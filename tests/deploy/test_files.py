@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
+from configparser import ConfigParser
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,33 @@ def test_the_cluster_starts_with_a_token_on_a_private_interface(deploy: Path) ->
         assert {each.split("=")[0] for each in options} <= set(
             re.findall(r"--[\w-]+", known.stdout)
         )
+
+
+# --- systemd ----------------------------------------------------------------------------------
+
+
+def test_the_unit_starts_the_service(deploy: Path) -> None:
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  # as its documentation says
+    unit.read(deploy / "autofit.service")
+    program, _, rest = unit["Service"]["ExecStart"].partition(" ")
+    options = parse(f"{Path(program).name} {rest}")
+    folder = f"/var/lib/{unit['Service']['StateDirectory']}"
+    assert options["storage"] == f"{folder}/autofit.db"
+    assert unit["Service"]["KillMode"] == "process", "else a restart would end all searches"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_takes_the_unit(deploy: Path, tmp_path: Path) -> None:
+    text = (deploy / "autofit.service").read_text()
+    unit = tmp_path / "autofit.service"
+    unit.write_text(text.replace("/opt/autofit/bin/autofit", "/bin/true"))
+    line = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    ran = subprocess.run(line, capture_output=True, text=True)
+    assert "autofit.service" not in ran.stderr, ran.stderr
+    unit.write_text(unit.read_text().replace("KillMode=process", "KillMode=proces"))
+    ran = subprocess.run(line, capture_output=True, text=True)
+    assert "autofit.service" in ran.stderr, "it sees a mistake"
 
 
 # --- Kubernetes -------------------------------------------------------------------------------
