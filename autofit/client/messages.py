@@ -81,6 +81,9 @@ class StudyCopy:
 def copy_of(store: Store, study: StudyRecord) -> StudyCopy:
     """Return a study with its finished trials."""
     found = store.trials(study, state=State.FINISHED)
+    reference = store.reference(study)
+    traced = {trial.id for trial in found if trial.purpose is Purpose.CONFIRM}
+    traced |= set() if reference is None else {reference[0].id}
     return StudyCopy(
         hardware=study.hardware,
         budget=study.budget,
@@ -89,13 +92,14 @@ def copy_of(store: Store, study: StudyRecord) -> StudyCopy:
         left_out=study.left_out,
         seconds=study.seconds,
         launches=study.launches,
-        trials=tuple(_trial(store, trial) for trial in found),
+        trials=tuple(_trial(store, trial, traced) for trial in found),
     )
 
 
-def _trial(store: Store, trial: TrialRecord) -> TrialCopy:
+def _trial(store: Store, trial: TrialRecord, traced: set[int]) -> TrialCopy:
+    """Return the copy of a trial; ``traced``: ids of the trials that have a trace."""
     assert trial.report is not None, "it is finished"
-    trace = store.trace(trial)
+    trace = store.trace(trial) if trial.id in traced else None
     return TrialCopy(purpose=trial.purpose, launch=trial.launch, report=trial.report, trace=trace)
 
 
