@@ -248,14 +248,14 @@ class SharedCall:
             output = self._run(*args, **kwargs)
         found, spec = flatten(output)
         outputs = [each.value() if isinstance(each, Deferred) else each for each in found]
-        self._refuse_unknown_leaves(outputs)
+        self._refuse_unknown_tensors(outputs)
         return outputs, spec
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that get gradients in the model, as its forward sees them."""
         return self.parameters
 
-    def _refuse_unknown_leaves(self, outputs: list[Any]) -> None:
+    def _refuse_unknown_tensors(self, outputs: list[Any]) -> None:
         """Raise ``Refused`` if a tensor would get the gradient of this rank's slice only."""
         known = {id(each) for each in (*self._trained(), *self._arguments)}
         if any(each.numel() and id(each) not in known for each in differentiated(outputs)):
