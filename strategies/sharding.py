@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autofit.facts import Facts
+from autofit.facts import Facts, Hardware
 from autofit.strategies.base import (
     AS_IS,
     Level,
@@ -91,6 +91,10 @@ class Sharding(Strategy):
             alone=True,
         ),
     )
+
+    def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
+        """Return all levels but ``full_offload``, which is slower than what a search has beside."""
+        return tuple(name for name in super().offered(hardware, facts) if name != "full_offload")
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
         """Return the share of one rank; that of two if the number is not known."""

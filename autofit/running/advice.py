@@ -46,7 +46,7 @@ def where(found: OutOfMemory, budget: int | None = None) -> str:
     size = f" with {found.micro_batch} samples at a time" if found.micro_batch else ""
     parts = [CHECK_STARVED if found.phase == CHECK else f"out of memory in {phase}{size}"]
     if found.requested:
-        parts.append(f"{format_size(found.requested)} asked")
+        parts.append(f"{format_size(found.requested)} requested")
     if budget and (found.requested or 0) + (found.held or 0) <= budget:
         parts.append(f"{format_size(budget)} allowed")
     elif found.held is not None:

@@ -19,6 +19,7 @@ from autofit.space.catalogue import Space, space
 from autofit.space.order import by_cost, leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.strategies.sharding import WEIGHTS
 from autofit.tuning.launches import RunningLaunch
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -115,7 +116,8 @@ def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
     kept = {(name, level) for name, levels in found.levels for level in levels}
     out = {(name, level) for name, level, _ in found.left_out}
     every = {(s.name, level.name) for s in strategies.REGISTRY for level in s.levels}
-    assert kept | out == every - {("ranks", "2")}, "there is one device"
+    only_asked_for = {("sharding", "full_offload"), ("optimizer_offload", "disk")}
+    assert kept | out == every - {("ranks", "2")} - only_asked_for, "there is one device"
     assert not kept & out
     only = tried(only=frozenset({"precision"}))
     assert {name for name, _, _ in only.left_out} == {"precision"}
@@ -123,15 +125,22 @@ def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
 
 
 def test_of_several_devices_every_plan_has_ranks() -> None:
-    """One for each device; full sharding, which no split goes with, has the whole batch."""
+    """One for each device; sharded weights, which no split goes with, have the whole batch."""
     adam = replace(FACTS, optimizers=("AdamW",))
     found = tried(adam, hardware=replace(GPU, devices=4))
     assert found.ranks == "4"
     plans = found.plans()
     assert {plan["ranks"] for plan in plans} == {"4"}
-    assert {plan["sharding"] for plan in plans} == {"as_is", "zero1", "full"}
-    assert {p["micro_batch"] for p in plans if p["sharding"] == "full"} == {"as_is"}
-    assert {p["micro_batch"] for p in plans if p["sharding"] != "full"} == {"auto"}
+    assert {plan["sharding"] for plan in plans} == {
+        "as_is",
+        "zero1",
+        "zero2",
+        "full",
+        "hybrid",
+    }
+    sharded = [plan for plan in plans if plan["sharding"] in WEIGHTS]
+    assert {plan["micro_batch"] for plan in sharded} == {"as_is"}
+    assert {plan["micro_batch"] for plan in plans if plan not in sharded} == {"auto"}
     refined = found.refinements(Plan.of({"precision": "bf16", "micro_batch": "auto"}))
     assert {plan["ranks"] for plan in refined} == {"4"}
     few = replace(FACTS, roots=(replace(ROOT, batch=3),))
