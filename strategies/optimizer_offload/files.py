@@ -44,7 +44,7 @@ class StateFiles:
         if free < size:
             raise Refused(
                 f"the optimizer's state needs {format_size(size)}, and {self._folder} has "
-                f"{format_size(free)} free; name another folder by --offload-dir"
+                f"{format_size(free)} free; name another folder by {FOLDER}"
             )
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -116,7 +116,7 @@ def test_a_folder_without_room_is_refused(
     with pytest.raises(Refused, match="missing"):
         StateFiles().reserve(1)
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    with pytest.raises(Refused, match="--offload-dir"):
+    with pytest.raises(Refused, match=FOLDER):
         StateFiles().reserve(1 << 60)
 
 
