@@ -30,7 +30,7 @@ from pathlib import Path
 
 from grid import EXAMPLES, HERE
 
-SETTLING = 8
+SETTLING = 6
 """Steps at the start that are not timed."""
 STEPS = 30
 LARGE_STEPS = 22
@@ -40,11 +40,17 @@ LIMIT = 240.0
 LOSS = re.compile(r"loss\W+([\d.]+)")
 SPEED = re.compile(r"speed ([\d.]+) samples/s")
 """What a script says that times its own steps."""
+BYTES = re.compile(r"allocated (\d+) reserved (\d+) host (\d+)")
+"""What ``works/allocated.py`` says at the end of a script."""
 
 DECODER = f"{EXAMPLES / 'decoder_lm.py'} --log-every 1"
 FAST = "--precision bf16 --optimizer fused"
 FAST_PLAN = {"precision": "bf16", "optimizer": "fused"}
 TORCHRUN = "-m torch.distributed.run --nproc-per-node {cards}"
+RESNET = f"{HERE / 'works' / 'resnet152.py'} --depth 50 --batch 256 --steps 40 --log-every 1"
+ALLOCATED = HERE / "works" / "allocated.py"
+VIT = f"{ALLOCATED} {EXAMPLES / 'image_classifier.py'} --preset large --log-every 1 --steps 16"
+HOST = f"{ALLOCATED} {DECODER} --preset 1.1b --steps 14"
 TRAINER = f"{HERE / 'works' / 'gpt2_trainer.py'} --steps 40"
 
 
@@ -57,6 +63,8 @@ class Row:
     line: str
     samples: int
     plan: dict[str, str] | None = None
+    options: tuple[str, ...] = ()
+    """Options of ``autofit run``."""
 
 
 def rows(device: str) -> list[Row]:
@@ -89,7 +97,29 @@ def rows(device: str) -> list[Row]:
             Row("gpt2 trainer", "one card, plan", TRAINER, 16, {"precision": "bf16"}),
             Row("gpt2 trainer", "ranks 2", TRAINER, 16, {"precision": "bf16", "ranks": "2"}),
         ]
+        found += [
+            Row("resnet-50", "one card, plan", RESNET, 256, FAST_PLAN),
+            Row("resnet-50", "ranks 2", RESNET, 256, {**FAST_PLAN, "ranks": "2"}),
+        ]
+        found += offloaded()
     return found
+
+
+def offloaded() -> list[Row]:
+    """Return rows on one card that keep in host memory, or on disk, what others keep on it."""
+    hosted = {"sharding": "full_offload", "checkpointing": "all", "optimizer": "fused"}
+    vit, one = {**hosted, "micro_batch": "8"}, {**hosted, "micro_batch": "1"}
+    six = ("--memory", "6GiB")
+    disk = {"optimizer_offload": "disk", "checkpointing": "all"}
+    streamed = {"optimizer_offload": "streamed", "checkpointing": "all"}
+    return [
+        Row("host ViT-L", "one card, as it is", VIT, 64),
+        Row("host ViT-L", "one card, full_offload", VIT, 64, vit),
+        Row("host decoder", "one card, as it is", HOST, 16, {"checkpointing": "all"}),
+        Row("host decoder", "one card, full_offload", HOST, 16, one, six),
+        Row("host decoder", "one card, streamed", HOST, 16, streamed),
+        Row("host decoder", "one card, disk", HOST, 16, disk),
+    ]
 
 
 @contextmanager
@@ -124,12 +154,12 @@ def run(row: Row, cards: int) -> dict[str, object]:
     ticks: list[float] = []
     losses: list[float] = []
     last: list[str] = []
-    speed = None
+    speed, held = None, {}
     with tempfile.TemporaryDirectory() as folder, largest_use() as used:
         if row.plan is not None:
             (Path(folder) / "plan.json").write_text(json.dumps({"plan": row.plan}))
             plan = ["--plan", f"{folder}/plan.json", "--storage", f"sqlite:///{folder}/a.db"]
-            line = ["-m", "autofit", "run", *plan, line[0], "--", *line[1:]]
+            line = ["-m", "autofit", "run", *plan, *row.options, line[0], "--", *line[1:]]
         child = subprocess.Popen(
             [sys.executable, *line],
             stdout=subprocess.PIPE,
@@ -146,6 +176,9 @@ def run(row: Row, cards: int) -> dict[str, object]:
             if loss := LOSS.search(text):
                 ticks.append(time.monotonic())
                 losses.append(float(loss[1]))
+            if told := BYTES.search(text):
+                names = ("allocated", "reserved", "host")
+                held = {name: int(size) for name, size in zip(names, told.groups(), strict=True)}
             if told := SPEED.match(text):
                 speed = float(told[1])
         code = child.wait()
@@ -157,6 +190,7 @@ def run(row: Row, cards: int) -> dict[str, object]:
         "command_seconds": round(time.monotonic() - started, 1),
         "peak_bytes": used[0],
         "losses": losses[:20],
+        **held,
     }
     between = [b - a for a, b in pairwise(ticks)][SETTLING:]
     if speed is not None:

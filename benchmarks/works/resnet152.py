@@ -1,4 +1,4 @@
-"""ResNet-152 from its configuration in a plain loop, float32: 128 pictures of 224 x 224."""
+"""A ResNet of 152 or 50 layers from its configuration, float32: pictures of 224 x 224."""
 
 import argparse
 
@@ -10,12 +10,15 @@ from transformers import ResNetConfig, ResNetForImageClassification
 parser = argparse.ArgumentParser()
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--batch", type=int, default=128)
+parser.add_argument("--depth", type=int, choices=[50, 152], default=152)
+parser.add_argument("--log-every", type=int, default=10)
 parser.add_argument("--steps", type=int, default=1000)
 parser.add_argument("--channels-last", action="store_true")
 add_flags(parser)
 options = parser.parse_args()
 torch.manual_seed(0)
-config = ResNetConfig(depths=[3, 8, 36, 3], num_labels=1000)
+depths = [3, 8, 36, 3] if options.depth == 152 else [3, 4, 6, 3]
+config = ResNetConfig(depths=depths, num_labels=1000)
 model = ResNetForImageClassification(config).train().to(options.device)
 if options.channels_last:
     model = model.to(memory_format=torch.channels_last)
@@ -34,5 +37,5 @@ for step in range(options.steps):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if step % 10 == 0:
+    if step % options.log_every == 0:
         print(f"step {step} loss {loss.item():.7f}", flush=True)
