@@ -93,8 +93,15 @@ class Sharding(Strategy):
     )
 
     def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
-        """Return all levels but ``full_offload``, which is slower than what a search has beside."""
-        return tuple(name for name in super().offered(hardware, facts) if name != "full_offload")
+        """Return the levels that the devices make possible.
+
+        ``full_offload`` is slower than the other levels that lower the same, so no search tries it.
+        """
+        if hardware.devices == 1:
+            return ()
+        divides = hardware.devices % 2 == 0 and hardware.devices > 2
+        left_out = {"full_offload"} if divides else {"full_offload", "hybrid"}
+        return tuple(name for name in super().offered(hardware, facts) if name not in left_out)
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
         """Return the share of one rank; that of two if the number is not known."""

@@ -396,7 +396,8 @@ class _Fit:
 
     def draw(self, rng: np.random.Generator) -> Array:
         """Return draws from the posterior, one a row, of shape ``(DRAWS, parameters)``."""
-        return np.asarray(self.mean + rng.standard_normal((DRAWS, len(self.mean))) @ self._spread.T)
+        noise = rng.standard_normal((len(self.mean), DRAWS)).T
+        return np.asarray(self.mean + noise @ self._spread.T)
 
 
 def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:

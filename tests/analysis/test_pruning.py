@@ -19,7 +19,7 @@ from autofit.space.catalogue import Space, space
 from autofit.space.order import by_cost, leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.strategies.sharding import WEIGHTS
+from autofit.strategies.sharding import WEIGHTS, Sharding
 from autofit.tuning.launches import RunningLaunch
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -116,8 +116,9 @@ def test_every_level_is_tried_or_left_out_unless_not_asked_for() -> None:
     kept = {(name, level) for name, levels in found.levels for level in levels}
     out = {(name, level) for name, level, _ in found.left_out}
     every = {(s.name, level.name) for s in strategies.REGISTRY for level in s.levels}
-    only_asked_for = {("sharding", "full_offload"), ("optimizer_offload", "disk")}
-    assert kept | out == every - {("ranks", "2")} - only_asked_for, "there is one device"
+    several = {("ranks", "2")} | {("sharding", level.name) for level in Sharding.levels[1:]}
+    only_by_hand = {("optimizer_offload", "disk")}
+    assert kept | out == every - several - only_by_hand, "there is one device"
     assert not kept & out
     only = tried(only=frozenset({"precision"}))
     assert {name for name, _, _ in only.left_out} == {"precision"}
