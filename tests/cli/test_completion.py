@@ -28,7 +28,7 @@ def completed(*words: str) -> set[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (("autofit", "se"), {"search"}),
+        (("autofit", "sea"), {"search"}),
         (("autofit", "history", "sh"), {"show"}),
         (("autofit", "search", "--mem"), {"--memory"}),
         (("autofit", "search", "--only", "ch"), {"checkpointing"}),

@@ -18,7 +18,16 @@ pytestmark = pytest.mark.quick
 
 ONLY_IN_PYTHON = {"script", "lines"}
 """Fields that the launch line gives."""
-ONLY_ON_THE_COMMAND_LINE = {"script", "module", "submit", "as_json", "dry_run", "verbose"}
+ONLY_ON_THE_COMMAND_LINE = {
+    "script",
+    "module",
+    "submit",
+    "server",
+    "shared",
+    "as_json",
+    "dry_run",
+    "verbose",
+}
 """Parameters that say what the command does, and nothing of the search."""
 GIVEN: dict[str, Any] = {
     "memory": 24 << 30,
