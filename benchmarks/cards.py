@@ -106,7 +106,7 @@ def rows(device: str) -> list[Row]:
 
 
 def offloaded() -> list[Row]:
-    """Return rows on one card that keep in host memory, or on disk, what others keep on it."""
+    """Return rows of one card that keep weights or optimizer state in host memory or on disk."""
     hosted = {"sharding": "full_offload", "checkpointing": "all", "optimizer": "fused"}
     vit, one = {**hosted, "micro_batch": "8"}, {**hosted, "micro_batch": "1"}
     six = ("--memory", "6GiB")

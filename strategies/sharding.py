@@ -99,8 +99,9 @@ class Sharding(Strategy):
         """
         if hardware.devices == 1:
             return ()
-        divides = hardware.devices % 2 == 0 and hardware.devices > 2
-        left_out = {"full_offload"} if divides else {"full_offload", "hybrid"}
+        left_out = {"full_offload"}
+        if hardware.devices == 2 or hardware.devices % 2:
+            left_out.add("hybrid")
         return tuple(name for name in super().offered(hardware, facts) if name not in left_out)
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:

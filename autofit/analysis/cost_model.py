@@ -396,6 +396,7 @@ class _Fit:
 
     def draw(self, rng: np.random.Generator) -> Array:
         """Return draws from the posterior, one a row, of shape ``(DRAWS, parameters)``."""
+        # A parameter's noise does not depend on how many parameters follow it.
         noise = rng.standard_normal((len(self.mean), DRAWS)).T
         return np.asarray(self.mean + noise @ self._spread.T)
 
