@@ -7,6 +7,7 @@ unmodified under ``autofit run`` with ``ranks``. Scripts print a line with their
 Seconds a step are the median between these lines, without the first ``SETTLING`` steps, so start-up
 and autofit's checks are left out. A script may also print its own speed. The peak is the largest
 memory in use on any card, as NVML reports it every half second. No row starts after N seconds.
+``CUDA_VISIBLE_DEVICES`` selects the cards, by number.
 Writes what each row found.
 """
 
@@ -42,6 +43,9 @@ SPEED = re.compile(r"speed ([\d.]+) samples/s")
 """What a script says that times its own steps."""
 BYTES = re.compile(r"allocated (\d+) reserved (\d+) host (\d+)")
 """What ``works/allocated.py`` says at the end of a script."""
+
+VISIBLE = tuple(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+"""The numbers of the cards to use; empty for all."""
 
 DECODER = f"{EXAMPLES / 'decoder_lm.py'} --log-every 1"
 FAST = "--precision bf16 --optimizer fused"
@@ -132,8 +136,8 @@ def largest_use() -> Iterator[list[int]]:
             import pynvml
 
             pynvml.nvmlInit()
-            count = pynvml.nvmlDeviceGetCount()
-            cards = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            numbers = VISIBLE or range(pynvml.nvmlDeviceGetCount())
+            cards = [pynvml.nvmlDeviceGetHandleByIndex(int(number)) for number in numbers]
             while not ended.wait(0.5):
                 used = [int(pynvml.nvmlDeviceGetMemoryInfo(card).used) for card in cards]
                 found[0] = max(found[0], *used)
@@ -149,7 +153,7 @@ def largest_use() -> Iterator[list[int]]:
 
 def run(row: Row, cards: int) -> dict[str, object]:
     """Run a row; return its seconds a step, samples a second, peak and losses."""
-    line = row.line.format(cards=cards).split()
+    line, first = row.line.format(cards=cards).split(), (*VISIBLE, "0")[0]
     started = time.monotonic()
     ticks: list[float] = []
     losses: list[float] = []
@@ -166,7 +170,7 @@ def run(row: Row, cards: int) -> dict[str, object]:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=HERE.parent,
-            env=os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if "one card" in row.name else {}),
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": first} if "one card" in row.name else {}),
         )
         stop = threading.Timer(LIMIT, child.terminate)
         stop.start()

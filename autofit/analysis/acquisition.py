@@ -23,7 +23,7 @@ from autofit.worker.records.trials import HORIZON, STEPS
 
 GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
-GAIN_BEFORE_SPREAD = 0.1
+GAIN_BEFORE_SPREAD = 0.25
 """The same while plans run on one device each and will be spread over several.
 
 A spread training is far faster, and a launch of it can still measure what was left out.
