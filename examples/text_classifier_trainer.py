@@ -2,7 +2,7 @@
 
 Nothing is downloaded: the weights are random, and the sentences are lists of token numbers of
 varied lengths, which a collator pads. The preset `bert-large` has 32 sentences of 512 tokens in a
-forward pass.
+forward pass. DistilBERT and BigBird are made from their configs in the same way.
 
     python examples/text_classifier_trainer.py --preset tiny --steps 40
 """
@@ -21,9 +21,10 @@ import torch
 from _by_hand import add_flags
 from torch import Tensor
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
+    AutoConfig,
+    AutoModelForSequenceClassification,
     EvalPrediction,
+    PreTrainedModel,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -37,11 +38,23 @@ PADDING = 0
 START = 1
 FIRST_WORD = 2
 TOPICS = 4
+DROPOUTS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    # DistilBERT's config has names of its own.
+    "dropout",
+    "attention_dropout",
+    "seq_classif_dropout",
+)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes of a model and of its sentences; lengths and `vocabulary` are in tokens."""
+    """The sizes of a model and of its sentences; lengths and `vocabulary` are in tokens.
+
+    `model` is the name that transformers has for the family.
+    """
 
     width: int
     layers: int
@@ -51,6 +64,7 @@ class Preset:
     longest: int
     batch_size: int
     learning_rate: float
+    model: str = "bert"
 
 
 PRESETS = {
@@ -58,6 +72,8 @@ PRESETS = {
     "small": Preset(256, 4, 4, 8192, 32, 128, 32, 5e-4),
     "bert-base": Preset(768, 12, 12, 30522, 64, 512, 32, 1e-4),
     "bert-large": Preset(1024, 24, 16, 30522, 512, 512, 32, 5e-5),
+    "distilbert": Preset(768, 6, 12, 30522, 64, 512, 32, 1e-4, "distilbert"),
+    "bigbird": Preset(768, 12, 12, 50358, 2048, 4096, 4, 5e-5, "big_bird"),
 }
 
 
@@ -140,6 +156,8 @@ def parse_arguments() -> argparse.Namespace:
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="size of the model")
+    families = ("bert", "distilbert", "big_bird")
+    parser.add_argument("--model", choices=families, help="family, or the preset's")
     parser.add_argument("--seed", type=int, default=0, help="of sentences, weights and order")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=-1, help="optimizer steps; -1: by --epochs")
@@ -156,21 +174,24 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(preset: Preset, dropout: float) -> BertForSequenceClassification:
-    """Return a BERT of that size with random weights."""
-    config = BertConfig(
+def build_model(preset: Preset, dropout: float) -> PreTrainedModel:
+    """Return a model of that family and size with random weights."""
+    config = AutoConfig.for_model(
+        preset.model,
         vocab_size=preset.vocabulary,
         hidden_size=preset.width,
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
         intermediate_size=4 * preset.width,
+        hidden_dim=4 * preset.width,  # its name in DistilBERT's config
         max_position_embeddings=preset.longest,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
         pad_token_id=PADDING,
+        num_labels=TOPICS,
+        **dict.fromkeys(DROPOUTS, dropout),
     )
-    config.num_labels = TOPICS
-    return BertForSequenceClassification(config)
+    model: PreTrainedModel
+    model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    return model
 
 
 def by_hand(arguments: argparse.Namespace, batch_size: int) -> dict[str, Any]:
@@ -191,7 +212,11 @@ def by_hand(arguments: argparse.Namespace, batch_size: int) -> dict[str, Any]:
 def train(arguments: argparse.Namespace, output_dir: Path) -> None:
     """Train, evaluate once, and end with the mean loss and the samples per second."""
     preset = PRESETS[arguments.preset]
-    preset = replace(preset, shortest=arguments.shortest or preset.shortest)
+    preset = replace(
+        preset,
+        shortest=arguments.shortest or preset.shortest,
+        model=arguments.model or preset.model,
+    )
     batch_size = arguments.batch_size or preset.batch_size
     held_out = max(1, arguments.sentences // 8)
     set_seed(arguments.seed)
@@ -220,7 +245,7 @@ def train(arguments: argparse.Namespace, output_dir: Path) -> None:
         compute_metrics=accuracy,
         callbacks=[Losses(arguments.losses)],
     )
-    # BERT's forward takes any keyword, so the Trainer believes that its loss is divided by the size
+    # The forward takes any keyword, so the Trainer believes that its loss is divided by the size
     # of the accumulated batch. It is not: left alone, the gradient would be K times as large.
     trainer.model_accepts_loss_kwargs = False
     trainer.remove_callback(PrinterCallback)  # `Losses` says the same in full

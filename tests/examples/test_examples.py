@@ -13,6 +13,8 @@ Run = Callable[..., list[float]]
 CHAR_LM = ("char_lm.py", "--batch-size", "4", "--layers", "2", "--width", "64", "--heads", "2")
 IMAGES = ("image_classifier.py", "--pictures", "256", "--batch-size", "32")
 TEXTS = ("text_classifier_trainer.py", "--sentences", "640")
+DISTILBERT = (*TEXTS, "--model", "distilbert")
+BIGBIRD = (*TEXTS, "--model", "big_bird")
 DECODER = ("decoder_lm.py",)
 
 
@@ -49,6 +51,8 @@ def mean(values: list[float]) -> float:
         pytest.param(CHAR_LM, 24, id="char_lm", marks=pytest.mark.quick),
         pytest.param(IMAGES, 24, id="image_classifier", marks=pytest.mark.full),
         pytest.param(TEXTS, 40, id="text_classifier_trainer", marks=pytest.mark.full),
+        pytest.param(DISTILBERT, 60, id="distilbert", marks=pytest.mark.full),
+        pytest.param(BIGBIRD, 40, id="bigbird", marks=pytest.mark.full),
         pytest.param(DECODER, 40, id="decoder_lm", marks=pytest.mark.full),
     ],
 )
