@@ -50,7 +50,7 @@ def main() -> None:
         storage = str(Path(folder, "service.db"))
         with Store(storage) as store:
             queue = Queue(store)
-            token = create_token(queue, "alice")
+            token = create_token(store, "alice")
             searches = [_searched(store, queue, n) for n in range(options.trials // EACH)]
             running = queue.submit("alice", _submission("running"))
             queue.run(running)
@@ -108,7 +108,7 @@ def _serve(storage: str, sender: object) -> None:
 
     with Store(storage) as store, socket.create_server(("127.0.0.1", 0)) as port:
         sender.send(port.getsockname()[1])  # type: ignore[attr-defined]
-        app = make_app(store, Users(Queue(store), trusted=True))
+        app = make_app(store, Users(store, trusted=True))
         uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[port])
 
 

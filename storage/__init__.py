@@ -24,6 +24,8 @@ from autofit.storage.records import (
     script_path,
 )
 from autofit.storage.searches import (
+    AuditRecord,
+    Limits,
     NoticeRecord,
     Outcome,
     SearchRecord,
@@ -33,6 +35,7 @@ from autofit.storage.searches import (
 from autofit.storage.url import default_url
 
 if TYPE_CHECKING:
+    from autofit.storage.accounts import Accounts
     from autofit.storage.queue import Queue
     from autofit.storage.store import Store
 
@@ -46,16 +49,23 @@ def __getattr__(name: str) -> Any:
         from autofit.storage.queue import Queue
 
         return Queue
+    if name == "Accounts":
+        from autofit.storage.accounts import Accounts
+
+        return Accounts
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
+    "Accounts",
+    "AuditRecord",
     "EventRecord",
     "EvidenceKey",
     "FittedKey",
     "FittedRecord",
     "InspectionKey",
     "InspectionRecord",
+    "Limits",
     "NoticeRecord",
     "Outcome",
     "Owner",

@@ -30,6 +30,7 @@ from autofit.storage.records import (
     TrialRecord,
 )
 from autofit.storage.searches import (
+    AuditRecord,
     NoticeRecord,
     Outcome,
     SearchRecord,
@@ -248,15 +249,21 @@ def fitted_record(row: models.Fitted) -> FittedRecord:
     )
 
 
-def search_record(row: models.Search) -> SearchRecord:
-    """Return the record of the row of a service's search."""
+def search_record(row: models.Search, *, waits_for: str = "") -> SearchRecord:
+    """Return the record of the row of a service's search.
+
+    ``waits_for``: why it waits, if the row does not say so.
+    """
     return SearchRecord(
         id=row.id,
         user=row.user,
         state=SearchState(row.state),
         submission=from_json(row.submission, Submission),
         study=row.study_id,
-        waits_for=row.waits_for or "",
+        waits_for=row.waits_for or waits_for,
+        priority=row.priority,
+        deadline=row.deadline,
+        gpus=row.gpus,
         cancelled=row.cancelled,
         attempts=row.attempts,
         outcome=None if row.outcome is None else from_json(row.outcome, Outcome),
@@ -270,3 +277,15 @@ def search_record(row: models.Search) -> SearchRecord:
 def notice_record(row: models.Notice) -> NoticeRecord:
     """Return the record of a notice's row."""
     return NoticeRecord(id=row.id, kind=row.kind, content=table(row.content, "content"))
+
+
+def audit_record(row: models.Audit) -> AuditRecord:
+    """Return the record of a row of the audit trail."""
+    return AuditRecord(
+        id=row.id,
+        user=row.user,
+        action=row.action,
+        target=row.target,
+        address=row.address,
+        created=row.created,
+    )

@@ -270,6 +270,7 @@ class Search(Held, Base):
         Index("ix_search_user_state", "user", "state"),
         Index("ix_search_study_id", "study_id"),
         Index("ix_search_runner", "runner"),
+        Index("ix_search_upload", "upload", "state"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -278,6 +279,12 @@ class Search(Held, Base):
     submission: Mapped[dict[str, Any]]
     subject: Mapped[str] = mapped_column(String(64))
     study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
+    priority: Mapped[int] = mapped_column(server_default="0")
+    deadline: Mapped[datetime | None]
+    gpus: Mapped[int] = mapped_column(server_default="1")
+    """GPUs that it needs; 1 also on the CPU."""
+    upload: Mapped[str | None] = mapped_column(String(64))
+    """The digest of its uploaded folder; no foreign key, because uploads are deleted first."""
     runner: Mapped[str | None] = mapped_column(String(32))
     """The actor that took it up last."""
     waits_for: Mapped[str | None] = mapped_column(Text)
@@ -305,6 +312,7 @@ class Upload(Base):
     """An uploaded working directory, as a compressed archive."""
 
     __tablename__ = "upload"
+    __table_args__ = (Index("ix_upload_created", "created"),)
 
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
     content: Mapped[bytes] = mapped_column(LargeBinary)
@@ -320,4 +328,34 @@ class Token(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     user: Mapped[str] = mapped_column(String(64))
     digest: Mapped[str] = mapped_column(String(64))
+    created: Mapped[datetime]
+
+
+class Account(Base):
+    """What a user of the service may have, and has had."""
+
+    __tablename__ = "account"
+    __table_args__ = (UniqueConstraint("uid"),)
+
+    user: Mapped[str] = mapped_column(String(64), primary_key=True)
+    gpus: Mapped[int | None]
+    """GPUs that the user's searches may hold at a time; null for any number."""
+    priority: Mapped[int]
+    """The highest priority of the user's searches."""
+    uid: Mapped[int | None]
+    """The uid of the user's scripts; null before the first of them has run under it."""
+    gpu_seconds: Mapped[float]
+
+
+class Audit(Base):
+    """Who did what and when."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("ix_audit_user", "user", "id"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    user: Mapped[str] = mapped_column(String(64))
+    action: Mapped[str] = mapped_column(String(32))
+    target: Mapped[str] = mapped_column(Text)
+    address: Mapped[str] = mapped_column(String(64))
     created: Mapped[datetime]

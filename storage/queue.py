@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, exists, func, select, update
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
 from autofit.storage import convert
-from autofit.storage.models import Notice, Search, Token, Trial, Upload
+from autofit.storage.accounts import account
+from autofit.storage.models import Account, Notice, Search, Token, Trial, Upload
 from autofit.storage.owner import Owner
 from autofit.storage.searches import (
     ACTIVE,
@@ -25,6 +26,7 @@ from autofit.storage.searches import (
     Submission,
 )
 from autofit.storage.store import Store, give_to, live_owner
+from autofit.storage.turns import Reasons, next_numbers
 from autofit.worker.records.trials import Verdict
 
 MOST_ATTEMPTS = 5
@@ -48,25 +50,40 @@ class Queue:
 
     # --- for users ----------------------------------------------------------------------------
 
-    def submit(self, user: str, submission: Submission) -> SearchRecord:
-        """Add a search at the end of the queue."""
+    def submit(
+        self,
+        user: str,
+        submission: Submission,
+        *,
+        gpus: int = 1,
+        priority: int = 0,
+        deadline: datetime | None = None,
+    ) -> SearchRecord:
+        """Add a search to the queue.
+
+        ``gpus``: GPUs that it needs, 1 also on the CPU; ``deadline``: when it has to have ended.
+        """
         with self._store.writing() as session:
             row = Search(
                 user=user,
                 state=SearchState.QUEUED,
                 submission=convert.to_json(submission),
                 subject=submission.subject,
+                upload=submission.upload,
+                gpus=gpus,
+                priority=priority,
+                deadline=deadline,
                 attempts=0,
                 created=_now(),
             )
             session.add(row)
             session.flush()
-            return convert.search_record(row)
+            return Reasons(session).record(row)
 
     def search(self, number: int, user: str | None = None) -> SearchRecord:
         """Return a search; with ``user``, only if it is that user's."""
         with self._store.reading() as session:
-            return convert.search_record(_row(session, number, user))
+            return Reasons(session).record(_row(session, number, user))
 
     def searches(
         self, user: str, *, before: int | None = None, most: int = 100
@@ -76,20 +93,21 @@ class Queue:
         if before is not None:
             query = query.where(Search.id < before)
         with self._store.reading() as session:
-            return tuple(map(convert.search_record, session.scalars(query)))
+            return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
     def active(self) -> tuple[SearchRecord, ...]:
-        """Return the searches of all users that start or run, the oldest first."""
-        query = select(Search).where(Search.state.in_(ACTIVE)).order_by(Search.id)
+        """Return the searches of all users that wait, start or run, the oldest first."""
+        states = (SearchState.QUEUED, *ACTIVE)
+        query = select(Search).where(Search.state.in_(states)).order_by(Search.id)
         with self._store.reading() as session:
-            return tuple(map(convert.search_record, session.scalars(query)))
+            return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
     def cancel(self, number: int, user: str) -> SearchRecord:
         """End a queued search; ask the actor of a running one to end it."""
         with self._store.writing() as session:
             row = _row(session, number, user)
             if row.state == SearchState.QUEUED:
-                _end(row, SearchState.CANCELLED)
+                _end(session, row, SearchState.CANCELLED)
             elif row.state in ENDED:
                 raise UsageError(f"search {number} is {row.state}: there is nothing to cancel")
             row.cancelled = row.cancelled or _now()
@@ -103,9 +121,14 @@ class Queue:
                 raise UsageError(
                     f"search {number} is {row.state}: only a failed or cancelled one can be resumed"
                 )
+            if row.upload is not None and not _has_upload(session, row.upload):
+                raise UsageError(f"the folder of search {number} was deleted: submit it again")
             row.state, row.attempts = SearchState.QUEUED, 0
             row.cancelled = row.outcome = row.ended = None
-            return convert.search_record(row)
+            if row.deadline is not None and row.deadline <= _now():
+                row.deadline = None
+            session.flush()
+            return Reasons(session).record(row)
 
     def counts(self) -> Counts:
         """Return what the store holds, by kind; each count reads an index."""
@@ -116,20 +139,24 @@ class Queue:
             phases = Counter(
                 found["phase"] for found in session.scalars(short) if isinstance(found, dict)
             )
-        return Counts(searches=searches, trials=trials, out_of_memory=phases)
+            used = session.execute(select(Account.user, Account.gpu_seconds)).all()
+        return Counts(
+            searches=searches,
+            trials=trials,
+            out_of_memory=phases,
+            gpu_seconds={user: seconds for user, seconds in used},
+        )
 
     # --- for actors ---------------------------------------------------------------------------
 
     def claim(self, owner: Owner, runner: str) -> SearchRecord | None:
         """Give the next queued search to ``owner``, the actor ``runner``; ``None`` if none is next.
 
-        The next is the oldest of the user with the fewest active searches. A search waits while
-        another with the same subject is active, and while another on the owner's host waits for its
-        devices.
+        The next is the first of ``turns.next_numbers``.
         """
         now = _now()
         with self._store.writing() as session:
-            number = session.scalar(_next(owner.host).limit(1))
+            number = session.scalar(next_numbers(owner.host).limit(1))
             if number is None:
                 return None
             row = _row(session, number)
@@ -141,7 +168,7 @@ class Queue:
     def claimable(self, host: str) -> bool:
         """Return whether ``claim`` by a process on ``host`` would return a search."""
         with self._store.reading() as session:
-            return session.scalar(_next(host).limit(1)) is not None
+            return session.scalar(next_numbers(host).limit(1)) is not None
 
     def taken(self, runner: str) -> bool:
         """Return whether the actor ``runner`` has claimed a search."""
@@ -164,13 +191,13 @@ class Queue:
         """End a search of the calling process: with a plan, or with an error."""
         with self._store.writing() as session:
             row = _row(session, search.id)
-            _end(row, SearchState.FINISHED if outcome is None else SearchState.FAILED)
+            _end(session, row, SearchState.FINISHED if outcome is None else SearchState.FAILED)
             row.outcome = None if outcome is None else convert.to_json(outcome)
 
     def stop(self, search: SearchRecord) -> None:
         """End a search of the calling process because its user has cancelled it."""
         with self._store.writing() as session:
-            _end(_row(session, search.id), SearchState.CANCELLED)
+            _end(session, _row(session, search.id), SearchState.CANCELLED)
 
     def reclaim(self) -> int:
         """Queue the active searches whose owner has ended; return how many there were.
@@ -188,9 +215,9 @@ class Queue:
                     continue
                 count += 1
                 if row.cancelled is not None:
-                    _end(row, SearchState.CANCELLED)
+                    _end(session, row, SearchState.CANCELLED)
                 elif row.attempts >= MOST_ATTEMPTS:
-                    _end(row, SearchState.FAILED)
+                    _end(session, row, SearchState.FAILED)
                     message = (
                         f"the process of this search was lost {row.attempts} times:"
                         " look into the logs of Ray, then resume the search"
@@ -198,8 +225,24 @@ class Queue:
                     outcome = Outcome(kind="WorkerError", message=message)
                     row.outcome = convert.to_json(outcome)
                 else:
+                    _charge(session, row)
                     row.state, row.waits_for = SearchState.QUEUED, None
         return count
+
+    def expire(self) -> int:
+        """End the queued searches whose deadline has passed; return how many there were."""
+        late = select(Search).where(Search.state == SearchState.QUEUED, Search.deadline <= _now())
+        with self._store.reading() as session:
+            if session.scalar(late.limit(1)) is None:
+                return 0
+        with self._store.writing() as session:
+            rows = session.scalars(late).all()
+            reasons = Reasons(session)
+            for row, found in [(row, reasons.record(row)) for row in rows]:
+                _end(session, row, SearchState.FAILED)
+                outcome = Outcome(kind="UsageError", message=missed(found.waits_for))
+                row.outcome = convert.to_json(outcome)
+        return len(rows)
 
     # --- notices ------------------------------------------------------------------------------
 
@@ -264,26 +307,6 @@ class Queue:
             session.execute(update(Search).where(Search.id == search.id).values(**values))
 
 
-def _next(host: str) -> Any:
-    """Return the query for the number of the search that runs next on ``host``."""
-    same, others, waiting = aliased(Search), aliased(Search), aliased(Search)
-    busy = (
-        select(func.count())
-        .select_from(others)
-        .where(others.user == Search.user, others.state.in_(ACTIVE))
-        .scalar_subquery()
-    )
-    return (
-        select(Search.id)
-        .where(
-            Search.state == SearchState.QUEUED,
-            ~exists().where(same.subject == Search.subject, same.state.in_(ACTIVE)),
-            ~exists().where(waiting.state == SearchState.STARTING, waiting.owner_host == host),
-        )
-        .order_by(busy, Search.id)
-    )
-
-
 def _row(session: Session, number: int, user: str | None = None) -> Search:
     row = session.get(Search, number)
     if row is None or (user is not None and row.user != user):
@@ -295,8 +318,22 @@ def _count(session: Session, condition: ColumnElement[bool]) -> int:
     return session.scalar(select(func.count()).where(condition)) or 0
 
 
-def _end(row: Search, state: SearchState) -> None:
+def missed(waits_for: str) -> str:
+    """Return the message for a search that still waits when its deadline comes."""
+    what = f" for {waits_for}" if waits_for else ""
+    return f"its deadline passed while it waited{what}: submit it again, with a later one"
+
+
+def _end(session: Session, row: Search, state: SearchState) -> None:
+    _charge(session, row)
     row.state, row.ended, row.waits_for = state, _now(), None
+
+
+def _charge(session: Session, row: Search) -> None:
+    """Add the time for which a running search has held its GPUs to the account of its user."""
+    if row.state == SearchState.RUNNING and row.started is not None:
+        held = (_now() - row.started).total_seconds() * row.gpus
+        account(session, row.user).gpu_seconds += max(0.0, held)
 
 
 def _has_upload(session: Session, digest: str) -> bool:

@@ -87,7 +87,13 @@ class SearchRecord:
     study: str | None
     """``StudyRecord.id``; ``None`` before the study is open."""
     waits_for: str
-    """What a starting search waits for; otherwise empty."""
+    """What a queued or starting search waits for; otherwise empty."""
+    priority: int
+    """Searches with a higher priority start first."""
+    deadline: datetime | None
+    """When it has to have ended, in UTC; ``None`` if any time will do."""
+    gpus: int
+    """GPUs that it needs; 1 also on the CPU."""
     cancelled: datetime | None
     """When a user asked to end the search; ``None`` if nobody did."""
     attempts: int
@@ -103,6 +109,33 @@ class SearchRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a user of the service may have."""
+
+    gpus: int | None = None
+    """GPUs that the user's searches may hold at a time; ``None`` for any number."""
+    priority: int = 0
+    """The highest priority of the user's searches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    """One thing that somebody did, or tried to do."""
+
+    id: int
+    user: str
+    """Empty if the service did not know who it was."""
+    action: str
+    """A word, such as ``"submit"``."""
+    target: str
+    """What it was done to, such as ``"search 7"``."""
+    address: str
+    """The network address of the client; empty for a command on the service's machine."""
+    created: datetime
+    """In UTC."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """What a store holds, by kind."""
 
@@ -112,6 +145,8 @@ class Counts:
     """Finished trials by verdict."""
     out_of_memory: Mapping[str, int]
     """Trials that ran out of memory, by the phase in which they did."""
+    gpu_seconds: Mapping[str, float]
+    """Seconds for which ended searches held GPUs, times the GPUs, by user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ def search(
     fresh: bool = False,
     server: str | None = None,
     shared: bool = False,
+    priority: int = 0,
+    deadline: str | None = None,
     quiet: bool = False,
 ) -> Study:
     """Find the fastest plan that fits the budget, store it, and return the study.
@@ -82,6 +84,9 @@ def search(
         server: The URL of a service (``autofit serve``) that searches. ``storage`` gets a copy of
             the study.
         shared: The service sees ``cwd``, so that it is not uploaded.
+        priority: Searches of the service with a higher priority start first.
+        deadline: The time in which the service has to end the search, such as ``"2h"``; it includes
+            the wait.
         quiet: Show no progress.
 
     Raises:
@@ -101,7 +106,15 @@ def search(
         if server is None:
             result = search_plans(options, listener)
         else:
-            result = search_there(server, options, given, listener, shared=shared)
+            result = search_there(
+                server,
+                options,
+                given,
+                listener,
+                shared=shared,
+                priority=priority,
+                deadline=deadline,
+            )
     return Study.read(options.storage, result.study)
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 @click.option(
     "--shared", is_flag=True, help="With --server: it sees this folder; do not upload it."
 )
+@click.option("--priority", type=int, help="With --server: a higher one starts first.")
+@click.option("--deadline", metavar="DUR", help="With --server: end in 2h, the wait included.")
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
 @click.option("--verbose", is_flag=True, help="Show also what cannot be tried here, and why.")
 @click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
@@ -40,6 +42,8 @@ def command(
     submit: str | None,
     server: str | None,
     shared: bool,
+    priority: int | None,
+    deadline: str | None,
     as_json: bool,
     verbose: bool,
     dry_run: bool,
@@ -53,12 +57,14 @@ def command(
     options = _options(the_launch(script, module), **given)
     if server is not None and (submit is not None or dry_run):
         raise UsageError(f"--server and {'--submit' if submit else '--dry-run'}: give one of both")
+    if server is None and (priority is not None or deadline is not None):
+        raise UsageError("--priority and --deadline are for searches of a service: add --server")
     if submit is not None:
         return _submit(submit, options, as_json, given, script_words(script, module))
     if dry_run:
         _preview(options, as_json)
     else:
-        start = _starter(server, given, shared=shared)
+        start = _starter(server, given, shared=shared, priority=priority or 0, deadline=deadline)
         _search(start, options, as_json, given["storage"], verbose=verbose)
     return None
 
@@ -114,16 +120,19 @@ def _preview(options: SearchOptions, as_json: bool) -> None:
 
 
 def _starter(
-    server: str | None, given: Mapping[str, Any], *, shared: bool
+    server: str | None, given: Mapping[str, Any], **more: Any
 ) -> Callable[[SearchOptions, Listener], Result]:
-    """Return the function that searches: here, or through the service at ``server``."""
+    """Return the function that searches: here, or through the service at ``server``.
+
+    ``more``: further parameters of ``autofit.client.search.search``.
+    """
     if server is None:
         from autofit.tuning.controller import search
 
         return search
     from autofit.client.search import search as search_there
 
-    return lambda options, listener: search_there(server, options, given, listener, shared=shared)
+    return lambda options, listener: search_there(server, options, given, listener, **more)
 
 
 def _search(

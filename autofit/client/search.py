@@ -55,17 +55,20 @@ def search(
     listener: Listener,
     *,
     shared: bool = False,
+    priority: int = 0,
+    deadline: str | None = None,
 ) -> Result:
     """Search through the service at the URL ``server``, and store the study in ``options.storage``.
 
-    ``shared``: the service reads the working directory itself; it is not uploaded. Ctrl-C cancels
-    the search. Raises the errors of a local search, and those of ``Service``.
+    ``shared``: the service reads the working directory itself; it is not uploaded. ``deadline``:
+    the time in which the search has to end, such as ``"2h"``. Ctrl-C cancels the search. Raises the
+    errors of a local search, and those of ``Service``.
     """
     if options.address is not None:
         raise UsageError("--server and --address: a service has its own cluster; drop --address")
     service = Service(server)
     folder = Path(options.script.cwd).resolve()
-    request = request_of(options, given)
+    request = {**request_of(options, given), "priority": priority, "deadline": deadline}
     if shared:
         request["folder"] = str(folder)
     else:

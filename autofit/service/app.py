@@ -73,6 +73,17 @@ class SearchRequest(BaseModel):
         default=None, description="The folder on storage that the service shares."
     )
     options: dict[str, Any] = Field(default={}, description=_OPTIONS)
+    priority: int = Field(
+        default=0,
+        ge=-requests.MOST_PRIORITY,
+        le=requests.MOST_PRIORITY,
+        description="Searches with a higher priority start first.",
+    )
+    deadline: str | None = Field(
+        default=None,
+        description="The time, from now, in which the search has to end, such as `2h`. A running"
+        " search ends with the best plan so far, a waiting one fails.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,10 @@ class SearchAnswer:
     options: dict[str, Any]
     waits_for: str
     """What a search that is queued or starts waits for; otherwise empty."""
+    gpus: int
+    """GPUs that it needs; 1 also on the CPU."""
+    priority: int
+    deadline: datetime | None
     study: str | None
     error: Outcome | None
     """The error of a failed search."""
@@ -126,13 +141,13 @@ def make_app(
     app.add_exception_handler(HTTPException, _refuse_path)
     app.state.users = users
     queue = Queue(store)
-    _add_routes(app, store, queue, limit)
+    _add_routes(app, store, queue, users, limit)
     _add_figures(app, queue, alive)
     add_pages(app, queue)
     return app
 
 
-def _add_routes(app: FastAPI, store: Store, queue: Queue, limit: int) -> None:
+def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: int) -> None:
     @app.post("/api/uploads", status_code=201)
     async def upload(request: Request, user: User) -> UploadAnswer:
         """Store a folder: a .tar.gz archive of regular files is the body of the request."""
@@ -148,7 +163,12 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, limit: int) -> None:
         requests.check(submission)
         if submission.upload is not None and not queue.has_upload(submission.upload):
             raise UsageError(f"there is no upload {submission.upload}: send the folder again")
-        return _answer(queue.submit(user, submission))
+        gpus = requests.gpus(submission)
+        requests.check_limits(user, users.limits(user), gpus, request.priority)
+        deadline = requests.deadline(request.deadline)
+        return _answer(
+            queue.submit(user, submission, gpus=gpus, priority=request.priority, deadline=deadline)
+        )
 
     @app.get("/api/searches")
     def searches(user: User, before: int | None = None) -> list[SearchAnswer]:
@@ -251,6 +271,9 @@ def _answer(record: SearchRecord) -> SearchAnswer:
         script=" ".join((*module, *submission.script, *submission.args)),
         options=dict(submission.options),
         waits_for=record.waits_for,
+        gpus=record.gpus,
+        priority=record.priority,
+        deadline=record.deadline,
         study=record.study,
         error=record.outcome,
         created=record.created,

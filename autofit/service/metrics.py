@@ -13,7 +13,7 @@ KIND = "text/plain; version=0.0.4; charset=utf-8"
 def metrics(queue: Queue) -> str:
     """Return all figures in Prometheus' text format."""
     from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 
     class Figures(Collector):
@@ -28,6 +28,12 @@ def metrics(queue: Queue) -> str:
                 for value, count in sorted(values.items()):
                     family.add_metric([value], count)
                 yield family
+            used = CounterMetricFamily(
+                "autofit_gpu_seconds", "Seconds of GPUs that ended searches had", labels=["user"]
+            )
+            for user, seconds in sorted(found.gpu_seconds.items()):
+                used.add_metric([user], seconds)
+            yield used
 
     registry = CollectorRegistry()
     registry.register(Figures())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,9 +13,13 @@ from autofit.api.values import parse
 from autofit.client.search import OF_THE_SERVICE
 from autofit.exceptions import UsageError
 from autofit.flags import default_of
-from autofit.storage import Submission
+from autofit.storage import Limits, Submission
 from autofit.suggestions import did_you_mean
 from autofit.tuning.options import SearchOptions, flags
+from autofit.units import parse_duration
+
+MOST_PRIORITY = 100
+"""The highest priority of a search, and minus the lowest."""
 
 
 def values(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +62,30 @@ def check(submission: Submission) -> None:
         path = PurePosixPath(submission.script[0])
         if path.is_absolute() or ".." in path.parts:
             raise UsageError(f"script {str(path)!r}: give its path below the uploaded folder")
+
+
+def gpus(submission: Submission) -> int:
+    """Return the GPUs that a checked submission needs; 1 also on the CPU."""
+    found = values(submission.options)
+    each = found["gpus_per_trial"] or 1
+    return max(1, (found["gpus"] or each) // each) * int(each)
+
+
+def check_limits(user: str, limits: Limits, gpus: int, priority: int) -> None:
+    """Raise ``UsageError`` for a search that its user may not submit."""
+    if limits.gpus is not None and gpus > limits.gpus:
+        raise UsageError(
+            f"the search needs {gpus} GPUs, and {user} may hold {limits.gpus}: ask for fewer"
+        )
+    if priority > limits.priority:
+        raise UsageError(
+            f"priority {priority} is above {limits.priority}, the highest of {user}: lower it"
+        )
+
+
+def deadline(text: str | None) -> datetime | None:
+    """Return the time of a deadline, such as ``"2h"`` from now."""
+    return None if text is None else datetime.now(UTC) + timedelta(seconds=parse_duration(text))
 
 
 def search_options(

@@ -10,18 +10,22 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from autofit.client import archive, messages
-from autofit.exceptions import AutofitError, StorageError
+from autofit.exceptions import AutofitError, StorageError, UsageError
 from autofit.service.requests import search_options
 from autofit.storage import Outcome, Owner, Queue, SearchRecord, Store
+from autofit.storage.queue import missed
 from autofit.storage.records import ORIGIN
 from autofit.storage.url import VARIABLE
 from autofit.tuning.controller import search as search_plans
 from autofit.tuning.notices import Notice, StudyStarted
+from autofit.tuning.options import SearchOptions
 from autofit.worker.cluster.reservation import Reservation, reserve
 from autofit.worker.launch.reaper import Reaper
 
@@ -98,7 +102,8 @@ def _search(
     options = search_options(search.submission, folder, storage=store.url, address=address)
     reserved = reserve(options.gpus, options.gpus_per_trial or 1, _environment())
     queue.wait(search, reserved.name)
-    _await(reserved)
+    _await(reserved, search)
+    options = _within_deadline(options, search)
     queue.run(search)
     if search.submission.upload is not None:
         os.environ[ORIGIN] = name_of_upload(search.submission.upload)
@@ -115,9 +120,19 @@ def _environment() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name != VARIABLE}
 
 
-def _await(reserved: Reservation) -> None:
+def _await(reserved: Reservation, search: SearchRecord) -> None:
+    """Wait for the devices; raise ``UsageError`` when the search's deadline comes first."""
     while not reserved.ready(1.0):
-        pass
+        if search.deadline is not None and datetime.now(UTC) >= search.deadline:
+            raise UsageError(missed(reserved.name))
+
+
+def _within_deadline(options: SearchOptions, search: SearchRecord) -> SearchOptions:
+    """Return options with which the search ends at its deadline."""
+    if search.deadline is None:
+        return options
+    left = max(1.0, (search.deadline - datetime.now(UTC)).total_seconds())
+    return replace(options, timeout=min(left, options.timeout or left))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autofit.client.archive import LIMIT
 from autofit.exceptions import UsageError
-from autofit.storage import Queue, Store
+from autofit.storage import Store
 from autofit.worker.cluster.detached_ray import DetachedRay
 from autofit.worker.cluster.local_ray import RaySession
 
@@ -66,7 +66,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(options.storage))
-        users = Users(Queue(store), trusted=options.trusted)
+        users = Users(store, trusted=options.trusted)
         users.check(options.host)
         port = stack.enter_context(_bound(options.host, options.port))
         address = options.address

@@ -71,6 +71,8 @@ class Supervisor:
         """Queue searches again that were lost, and start an actor if a search can start."""
         if lost := queue.reclaim():
             self._say(f"{lost} lost searches are taken up again")
+        if late := queue.expire():
+            self._say(f"the deadline of {late} waiting searches has passed")
         if not self._waits(queue) and queue.claimable(self._host):
             self._begin()
 

@@ -9,7 +9,8 @@ import secrets
 from urllib.parse import urlsplit
 
 from autofit.exceptions import UsageError
-from autofit.storage import Queue
+from autofit.service.requests import MOST_PRIORITY
+from autofit.storage import Accounts, Limits, Queue, Store
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -30,8 +31,9 @@ class Users:
     each other's files.
     """
 
-    def __init__(self, queue: Queue, *, trusted: bool) -> None:
-        self._queue = queue
+    def __init__(self, store: Store, *, trusted: bool) -> None:
+        self._queue = Queue(store)
+        self._accounts = Accounts(store)
         self._trusted = trusted
 
     def check(self, host: str) -> None:
@@ -74,6 +76,12 @@ class Users:
                 " autofit token create NAME"
             )
 
+    def limits(self, user: str) -> Limits:
+        """Return what a user may have; without tokens, everything."""
+        if not self._queue.users():
+            return Limits(priority=MOST_PRIORITY)
+        return self._accounts.limits(user)
+
     def _check_trust(self, names: tuple[str, ...]) -> None:
         if len(names) > 1 and not self._trusted:
             raise UsageError(
@@ -83,15 +91,18 @@ class Users:
             )
 
 
-def create_token(queue: Queue, user: str) -> str:
+def create_token(store: Store, user: str, limits: Limits | None = None) -> str:
     """Return a new token for a user, and store its digest.
 
-    Raises ``UsageError`` for a name that is not made of letters, digits and ``._@-``.
+    ``limits``: what the user may have from now on; ``None`` leaves that as it is. Raises
+    ``UsageError`` for a name that is not made of letters, digits and ``._@-``.
     """
     if not _NAME.fullmatch(user):
         raise UsageError(f"{user!r} is no name of a user: write letters, digits and . _ @ - only")
     token = f"autofit_{secrets.token_urlsafe(32)}"
-    queue.add_token(user, _digest(token))
+    Queue(store).add_token(user, _digest(token))
+    if limits is not None:
+        Accounts(store).limit(user, limits)
     return token
 
 

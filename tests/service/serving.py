@@ -30,7 +30,7 @@ class Running:
 
     def user(self, name: str) -> Service:
         """Return the service as a new user sees it, whose name begins with ``name``."""
-        return Service(self.url, create_token(self.queue, f"{name}-{uuid.uuid4().hex[:8]}"))
+        return Service(self.url, create_token(self.store, f"{name}-{uuid.uuid4().hex[:8]}"))
 
     @classmethod
     @contextmanager
@@ -38,7 +38,7 @@ class Running:
         """Serve a new store in a folder."""
         with Store(str(folder / "service.db")) as store:
             queue = Queue(store)
-            app = make_app(store, Users(queue, trusted=trusted), limit=LIMIT)
+            app = make_app(store, Users(store, trusted=trusted), limit=LIMIT)
             config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, daemon=True)

@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from autofit.client import archive, messages
 from autofit.client.http import Event, Service
 from autofit.exceptions import UsageError
 from autofit.export import FORMATS
-from autofit.storage import Outcome, SearchRecord, Store
+from autofit.storage import Accounts, Limits, Outcome, Owner, SearchRecord, Store
 from autofit.tuning.notices import Line
 from tests.report.stored import BF16, FACTS, add, figures, measured, opened
 from tests.service.archives import entry, tar
@@ -77,6 +78,46 @@ def test_the_way_of_a_search(running: Running, upload: Callable[[Service], str])
     assert len(copy["trials"]) == 1
 
 
+def test_a_search_waits_for_the_gpus_of_its_user_and_says_so(
+    running: Running, upload: Callable[[Service], str]
+) -> None:
+    alice = running.user("alice")
+    name = upload(alice)
+    first = submitted(alice, name, options={"gpus": 2})
+    second = submitted(
+        alice, name, options={"gpus": 3, "memory": "9GiB"}, priority=-1, deadline="2h"
+    )
+    user = alice.get(f"/api/searches/{first}")["user"]
+    Accounts(running.store).limit(user, Limits(gpus=4, priority=5))
+    assert running.queue.search(first).gpus == 2
+    starting = running.queue.claim(Owner.current(), uuid.uuid4().hex)
+    while starting is not None and starting.id != first:  # searches of other tests
+        running.queue.finish(starting, None)
+        starting = running.queue.claim(Owner.current(), uuid.uuid4().hex)
+    assert starting is not None
+    running.queue.run(starting)
+    found = alice.get(f"/api/searches/{second}")
+    waits = "GPUs of its user, who may hold 4 and holds 2"
+    assert (found["waits_for"], found["gpus"], found["priority"]) == (waits, 3, -1)
+    assert found["deadline"] is not None
+    seen: list[Event] = []
+    path = f"/api/searches/{second}/events"
+    reading = threading.Thread(target=lambda: seen.extend(alice.events(path)))
+    reading.start()
+    deadline = time.monotonic() + 20
+    while running.queue.search(second).state != "finished" and time.monotonic() < deadline:
+        time.sleep(0.5)  # the stream has begun
+        running.queue.finish(running.queue.search(first), None)
+        running.queue.finish(running.queue.search(second), None)
+    reading.join(20)
+    assert seen[0].content["waits_for"] == waits
+    assert (seen[0].kind, seen[-1].kind) == ("state", "end")
+    with pytest.raises(UsageError, match=r"needs 5 GPUs, and .* may hold 4"):
+        submitted(alice, name, options={"gpus": 5})
+    with pytest.raises(UsageError, match="priority 6 is above 5"):
+        submitted(alice, name, priority=6)
+
+
 def test_cancel_and_resume(running: Running, upload: Callable[[Service], str]) -> None:
     alice = running.user("alice")
     number = submitted(alice, upload(alice))
@@ -132,6 +173,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"scripts": "train.py"}, "scripts: Extra inputs are not permitted"),
     "unknown option": ({"options": {"memroy": 1}}, "did you mean 'memory'"),
     "bad value": ({"options": {"memory": "much"}}, "memory='much'"),
+    "deadline": ({"deadline": "soon"}, "not a duration: 'soon'"),
+    "priority": ({"priority": 1000}, "priority: Input should be less than"),
     "storage": ({"options": {"storage": "/x.db"}}, "storage is the service's own"),
     "address": ({"options": {"address": "auto"}}, "address is the service's own"),
 }

@@ -82,7 +82,7 @@ def test_the_pages_escape_what_users_write(alone: Running, search: SearchRecord)
 
 @pytest.mark.quick
 def test_a_browser_needs_the_token(running: Running) -> None:
-    token = create_token(running.queue, "carol")
+    token = create_token(running.store, "carol")
     answer = asked(running, "/", Accept="text/html")
     assert (answer.status, answer.getheader("Location")) == (303, "/login")
     wrong = asked(running, "/login", method="POST", body=urlencode({"token": "guessed"}))

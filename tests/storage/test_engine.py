@@ -34,7 +34,7 @@ Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
 OURS = {
     *("study", "trial", "measurement", "event", "fitted", "evidence", "inspection"),
-    *("search", "notice", "upload", "token"),
+    *("search", "notice", "upload", "token", "account", "audit"),
     engine.VERSION_TABLE,
 }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from sqlalchemy import event
 
 from autofit.exceptions import UsageError
 from autofit.storage import (
+    Accounts,
+    Limits,
     Outcome,
     Owner,
     Queue,
@@ -68,6 +72,70 @@ def test_the_user_with_the_fewest_searches_is_next(queue: Queue) -> None:
     assert queue.claim(Owner.current(), "runner") is None
 
 
+def test_a_higher_priority_is_next_then_an_earlier_deadline(queue: Queue) -> None:
+    later, soon = datetime.now(UTC) + timedelta(hours=2), datetime.now(UTC) + timedelta(hours=1)
+    plain = queue.submit("alice", FIRST)
+    second = queue.submit("alice", SECOND, deadline=later)
+    first = queue.submit("alice", THIRD, deadline=soon)
+    urgent = queue.submit("alice", replace(FIRST, upload="dd"), priority=1)
+    order = [urgent.id, first.id, second.id, plain.id]
+    assert queue.search(plain.id).waits_for == "its turn: 3 others come first"
+    assert [claimed(queue).id for _ in order] == order
+
+
+def test_a_user_holds_no_more_gpus_than_allowed(queue: Queue, store: Store) -> None:
+    Accounts(store).limit("alice", Limits(gpus=3))
+    first = queue.submit("alice", FIRST, gpus=2)
+    second = queue.submit("alice", SECOND, gpus=2)
+    other = queue.submit("bob", THIRD, gpus=8)
+    assert [claimed(queue).id for _ in range(2)] == [first.id, other.id]
+    assert not queue.claimable("a host")
+    waits = queue.search(second.id).waits_for
+    assert waits == "GPUs of its user, who may hold 3 and holds 2"
+    queue.finish(first, None)
+    assert claimed(queue).id == second.id
+
+
+def test_a_search_says_why_it_waits(queue: Queue) -> None:
+    first, same = queue.submit("alice", FIRST), queue.submit("bob", FIRST)
+    last = queue.submit("bob", SECOND)
+    assert queue.search(first.id).waits_for == ""
+    starting = queue.claim(Owner.current(), "runner")
+    assert starting is not None
+    queue.wait(starting, "2 GPUs")
+    waits = {each.id: each.waits_for for each in queue.active()}
+    assert waits == {
+        first.id: "2 GPUs",
+        same.id: f"search {first.id}, which searches the same script",
+        last.id: f"search {first.id}, which starts before it",
+    }
+
+
+def test_a_search_ends_when_its_deadline_passes_in_the_queue(queue: Queue) -> None:
+    now = datetime.now(UTC)
+    late = queue.submit("alice", FIRST, deadline=now - timedelta(seconds=1))
+    early = queue.submit("alice", SECOND, deadline=now + timedelta(hours=1))
+    assert queue.expire() == 1
+    found = queue.search(late.id)
+    assert found.outcome is not None
+    assert found.outcome.message.startswith("its deadline passed while it waited: submit")
+    assert queue.search(early.id).state is SearchState.QUEUED
+    queue.add_upload("aa", b"archive")
+    assert queue.resume(late.id, "alice").deadline is None
+
+
+def test_the_time_with_gpus_is_the_users(queue: Queue, gone: Owner) -> None:
+    queue.submit("alice", FIRST, gpus=2)
+    search = claimed(queue, gone)
+    time.sleep(0.1)
+    queue.reclaim()  # its process is gone
+    assert queue.counts().gpu_seconds["alice"] >= 0.2
+    again = claimed(queue)
+    assert again.id == search.id
+    queue.finish(again, None)
+    assert 0.2 <= queue.counts().gpu_seconds["alice"] < 5.0
+
+
 def test_searches_that_share_a_study_run_one_after_the_other(queue: Queue) -> None:
     first, second = queue.submit("alice", FIRST), queue.submit("bob", FIRST)
     assert claimed(queue).id == first.id
@@ -103,6 +171,7 @@ def test_a_search_goes_back_to_the_queue_when_its_process_is_gone(
 
 
 def test_a_search_that_is_lost_again_and_again_fails(queue: Queue, gone: Owner) -> None:
+    queue.add_upload("aa", b"archive")
     search = queue.submit("alice", FIRST)
     for _ in range(MOST_ATTEMPTS):
         claimed(queue, gone)
@@ -116,6 +185,7 @@ def test_a_search_that_is_lost_again_and_again_fails(queue: Queue, gone: Owner) 
 
 
 def test_cancelling(queue: Queue, gone: Owner) -> None:
+    queue.add_upload("bb", b"archive")
     queued, running = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
     assert queue.cancel(queued.id, "alice").state is SearchState.CANCELLED
     claimed(queue, gone)
@@ -126,6 +196,8 @@ def test_cancelling(queue: Queue, gone: Owner) -> None:
     with pytest.raises(UsageError, match="nothing to cancel"):
         queue.cancel(running.id, "alice")
     assert queue.resume(running.id, "alice").cancelled is None
+    with pytest.raises(UsageError, match="was deleted: submit it again"):
+        queue.resume(queued.id, "alice")
 
 
 def test_a_search_is_its_users_alone(queue: Queue) -> None:
@@ -189,6 +261,7 @@ def test_no_query_scans_a_table(path: Path) -> None:
             lambda: queue.taken("runner"),
             lambda: queue.claim(Owner.current(), "runner"),
             lambda: queue.reclaim(),
+            lambda: queue.expire(),
             lambda: store.heartbeat(Owner.current()),
             lambda: queue.notices(search.id, after=3),
             lambda: queue.tell(search, [("Line", {})]),
@@ -209,5 +282,5 @@ def test_no_query_scans_a_table(path: Path) -> None:
                 cursor = session.connection().exec_driver_sql(
                     f"EXPLAIN QUERY PLAN {statement}", parameters
                 )
-                scans += [(statement, row[3]) for row in cursor if row[3].startswith("SCAN")]
-        assert scans == []
+                scans += [row[3] for row in cursor if row[3].startswith("SCAN")]
+        assert set(scans) <= {"SCAN account"}, "a row a user, and the metrics are of all users"
