@@ -22,6 +22,7 @@ from autofit.report.figures import figures
 from autofit.report.page import COLUMNS, page
 from autofit.storage import Store, StudyRecord
 from autofit.worker.records.trials import OutOfMemory, TrialReport, Verdict
+from tests.contrast import FAINT, LEAST, contrast, variables
 from tests.report.stored import EVIL, add, opened
 
 pytestmark = pytest.mark.quick
@@ -199,6 +200,19 @@ sys.exit(main(["report"]))
     assert ran.stderr.count("\n") == 1
 
 
+def test_text_stands_out_from_what_is_behind_it(root: Path) -> None:
+    """Of the report and of the service's pages, which have the same variables."""
+    sheets = [root / "autofit/report/report.css", root / "autofit/service/style.css"]
+    css = "".join(sheet.read_text() for sheet in sheets)
+    texts = set(re.findall(r"(?<![\w-])(?:color|fill): var\((--[\w-]+)\)", css))
+    grounds = set(re.findall(r"background: var\((--[\w-]+)\)", css))
+    assert texts >= {"--text", "--muted", "--best", "--bad", "--warn"}
+    assert grounds == {"--page", "--panel"}
+    for colours in variables(css):
+        pairs = {(a, b): contrast(colours[a], colours[b]) for a in texts for b in grounds}
+        assert not {pair: each for pair, each in pairs.items() if each < LEAST}
+
+
 # --- in a browser -----------------------------------------------------------------------------
 
 WATCH = """<script>
@@ -221,6 +235,7 @@ addEventListener("load", () => setTimeout(() => {
       plot.querySelectorAll(".points path.point, .scatterlayer path, .bars path").length])),
     wide: [...document.querySelectorAll(".main-svg")].map((svg) => svg.clientWidth),
     ground: getComputedStyle(document.body).backgroundColor,
+    faint: faint(document),
   }), "*");
 }, 500));
 </script>"""
@@ -236,7 +251,7 @@ def in_browser(store: Store, study: StudyRecord, tmp_path: Path) -> Any:
     """Return what a browser finds in the report, in a window of some width."""
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
-    text = page(read(store, study)).replace("<head>", f"<head>{WATCH}", 1)
+    text = page(read(store, study)).replace("<head>", f"<head>{WATCH}{FAINT}", 1)
     (tmp_path / "page.html").write_text(text.replace("</body>", f"{ACT}</body>"))
 
     def look(width: int, *, dark: bool = False) -> dict[str, Any]:
@@ -269,6 +284,8 @@ def test_a_browser_draws_and_sorts_it(in_browser: Any, width: int, dark: bool) -
     assert found["wide"]
     assert max(found["wide"]) <= width
     assert found["ground"] == ("rgb(15, 19, 24)" if dark else "rgb(255, 255, 255)")
+    assert found["faint"]["texts"] > 100
+    assert found["faint"]["found"] == []
     before, up, down, by_plan, by_number = found["orders"]
     assert before == by_number == [str(number) for number in range(7)]
     assert all(float(a.split()[0]) <= float(b.split()[0]) for a, b in pairwise(up[:5]))
