@@ -4,6 +4,8 @@ A subpackage left out of ``packages`` works in an editable install and is missin
 """
 
 import fnmatch
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +18,13 @@ from typing import Any
 
 import pytest
 
+from tests.ray_head import TOOLS
+
 pytestmark = pytest.mark.quick
 
 SIBLINGS = ("storage", "strategies", "worker")
 """Folders beside ``autofit/`` that are packaged, and linked, as its subpackages."""
+PACKAGES = sysconfig.get_path("purelib")
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +104,36 @@ def test_the_wheel_holds_the_tree(root: Path, repository_copy: Path, tmp_path: P
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("tool", ["pip", "uv"])
-def test_the_wheel_is_installed_and_runs(tool: str, repository_copy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool", ["pip", "uv", "pipx", "uvx"])
+def test_the_wheel_is_installed_and_runs(
+    tool: str, repository_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Into an environment that borrows torch and the other packages of this one."""
+    monkeypatch.setenv("PATH", f"{TOOLS}{os.pathsep}{os.environ['PATH']}")
     if tool != "pip" and shutil.which(tool) is None:
         pytest.skip(f"{tool} is not installed")
+    if tool in ("pipx", "uvx"):  # they accept no missing dependency
+        project = repository_copy / "pyproject.toml"
+        text, left_out = re.subn(
+            r"^dependencies = \[.*?^\]$", "", project.read_text(), flags=re.M | re.S
+        )
+        assert left_out == 1
+        project.write_text(text)
+    for variable in ("PIPX_HOME", "PIPX_BIN_DIR", "PIPX_MAN_DIR", "UV_CACHE_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "--wheel-dir", tmp_path, repository_copy], check=True)
     (wheel,) = tmp_path.glob("autofit_torch-*.whl")
-    command = _installed(tool, wheel, tmp_path)
+    if tool == "uvx":
+        monkeypatch.setenv("PYTHONPATH", PACKAGES)
+        command = ["uvx", "--python", sys.executable, "--from", str(wheel), "autofit"]
+    else:
+        command = [str(_installed(tool, wheel, tmp_path))]
     (tmp_path / "train.py").write_text("import autofit, sys\nprint(autofit.__file__, sys.prefix)\n")
 
     def output(*words: str) -> str:
         done = subprocess.run(
-            [command, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+            [*command, *words], cwd=tmp_path, capture_output=True, text=True, check=True
         )
         return done.stdout
 
@@ -132,11 +153,14 @@ def _installed(tool: str, wheel: Path, folder: Path) -> Path:
         python = str(environment / "bin/python")
         pip = [sys.executable, "-m", "pip", "--python", python, "install"]
         subprocess.run([*pip, "--quiet", "--no-deps", wheel], check=True)
-    else:
+    elif tool == "uv":
         subprocess.run([tool, "venv", "--python", sys.executable, environment], check=True)
         python = str(environment / "bin/python")
         line = [tool, "pip", "install", "--python", python, "--no-deps"]
         subprocess.run([*line, wheel], check=True)
+    else:
+        subprocess.run([tool, "install", "--python", sys.executable, wheel], check=True)
+        environment = folder / "PIPX_HOME/venvs/autofit-torch"
     (packages,) = environment.glob("lib/python*/site-packages")
-    (packages / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    return environment / "bin/autofit"
+    (packages / "borrowed.pth").write_text(f"{PACKAGES}\n")
+    return (folder / "PIPX_BIN_DIR" if tool == "pipx" else environment / "bin") / "autofit"
