@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from sqlalchemy import ScalarSelect, Select, exists, func, or_, select
 from sqlalchemy.orm import Session, aliased
@@ -13,7 +14,7 @@ from autofit.storage.models import Account, Search
 from autofit.storage.searches import ACTIVE, SearchRecord, SearchState
 
 
-def next_numbers(host: str | None) -> Select[tuple[int]]:
+def next_numbers(host: str | None) -> Select[Any]:
     """Return the query for the numbers of the searches that may start now, the next one first.
 
     The next search has the highest priority. Among equals, the user with the fewest active searches

@@ -37,6 +37,7 @@ from autofit.report.page import page
 from autofit.service import requests
 from autofit.service.metrics import KIND
 from autofit.service.metrics import metrics as figures_of
+from autofit.service.own_uids import rights_of
 from autofit.service.pages import add_pages
 from autofit.service.runner import name_of_upload
 from autofit.service.users import OtherSite, Unauthorized, Users
@@ -220,7 +221,10 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         result = result_of(store, _study(store, record))
         if result is None:
             raise UsageError(f"search {number} has no plan that fits yet")
-        return _export(queue, record.submission, result, form, partial, limit)
+        if record.submission.upload is None:
+            with rights_of(users.uid(user)):
+                return render(form, result, partial=partial)
+        return _export(queue, record.submission.upload, result, form, partial, limit)
 
     @app.get("/api/searches/{number}/report", response_class=HTMLResponse)
     def report(number: int, user: User) -> str:
@@ -288,17 +292,13 @@ def _study(store: Store, record: SearchRecord) -> StudyRecord:
     return store.study(record.study)
 
 
-def _export(
-    queue: Queue, submission: Submission, result: Result, form: str, partial: bool, limit: int
-) -> str:
-    """Return a plan in a format; the patch of an uploaded script needs its file."""
-    if submission.upload is None:
-        return render(form, result, partial=partial)
+def _export(queue: Queue, upload: str, result: Result, form: str, partial: bool, limit: int) -> str:
+    """Return the plan of an uploaded script in a format; its patch needs the file."""
     with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
-        folder = name_of_upload(submission.upload)
+        folder = name_of_upload(upload)
         if form == "patch":
             folder = str(Path(scratch, "files"))
-            archive.unpack(queue.upload(submission.upload), Path(folder), limit)
+            archive.unpack(queue.upload(upload), Path(folder), limit)
         return render(
             form, replace(result, script=replace(result.script, cwd=folder)), partial=partial
         )

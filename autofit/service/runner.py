@@ -18,7 +18,9 @@ from typing import Any, Self
 
 from autofit.client import archive, messages
 from autofit.exceptions import AutofitError, StorageError, UsageError
+from autofit.service.own_uids import rights_of
 from autofit.service.requests import search_options
+from autofit.service.users import Users
 from autofit.storage import Outcome, Owner, Queue, SearchRecord, Store
 from autofit.storage.queue import missed
 from autofit.storage.records import ORIGIN
@@ -27,6 +29,7 @@ from autofit.tuning.controller import search as search_plans
 from autofit.tuning.notices import Notice, StudyStarted
 from autofit.tuning.options import SearchOptions
 from autofit.worker.cluster.reservation import Reservation, reserve
+from autofit.worker.launch.other_uid import give
 from autofit.worker.launch.reaper import Reaper
 
 NAMESPACE = "autofit"
@@ -49,10 +52,11 @@ class Runner:
     may end before Ray has created the actor.
     """
 
-    def __init__(self, storage: str, address: str, runner: str, limit: int) -> None:
+    def __init__(self, storage: str, address: str, runner: str, limit: int, apart: bool) -> None:
         """Claim the next search of the queue, run it, and end this process.
 
-        ``limit``: bytes of an uploaded folder; ``runner``: a name for this actor in the store.
+        ``limit``: bytes of an uploaded folder; ``runner``: a name for this actor in the store;
+        ``apart``: run scripts under a uid of their user.
         """
         import ray
 
@@ -62,20 +66,29 @@ class Runner:
             queue = Queue(store)
             search = queue.claim(Owner.current(), runner)
             if search is not None:
+                uid = Users(store, trusted=not apart).uid(search.user)
+                if uid is not None:
+                    os.setgroups([])  # for ``rights_of``
                 with _Watch(store, queue, search) as watch:
-                    _run(store, queue, search, watch, address, limit)
+                    _run(store, queue, search, watch, address, limit, uid)
         leave: Any = ray.actor.exit_actor  # it has no types
         leave()
 
 
 def _run(
-    store: Store, queue: Queue, search: SearchRecord, watch: _Watch, address: str, limit: int
+    store: Store,
+    queue: Queue,
+    search: SearchRecord,
+    watch: _Watch,
+    address: str,
+    limit: int,
+    uid: int | None,
 ) -> None:
     """Run a claimed search and store how it ended."""
     outcome: Outcome | None = None
     try:
-        with _folder(queue, search, limit) as folder, _Recorder(queue, search) as recorder:
-            _search(store, queue, search, recorder, folder, address)
+        with _folder(queue, search, limit, uid) as folder, _Recorder(queue, search) as recorder:
+            _search(store, queue, search, recorder, folder, address, uid)
         watch.end()
     except KeyboardInterrupt:
         watch.end()
@@ -98,9 +111,11 @@ def _search(
     recorder: _Recorder,
     folder: Path,
     address: str,
+    uid: int | None,
 ) -> None:
-    options = search_options(search.submission, folder, storage=store.url, address=address)
-    reserved = reserve(options.gpus, options.gpus_per_trial or 1, _environment())
+    with rights_of(uid):
+        options = search_options(search.submission, folder, storage=store.url, address=address)
+    reserved = reserve(options.gpus, options.gpus_per_trial or 1, _environment(), uid=uid)
     queue.wait(search, reserved.name)
     _await(reserved, search)
     options = _within_deadline(options, search)
@@ -136,8 +151,11 @@ def _within_deadline(options: SearchOptions, search: SearchRecord) -> SearchOpti
 
 
 @contextlib.contextmanager
-def _folder(queue: Queue, search: SearchRecord, limit: int) -> Iterator[Path]:
-    """Yield the working directory of the script; remove an unpacked one, also after a kill."""
+def _folder(queue: Queue, search: SearchRecord, limit: int, uid: int | None) -> Iterator[Path]:
+    """Yield the working directory of the script; remove an unpacked one, also after a kill.
+
+    An unpacked folder belongs to ``uid``, and is closed to others.
+    """
     if search.submission.folder is not None:
         yield Path(search.submission.folder)
         return
@@ -148,6 +166,9 @@ def _folder(queue: Queue, search: SearchRecord, limit: int) -> Iterator[Path]:
     try:
         folder = scratch / _FOLDER
         archive.unpack(queue.upload(search.submission.upload), folder, limit)
+        if uid is not None:
+            scratch.chmod(0o711)
+            give(folder, uid)
         yield folder
     finally:
         reaper.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -60,14 +61,19 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     _check_tls(options)
     import uvicorn
 
+    from autofit.service import own_uids
     from autofit.service.app import make_app
     from autofit.service.supervisor import Supervisor
     from autofit.service.users import Users
 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(options.storage))
-        users = Users(store, trusted=options.trusted)
+        why = "" if options.trusted else own_uids.obstacle(options.address)
+        users = Users(store, trusted=options.trusted, obstacle=why)
         users.check(options.host)
+        if users.apart:
+            os.setgroups([])
+            own_uids.close_store(store.url)
         port = stack.enter_context(_bound(options.host, options.port))
         address = options.address
         if address is None:
@@ -76,7 +82,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
             address, started = own.attach(options.searches)
             say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
         stack.enter_context(RaySession(address=address))
-        supervisor = Supervisor(store.url, address, options.limit, say)
+        supervisor = Supervisor(store.url, address, options.limit, users.apart, say)
         supervisor.start()
         stack.callback(supervisor.stop)
         server = uvicorn.Server(

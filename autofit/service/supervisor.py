@@ -27,12 +27,21 @@ class Supervisor:
     """
 
     def __init__(
-        self, storage: str, address: str, limit: int, say: Callable[[str], object]
+        self,
+        storage: str,
+        address: str,
+        limit: int,
+        apart: bool,
+        say: Callable[[str], object],
     ) -> None:
-        """``limit``: bytes of an uploaded folder; ``say`` receives a line about each problem."""
+        """``limit``: bytes of an uploaded folder; ``apart``: run scripts under uids of their users.
+
+        ``say`` receives a line about each problem.
+        """
         self._storage = storage
         self._address = address
         self._limit = limit
+        self._apart = apart
         self._say = say
         self._host = socket.gethostname()
         self._unclaimed: tuple[str, Any, float] | None = None
@@ -102,5 +111,5 @@ class Supervisor:
             namespace=NAMESPACE,
             lifetime="detached",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )(Runner).remote(self._storage, self._address, runner, self._limit)
+        )(Runner).remote(self._storage, self._address, runner, self._limit, self._apart)
         self._unclaimed = runner, actor.__ray_ready__.remote(), time.monotonic()

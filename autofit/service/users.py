@@ -27,14 +27,17 @@ class OtherSite(UsageError):
 class Users:
     """The users of a service. Without any token in the store, everybody is the service's own user.
 
-    ``trusted``: whether the users trust one another. Their scripts run under one uid and can read
-    each other's files.
+    Scripts of users with tokens run under a uid for each user, unless there is an ``obstacle`` or
+    the users are ``trusted``. With an obstacle, a second user is refused who is not trusted.
     """
 
-    def __init__(self, store: Store, *, trusted: bool) -> None:
+    def __init__(self, store: Store, *, trusted: bool, obstacle: str = "") -> None:
         self._queue = Queue(store)
         self._accounts = Accounts(store)
         self._trusted = trusted
+        self._obstacle = obstacle
+        self.apart = not (trusted or obstacle)
+        """Whether each user's scripts run under a uid of their own."""
 
     def check(self, host: str) -> None:
         """Raise ``UsageError`` if the service must not start on this address."""
@@ -82,12 +85,18 @@ class Users:
             return Limits(priority=MOST_PRIORITY)
         return self._accounts.limits(user)
 
+    def uid(self, user: str) -> int | None:
+        """Return the uid of a user's scripts; ``None`` if they run as the service does."""
+        if not self.apart or not self._queue.users():
+            return None
+        return self._accounts.uid(user)
+
     def _check_trust(self, names: tuple[str, ...]) -> None:
-        if len(names) > 1 and not self._trusted:
+        if len(names) > 1 and self._obstacle and not self._trusted:
             raise UsageError(
-                f"tokens of several users exist ({', '.join(names)}), and their scripts run under"
-                " one uid: they could read each other's files. If they may, start the service with"
-                " --trusted-users"
+                f"tokens of several users exist ({', '.join(names)}), and their scripts would run"
+                f" under one uid ({self._obstacle}): they could read each other's files. If they"
+                " may, start the service with --trusted-users"
             )
 
 

@@ -79,10 +79,15 @@ START = 180.0
 class LiveService:
     """A service with a store, a port and a temporary folder of its own; a context manager."""
 
-    def __init__(self, searches: int = 2) -> None:
+    def __init__(
+        self, searches: int = 2, *, trusted: bool = True, python: str = sys.executable, **more: str
+    ) -> None:
+        """``more``: variables of the environment."""
         self.root = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))  # short: sockets lie below it
         self.storage = str(self.root / "service.db")
         self._searches = searches
+        self._more = ["--trusted-users"] if trusted else []
+        self._python = python
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
@@ -91,6 +96,7 @@ class LiveService:
             "TMPDIR": str(self.root / "t"),
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "160",
+            **more,
         }
         (self.root / "t").mkdir()
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,7 +104,7 @@ class LiveService:
     def autofit(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command of autofit to its end."""
         return subprocess.run(
-            [sys.executable, "-m", "autofit", *words],
+            [self._python, "-m", "autofit", *words],
             cwd=cwd or self.root,
             env=self.environment,
             capture_output=True,
@@ -108,8 +114,8 @@ class LiveService:
 
     def start(self) -> None:
         """Start the service and wait until it answers."""
-        line = [sys.executable, "-m", "autofit", "serve", "--storage", self.storage]
-        line += ["--port", str(self._port), "--searches", str(self._searches), "--trusted-users"]
+        line = [self._python, "-m", "autofit", "serve", "--storage", self.storage]
+        line += ["--port", str(self._port), "--searches", str(self._searches), *self._more]
         with (self.root / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 line, cwd=self.root, env=self.environment, stdout=log, stderr=log

@@ -211,12 +211,12 @@ def test_refused_without_a_token_and_with_anothers(
 def test_a_second_user_is_refused_unless_users_trust_one_another(
     tmp_path: Path,
 ) -> None:
-    with Running.start(tmp_path, trusted=False) as running:
+    with Running.start(tmp_path, trusted=False, obstacle="the service is not root") as running:
         alice = running.user("alice")
         assert alice.get("/api/searches") == []
         bob = running.user("bob")
         for user in (alice, bob):
-            with pytest.raises(UsageError, match="--trusted-users"):
+            with pytest.raises(UsageError, match=r"the service is not root.*--trusted-users"):
                 user.get("/api/searches")
 
 

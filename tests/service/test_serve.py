@@ -25,11 +25,15 @@ def test_another_address_without_a_token(capsys: pytest.CaptureFixture[str]) -> 
     assert "autofit token create" in line
 
 
-def test_a_second_user_without_trust(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_user_without_trust(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "the service is not root"
+    monkeypatch.setattr("autofit.service.own_uids.obstacle", lambda address: why)
     for user in ("alice", "bob"):
         assert main(["token", "create", user, "--storage", "service.db"]) == 0
     token = capsys.readouterr().out.split()[0]
-    assert "alice, bob" in refusal(capsys)
+    assert f"alice, bob), and their scripts would run under one uid ({why})" in refusal(capsys)
     assert token.encode() not in Path("service.db").read_bytes()
     with Store("service.db") as store:
         assert Queue(store).users() == ("alice", "bob")

@@ -18,6 +18,7 @@ from autofit.facts import Hardware
 from autofit.worker import meter
 from autofit.worker.cluster.archive import identity
 from autofit.worker.cluster.versions import of_node
+from autofit.worker.launch import other_uid
 from autofit.worker.launch.capacity import Capacity, beside
 from autofit.worker.launch.child import adopt_orphans
 from autofit.worker.launch.guard import Guard
@@ -51,6 +52,8 @@ class Setting:
     """The user's working directory, if the actor's working directory is a copy of it."""
     beside: int = 1
     """Slots that share the cores of the actor's machine, unless the user sets the threads."""
+    uid: int | None = None
+    """Under which the script runs; ``None`` for the actor's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,11 @@ class Slot:
             self._environment.setdefault("OMP_NUM_THREADS", share(setting.beside))
         if setting.scratch is None:
             self._scratch = self._own_scratch()
+        if setting.uid is not None:
+            assert self._scratch is not None
+            os.chmod(self._scratch, 0o711)  # the script passes through it to its own folders
+            home = Path(self._scratch, "home")
+            self._environment = other_uid.environment(self._environment, home, setting.uid)
         adopt_orphans()
         self._guard = Guard.of(setting.device, self._environment)
         self._control = Control()
@@ -157,6 +165,7 @@ class Slot:
                 lone=True,
                 control=self._control,
                 guard=self._guard,
+                uid=self._setting.uid,
             )
         finally:
             self._idle.set()  # before a new control: ``stop`` reads the control first, then this

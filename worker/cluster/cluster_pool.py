@@ -194,6 +194,7 @@ class ClusterPool(Pool):
             here=node.here,
             folder=self._script.cwd if apart else None,
             beside=1 if self._gpus > 1 else self._beside[node.id],
+            uid=self._reserved.uid if self._reserved else None,
         )
         return self._actor({**options, "runtime_env": carried}, setting)
 

@@ -28,6 +28,8 @@ class Reservation:
     """Ray's name of the GPUs; empty if there are none."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The environment of trials: that of this machine, without Ray's variables."""
+    uid: int | None = None
+    """Under which trials run; ``None`` for that of Ray's workers."""
 
     @property
     def name(self) -> str:
@@ -58,12 +60,15 @@ class Reservation:
         return Places(device=device, model=self.model, slots=counts)
 
 
-def reserve(gpus: int | None, each: int, environment: Mapping[str, str]) -> Reservation:
+def reserve(
+    gpus: int | None, each: int, environment: Mapping[str, str], *, uid: int | None = None
+) -> Reservation:
     """Ask Ray for the devices of a search, and return at once; the process has joined Ray.
 
     ``gpus``: GPUs of the search, by default ``each``; ``each``: GPUs that a training spans;
-    ``environment``: that of this process. On a cluster without GPUs, a search gets one CPU and its
-    share of the cores. Raises ``UsageError`` if the cluster has too few GPUs.
+    ``environment``: that of this process; ``uid``: under which trials run. On a cluster without
+    GPUs, a search gets one CPU and its share of the cores. Raises ``UsageError`` if the cluster has
+    too few GPUs.
     """
     from ray.util import placement_group
 
@@ -74,7 +79,7 @@ def reserve(gpus: int | None, each: int, environment: Mapping[str, str]) -> Rese
         threads = share(max(node.cpus for node in alive))
         environment = {**environment, "OMP_NUM_THREADS": threads}
         group = placement_group([{"CPU": 1}])
-        return Reservation(group=group, slots=1, each=0, model="", environment=environment)
+        return Reservation(group=group, slots=1, each=0, model="", environment=environment, uid=uid)
     slots = (gpus or each) // each
     if slots == 0:
         raise UsageError(f"--gpus {gpus} --gpus-per-trial {each}: a training has too few GPUs")
@@ -83,5 +88,10 @@ def reserve(gpus: int | None, each: int, environment: Mapping[str, str]) -> Rese
         bundle[f"{nodes.MODEL}{places.model}"] = 0.001
     group = placement_group([dict(bundle) for _ in range(slots)])
     return Reservation(
-        group=group, slots=slots, each=each, model=places.model, environment=environment
+        group=group,
+        slots=slots,
+        each=each,
+        model=places.model,
+        environment=environment,
+        uid=uid,
     )

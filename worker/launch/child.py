@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from autofit.exceptions import WorkerError
+from autofit.worker.launch import other_uid
 from autofit.worker.launch.reaper import Process, kill_until_gone, processes, with_descendants
 from autofit.worker.records.trials import (
     Agreed,
@@ -72,7 +74,8 @@ class Child:
 
     Use it as a context manager: on exit, the process and all its descendants are killed. With
     ``lone``, this process runs only such children, one at a time, and is a subreaper
-    (``adopt_orphans``). Every orphan it adopts then belongs to the child.
+    (``adopt_orphans``). Every orphan it adopts then belongs to the child. With ``uid``, the child
+    runs under it: see ``other_uid``.
     Raises ``WorkerError`` when the operating system cannot start the process.
     """
 
@@ -83,7 +86,9 @@ class Child:
         environment: Mapping[str, str],
         *,
         lone: bool = False,
+        uid: int | None = None,
     ) -> None:
+        self._uid = uid
         self.tail = Tail()
         self.timed_out = False
         self._lone = lone
@@ -111,6 +116,7 @@ class Child:
                     stderr=child_output,
                     start_new_session=True,
                     pass_fds=(child_events, child_control),
+                    **other_uid.process_options(uid),
                 )
         except OSError as error:
             self._close_pipes()
@@ -248,9 +254,14 @@ class Child:
 
     def _receive(self) -> Event | None:
         try:
-            event: Event = self._events.recv()
+            if self._uid is None:
+                event: Event = self._events.recv()
+            else:
+                event = other_uid.loads(self._events.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
+        except pickle.UnpicklingError as error:
+            raise WorkerError(f"the script sent what autofit does not accept: {error}") from error
         return event
 
     def _read_output(self) -> bool:

@@ -61,6 +61,7 @@ class Group:
         environments: Sequence[Mapping[str, str]],
         *,
         lone: bool = False,
+        uid: int | None = None,
     ) -> None:
         self.timed_out = False
         self._lone = lone
@@ -79,7 +80,7 @@ class Group:
         self._ranks: list[Child] = []
         with ExitStack() as stack:
             for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
-                child = Child(command, replace(spec, rank=rank), environment)
+                child = Child(command, replace(spec, rank=rank), environment, uid=uid)
                 self._ranks.append(stack.enter_context(child))
             stack.pop_all()
         self.speaker = self._ranks[0]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autofit.worker.launch import rank_environment, replicas
+from autofit.worker.launch import other_uid, rank_environment, replicas
 from autofit.worker.launch.child import EXIT_SECONDS, Child, python
 from autofit.worker.launch.environment import child_environment
 from autofit.worker.launch.group import Group
@@ -74,6 +74,7 @@ def launch(
     lone: bool = False,
     control: Control | None = None,
     guard: Guard | None = None,
+    uid: int | None = None,
 ) -> Iterator[LaunchEvent]:
     """Start the processes of ``request`` and yield their events and reports, ``LaunchEnded`` last.
 
@@ -85,13 +86,14 @@ def launch(
 
     ``environment``: the user's (default ``os.environ``). ``scratch``: parent folder of temporary
     files (default: the system's). ``lone``: as for ``Child``. ``control``: lets another thread stop
-    the launch or answer it. ``guard``: remembers the slot's cards from earlier launches.
+    the launch or answer it. ``guard``: remembers the slot's cards from earlier launches. ``uid``:
+    under which the processes run, if this process is root.
     Raises ``WorkerError`` when a process cannot be started.
     """
     user = os.environ if environment is None else environment
     control = control or Control()
     guard = guard or Guard.of(request.device, user)
-    run = partial(_run, harness, user, scratch, lone, control, guard)
+    run = partial(_run, harness, user, scratch, lone, control, guard, uid)
     done = yield from run(request)
     if not done and (used_for := control.wait_for_use()) is not None:
         yield from run(used_for)
@@ -106,6 +108,7 @@ def _run(
     lone: bool,
     control: Control,
     guard: Guard,
+    uid: int | None,
     request: LaunchRequest,
 ) -> Generator[LaunchEvent, None, bool]:
     """Run the processes of ``request``; return ``False`` if they were prepared and never used."""
@@ -121,8 +124,11 @@ def _run(
             variables[SESSION] = os.environ[SESSION]
         overlay = Path(folder) / "overlay"
         overlay.mkdir()
+        if uid is not None:
+            variables = other_uid.with_own_shim(variables, Path(folder))
+            other_uid.give(Path(folder), uid)
         spec = ChildSpec(request=request, scratch=str(overlay))
-        with _start(python(harness), spec, variables, lone) as child:
+        with _start(python(harness), spec, variables, lone, uid) as child:
             child.limit(None if request.prepared else request.timeout)
             account = _Account(request, guard, start)
             control.attach(child, account)
@@ -152,18 +158,22 @@ def _run(
 
 
 def _start(
-    command: list[str], spec: ChildSpec, environment: Mapping[str, str], lone: bool
+    command: list[str],
+    spec: ChildSpec,
+    environment: Mapping[str, str],
+    lone: bool,
+    uid: int | None,
 ) -> Child | Group:
     """Start the launch's single process, or its ranks."""
     if spec.request.replicas > 1:
         specs, each = replicas.tasks(spec, environment)
-        return Group(command, specs, each, lone=lone)
+        return Group(command, specs, each, lone=lone, uid=uid)
     count = spec.request.ranks
     if count == 1:
-        return Child(command, spec, environment, lone=lone)
+        return Child(command, spec, environment, lone=lone, uid=uid)
     port = rank_environment.free_port()
     each = [rank_environment.environment(rank, count, port, environment) for rank in range(count)]
-    return Group(command, [spec] * count, each, lone=lone)
+    return Group(command, [spec] * count, each, lone=lone, uid=uid)
 
 
 class Control:

@@ -1,0 +1,126 @@
+"""A service that is root runs each user's scripts under a uid of their own."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autofit.client import archive
+from autofit.client.http import Service
+from autofit.service import own_uids
+from autofit.service.users import Users, create_token
+from autofit.storage import Store
+from tests.service.live import OPTIONS, LiveService
+from tests.uids import OTHER, UID, interpreter, open_to_all, search_path
+
+READS = """\
+import sys
+
+for path in sys.argv[2:]:
+    try:
+        open(path).read()
+    except PermissionError:
+        continue
+    sys.exit(f"{path} was read")
+open(sys.argv[1]).read()
+"""
+SLOW = "import time\n\ntime.sleep(300)\n"
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can open files as another user")
+def test_files_are_opened_with_the_rights_of_the_user(tmp_path: Path) -> None:
+    with open_to_all(tmp_path):
+        mine, others = tmp_path / "mine", tmp_path / "others"
+        for file, uid in ((mine, UID), (others, OTHER)):
+            file.write_text("text")
+            file.chmod(0o600)
+            os.chown(file, uid, uid)
+        with own_uids.rights_of(UID):
+            assert mine.read_text() == "text"
+            with pytest.raises(PermissionError):
+                others.read_text()
+        assert others.read_text() == "text"
+
+
+@pytest.mark.quick
+def test_every_user_has_a_uid_that_stays(tmp_path: Path) -> None:
+    with Store(str(tmp_path / "service.db")) as store:
+        users = Users(store, trusted=False)
+        assert users.uid("somebody") is None, "without tokens, all is the service's own user's"
+        for name in ("alice", "bob"):
+            create_token(store, name)
+        alice, bob = users.uid("alice"), users.uid("bob")
+        assert alice != bob
+        assert users.uid("alice") == alice
+        assert Users(store, trusted=True).uid("alice") is None
+        own_uids.close_store(store.url)
+        assert stat.S_IMODE((tmp_path / "service.db").stat().st_mode) == 0o600
+
+
+@pytest.mark.quick
+def test_a_cluster_of_others_is_an_obstacle() -> None:
+    assert own_uids.obstacle("10.0.0.1:6379")
+
+
+def _submitted(service: Service, folder: Path, *args: str) -> str:
+    upload = service.post("/api/uploads", archive.pack(folder))["upload"]
+    request = {"script": "train.py", "args": args, "upload": upload, "options": OPTIONS}
+    return f"/api/searches/{service.post('/api/searches', request)['id']}"
+
+
+def _folder_of(uid: int) -> Path:
+    """Return the working directory of a process with this uid, once there is one."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter(["uids"]):
+            if process.info["uids"] and process.info["uids"].real == uid:
+                return Path(f"/proc/{process.pid}/cwd").readlink()
+        time.sleep(0.2)
+    raise AssertionError("no script runs")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_script_that_reads_another_users_folder_is_refused() -> None:
+    python = interpreter()
+    if python is None:
+        pytest.skip("this is not root, or other users cannot run Python here")
+    with LiveService(python=python, trusted=False, PYTHONPATH=search_path()) as live:
+        live.root.chmod(0o711)
+        (live.root / "t").chmod(0o1777)
+        alice = Service(live.url, live.token("alice"))
+        live.start()
+        bob = Service(live.url, live.token("bob"))
+        slow, reads, plain = live.root / "slow", live.root / "reads", live.folder(0)
+        for folder, text in ((slow, SLOW), (reads, READS)):
+            folder.mkdir()
+            (folder / "train.py").write_text(text)
+        first = _submitted(alice, slow)
+        with Store(live.storage, create=False) as store:
+            while alice.get(first)["state"] != "running":
+                time.sleep(0.2)
+            uid = Users(store, trusted=False).uid("alice")
+        assert uid is not None
+        others = _folder_of(uid)
+        assert stat.S_IMODE(others.stat().st_mode) == 0o700
+        assert others.stat().st_uid == uid
+        second = _submitted(bob, reads, str(others / "train.py"), live.storage)
+        found = bob.get(second)
+        while found["ended"] is None:
+            time.sleep(0.2)
+            found = bob.get(second)
+        assert found["state"] == "failed"
+        assert "PermissionError" in found["error"]["message"] + found["error"]["traceback"]
+        assert str(others / "train.py") in found["error"]["traceback"]
+        alice.post(f"{first}/cancel")
+        third = _submitted(bob, plain)
+        while (found := bob.get(third))["ended"] is None:
+            time.sleep(0.2)
+        assert found["state"] == "finished", found["error"]
+        assert "plan" in bob.text(f"{third}/plan")
