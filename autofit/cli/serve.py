@@ -28,6 +28,13 @@ from autofit.cli.out import say, show
 @click.option("--tls-key", metavar="FILE", help="PEM file of its private key.")
 @click.option("--max-upload", metavar="SIZE", callback=types.size, help="Default: 100MiB.")
 @click.option(
+    "--max-requests",
+    type=click.FloatRange(min=0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="Requests a second of each user.",
+)
+@click.option(
     "--trusted-users", is_flag=True, help="Let several users in, who can read each other's files."
 )
 @click.option("--stop", is_flag=True, help="End the service here, and the Ray that it started.")
@@ -40,6 +47,7 @@ def command(
     tls_certificate: str | None,
     tls_key: str | None,
     max_upload: int | None,
+    max_requests: float,
     trusted_users: bool,
     stop: bool,
 ) -> None:
@@ -64,6 +72,7 @@ def command(
         searches=searches,
         trusted=trusted_users,
         limit=max_upload or LIMIT,
+        rate=max_requests,
         certificate=tls_certificate,
         key=tls_key,
     )

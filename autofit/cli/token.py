@@ -1,4 +1,4 @@
-"""``autofit token``: the tokens with which users talk to a service."""
+"""``autofit token``: the tokens with which users talk to a service, and what they did."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import click
 from autofit.cli import types
 from autofit.cli.lazy import Group
 from autofit.cli.out import say, write
+from autofit.printable import printable
 
 _storage = click.option(
     "--storage", metavar="URL", help="The store of the service (default: ./autofit.db)."
@@ -15,7 +16,7 @@ _storage = click.option(
 
 @click.group("token", cls=Group)
 def command() -> None:
-    """Make tokens for the users of autofit serve."""
+    """Make tokens for the users of autofit serve, and show what they did."""
 
 
 @command.command("create")
@@ -37,3 +38,19 @@ def create(user: str, storage: str | None, gpus: int | None, priority: int | Non
         token = create_token(store, user, limits)
     write(token + "\n")
     say(f"it is shown only now: {user} sets AUTOFIT_TOKEN to it")
+
+
+@command.command("audit")
+@_storage
+@click.option("--user", metavar="USER", help="Show what this user did alone.")
+@click.option("--lines", type=click.IntRange(min=1), default=100, show_default=True)
+def audit(storage: str | None, user: str | None, lines: int) -> None:
+    """Show who did what in the service, and when; the newest last."""
+    from autofit.storage import Accounts, Store
+
+    with Store(types.url_of(storage), create=False) as store:
+        found = Accounts(store).trail(user, most=lines)
+    for each in reversed(found):
+        when = each.created.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"{each.user or 'unknown'}{f' from {each.address}' if each.address else ''}"
+        write(f"{when} UTC  {printable(who)}  {each.action}  {printable(each.target)}\n")

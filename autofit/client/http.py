@@ -21,6 +21,8 @@ LOST = 120.0
 """Seconds without an answer after which the service counts as lost; it may be restarted."""
 ANSWER = 60.0
 """Seconds within which the service has to answer a request, or to send a sign of life."""
+TOO_MANY = 429
+"""The status of an answer to a client that asks too often."""
 _PAUSE = 1.0
 _LOST_ERRORS = (OSError, http.client.HTTPException)
 
@@ -78,7 +80,7 @@ class Service:
                         if event.kind == "end":
                             return
             except _LOST_ERRORS as error:
-                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                if isinstance(error, urllib.error.HTTPError) and _final(error):
                     raise _refusal(error) from error
                 if time.monotonic() - heard > LOST:
                     raise self._lost(error) from error
@@ -95,7 +97,9 @@ class Service:
                     body: bytes = s.read()
                     return body
             except urllib.error.HTTPError as error:
-                raise _refusal(error) from error
+                if error.code != TOO_MANY:
+                    raise _refusal(error) from error
+                time.sleep(float(error.headers.get("Retry-After") or _PAUSE))
             except _LOST_ERRORS as error:
                 if time.monotonic() >= deadline:
                     raise self._lost(error) from error
@@ -115,6 +119,11 @@ class Service:
             f"the service at {self.url} does not answer ({reason}): is `autofit serve` running"
             " there? A submitted search goes on without this command"
         )
+
+
+def _final(error: urllib.error.HTTPError) -> bool:
+    """Return whether the same request would be refused again."""
+    return error.code < 500 and error.code != TOO_MANY
 
 
 def _refusal(error: urllib.error.HTTPError) -> AutofitError:

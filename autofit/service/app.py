@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
@@ -39,10 +40,11 @@ from autofit.service.metrics import KIND
 from autofit.service.metrics import metrics as figures_of
 from autofit.service.own_uids import rights_of
 from autofit.service.pages import add_pages
+from autofit.service.rates import TooOften
 from autofit.service.runner import name_of_upload
 from autofit.service.users import OtherSite, Unauthorized, Users
-from autofit.service.visitor import User
-from autofit.storage import Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
+from autofit.service.visitor import User, address_of
+from autofit.storage import Accounts, Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
 from autofit.storage.convert import to_json
 from autofit.storage.queue import NoSuchSearch
 from autofit.tuning.options import flags
@@ -149,16 +151,19 @@ def make_app(
 
 
 def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: int) -> None:
+    accounts = Accounts(store)
+
     @app.post("/api/uploads", status_code=201)
     async def upload(request: Request, user: User) -> UploadAnswer:
         """Store a folder: a .tar.gz archive of regular files is the body of the request."""
         content = await _body(request, limit)
         digest = await run_in_threadpool(archive.digest, content, limit)
         await run_in_threadpool(queue.add_upload, digest, content)
+        await run_in_threadpool(accounts.note, user, "upload", digest, address_of(request))
         return UploadAnswer(upload=digest)
 
     @app.post("/api/searches", status_code=201)
-    def submit(request: SearchRequest, user: User) -> SearchAnswer:
+    def submit(request: SearchRequest, user: User, http: Request) -> SearchAnswer:
         """Put a search into the queue."""
         submission = _submission(request)
         requests.check(submission)
@@ -167,9 +172,11 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         gpus = requests.gpus(submission)
         requests.check_limits(user, users.limits(user), gpus, request.priority)
         deadline = requests.deadline(request.deadline)
-        return _answer(
-            queue.submit(user, submission, gpus=gpus, priority=request.priority, deadline=deadline)
+        found = queue.submit(
+            user, submission, gpus=gpus, priority=request.priority, deadline=deadline
         )
+        accounts.note(user, "submit", f"search {found.id}", address_of(http))
+        return _answer(found)
 
     @app.get("/api/searches")
     def searches(user: User, before: int | None = None) -> list[SearchAnswer]:
@@ -182,14 +189,18 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         return _answer(queue.search(number, user))
 
     @app.post("/api/searches/{number}/cancel")
-    def cancel(number: int, user: User) -> SearchAnswer:
+    def cancel(number: int, user: User, http: Request) -> SearchAnswer:
         """End a search; its finished trials stay."""
-        return _answer(queue.cancel(number, user))
+        found = queue.cancel(number, user)
+        accounts.note(user, "cancel", f"search {number}", address_of(http))
+        return _answer(found)
 
     @app.post("/api/searches/{number}/resume")
-    def resume(number: int, user: User) -> SearchAnswer:
+    def resume(number: int, user: User, http: Request) -> SearchAnswer:
         """Put a failed or cancelled search into the queue again."""
-        return _answer(queue.resume(number, user))
+        found = queue.resume(number, user)
+        accounts.note(user, "resume", f"search {number}", address_of(http))
+        return _answer(found)
 
     @app.get("/api/searches/{number}/events", response_class=StreamingResponse)
     async def events(
@@ -354,6 +365,9 @@ def _refuse(request: Request, error: Exception) -> Response:
     page = not request.url.path.startswith("/api") and "html" in request.headers.get("Accept", "")
     if isinstance(error, Unauthorized) and page:
         return RedirectResponse("/login", 303)
+    if isinstance(error, TooOften):
+        wait = {"Retry-After": str(math.ceil(error.seconds))}
+        return JSONResponse({"error": str(error)}, 429, wait)
     codes: tuple[tuple[type[Exception], int], ...] = (
         (TooLarge, 413),
         (Unauthorized, 401),

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from autofit.export import FORMATS
 from autofit.printable import printable
 from autofit.service.users import Unauthorized, Users
-from autofit.service.visitor import COOKIE, User
+from autofit.service.visitor import COOKIE, User, address_of
 from autofit.storage import Queue, SearchRecord, SearchState
 from autofit.units import format_duration
 
@@ -54,7 +54,7 @@ def add_pages(app: FastAPI, queue: Queue) -> None:
         token = (form.get("token") or [""])[0].strip()
         users: Users = request.app.state.users
         try:
-            await run_in_threadpool(users.user_of, f"Bearer {token}")
+            await run_in_threadpool(users.user_of, f"Bearer {token}", address_of(request))
         except Unauthorized:
             return _page("login.html", 401, user="", problem="This token is not valid.")
         answer = RedirectResponse("/", 303)

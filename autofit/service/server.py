@@ -36,6 +36,8 @@ class ServiceOptions:
     """Whether users may read each other's files."""
     limit: int = LIMIT
     """Bytes of an uploaded folder."""
+    rate: float = 20.0
+    """Requests a second of each user."""
     certificate: str | None = None
     """A PEM file with the certificate for TLS; ``None`` for plain HTTP."""
     key: str | None = None
@@ -69,7 +71,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(options.storage))
         why = "" if options.trusted else own_uids.obstacle(options.address)
-        users = Users(store, trusted=options.trusted, obstacle=why)
+        users = Users(store, trusted=options.trusted, obstacle=why, rate=options.rate)
         users.check(options.host)
         if users.apart:
             os.setgroups([])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import math
 import re
 import secrets
 from urllib.parse import urlsplit
 
 from autofit.exceptions import UsageError
+from autofit.service.rates import Rates
 from autofit.service.requests import MOST_PRIORITY
 from autofit.storage import Accounts, Limits, Queue, Store
 
@@ -31,9 +33,13 @@ class Users:
     the users are ``trusted``. With an obstacle, a second user is refused who is not trusted.
     """
 
-    def __init__(self, store: Store, *, trusted: bool, obstacle: str = "") -> None:
+    def __init__(
+        self, store: Store, *, trusted: bool, obstacle: str = "", rate: float = math.inf
+    ) -> None:
+        """``rate``: requests a second of each user, and of each address without a valid token."""
         self._queue = Queue(store)
         self._accounts = Accounts(store)
+        self._rates = Rates(rate)
         self._trusted = trusted
         self._obstacle = obstacle
         self.apart = not (trusted or obstacle)
@@ -49,19 +55,28 @@ class Users:
             )
         self._check_trust(names)
 
-    def user_of(self, authorization: str | None) -> str:
-        """Return the user of a request by its header; raise ``Unauthorized`` if it has none."""
+    def user_of(self, authorization: str | None, address: str) -> str:
+        """Return the user of a request by its header.
+
+        ``address``: that of the client. Raises ``Unauthorized`` if the header has no valid token,
+        and ``TooOften`` if the user, or the address without a token, asks too often.
+        """
         names = self._queue.users()
         if not names:
+            self._rates.take(address)
             return getpass.getuser()
         self._check_trust(names)
         kind, _, token = (authorization or "").partition(" ")
         user = self._queue.user_of(_digest(token.strip())) if kind.lower() == "bearer" else None
         if user is None:
+            self._rates.take(address)
+            if token:
+                self._accounts.note("", "refused", "a token that is not valid", address)
             raise Unauthorized(
                 "the request has no valid token: set AUTOFIT_TOKEN, or send the header"
                 " Authorization: Bearer TOKEN"
             )
+        self._rates.take(f"user {user}")
         return user
 
     def check_site(self, host: str, origin: str | None) -> None:
@@ -110,8 +125,10 @@ def create_token(store: Store, user: str, limits: Limits | None = None) -> str:
         raise UsageError(f"{user!r} is no name of a user: write letters, digits and . _ @ - only")
     token = f"autofit_{secrets.token_urlsafe(32)}"
     Queue(store).add_token(user, _digest(token))
+    accounts = Accounts(store)
     if limits is not None:
-        Accounts(store).limit(user, limits)
+        accounts.limit(user, limits)
+    accounts.note(getpass.getuser(), "token", user)
     return token
 
 

@@ -22,7 +22,12 @@ def user_of(
     users.check_site(request.headers.get("Host", ""), request.headers.get("Origin"))
     if authorization is None and autofit_token is not None:
         authorization = f"Bearer {autofit_token}"
-    return users.user_of(authorization)
+    return users.user_of(authorization, address_of(request))
+
+
+def address_of(request: Request) -> str:
+    """Return the network address of the client."""
+    return "" if request.client is None else request.client.host
 
 
 User = Annotated[str, Depends(user_of)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from collections.abc import Iterator
@@ -34,11 +35,15 @@ class Running:
 
     @classmethod
     @contextmanager
-    def start(cls, folder: Path, *, trusted: bool = True, obstacle: str = "") -> Iterator[Running]:
+    def start(
+        cls, folder: Path, *, trusted: bool = True, obstacle: str = "", rate: float = math.inf
+    ) -> Iterator[Running]:
         """Serve a new store in a folder."""
         with Store(str(folder / "service.db")) as store:
             queue = Queue(store)
-            app = make_app(store, Users(store, trusted=trusted, obstacle=obstacle), limit=LIMIT)
+            app = make_app(
+                store, Users(store, trusted=trusted, obstacle=obstacle, rate=rate), limit=LIMIT
+            )
             config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, daemon=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from autofit.cli import main
 from autofit.client import archive, messages
 from autofit.client.http import Event, Service
 from autofit.exceptions import UsageError
@@ -299,3 +300,48 @@ def test_a_page_of_another_site_is_refused(
         assert answer.status == 403
         assert why in json.loads(answer.read())["error"]
         connection.close()
+
+
+def test_who_asks_too_often_waits(tmp_path: Path) -> None:
+    with Running.start(tmp_path, rate=2.0) as running:  # ten at once
+        alice, bob = running.user("alice"), running.user("bob")
+        statuses = [_status(running, str(alice.token)) for _ in range(12)]
+        assert statuses[:10] == [(200, None)] * 10
+        assert (429, "1") in statuses
+        assert _status(running, str(bob.token)) == (200, None)
+        began = time.monotonic()
+        assert alice.get("/api/searches") == []  # the client waits
+        assert time.monotonic() - began < 5.0
+        guesses = [_status(running, f"guess{number}")[0] for number in range(12)]
+        assert guesses[0] == 401
+        assert 429 in guesses
+
+
+def _status(running: Running, token: str) -> tuple[int, str | None]:
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=20)
+    connection.request("GET", "/api/searches", headers={"Authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    connection.close()
+    return answer.status, answer.getheader("Retry-After")
+
+
+def test_the_audit_trail(
+    running: Running, upload: Callable[[Service], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = running.user("alice")
+    name = upload(alice)
+    number = submitted(alice, name)
+    alice.post(f"/api/searches/{number}/cancel")
+    alice.post(f"/api/searches/{number}/resume")
+    user = alice.get(f"/api/searches/{number}")["user"]
+    assert main(["token", "audit", "--storage", running.store.url, "--user", user]) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines] == [f"{user} from 127.0.0.1"] * 4
+    assert [line[2:] for line in lines] == [
+        ["upload", name],
+        *([action, f"search {number}"] for action in ("submit", "cancel", "resume")),
+    ]
+    with pytest.raises(UsageError):
+        Service(running.url, "autofit_guessed").get("/api/searches")
+    assert main(["token", "audit", "--storage", running.store.url]) == 0
+    assert "unknown from 127.0.0.1  refused" in capsys.readouterr().out
