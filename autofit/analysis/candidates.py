@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autofit.analysis.acquisition import GAIN, GAIN_BEFORE_SPREAD, Situation
+from autofit.analysis.acquisition import (
+    GAIN,
+    GAIN_BEFORE_SPREAD,
+    GAIN_SPREAD,
+    Situation,
+)
 from autofit.analysis.feasibility import LevelSet, level_sets_needed
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.analysis.ranking import ranked
@@ -16,7 +21,7 @@ from autofit.space.catalogue import Space, clash
 from autofit.space.order import by_cost
 from autofit.space.static_memory import least_bytes
 from autofit.storage import TrialRecord
-from autofit.strategies import Facts
+from autofit.strategies import AS_IS, Facts
 from autofit.worker.records.trials import HORIZON, TrialReport, Verdict
 
 REFINED = 3
@@ -106,7 +111,7 @@ class SearchState:
             fixed=launch.fixed if launch is not None else None,
             seconds_left=self.seconds_left,
             link=self.link,
-            least_gain=GAIN_BEFORE_SPREAD if self.spreads_later else GAIN,
+            least_gain=self._least_gain,
         )
         if launch is not None and not launch.fresh:
             left = (p for p in found.candidates if not p.alone and p not in self.first_in_process)
@@ -125,6 +130,12 @@ class SearchState:
         if tainted(plan, ended, self.finished):
             return "another plan with these levels was refused"
         return clash(plan)
+
+    @property
+    def _least_gain(self) -> float:
+        if self.spreads_later:
+            return GAIN_BEFORE_SPREAD
+        return GAIN if self.space.ranks == AS_IS else GAIN_SPREAD
 
     def _holds(self, plan: Plan) -> bool:
         """Return whether the static memory under ``plan`` may fit the budget."""

@@ -6,6 +6,7 @@ python benchmarks/works/allocated.py SCRIPT [ARGUMENTS ...]
 import atexit
 import runpy
 import sys
+from pathlib import Path
 
 import torch
 
@@ -19,4 +20,5 @@ def said() -> None:
 
 atexit.register(said)
 del sys.argv[0]
+sys.path[0] = str(Path(sys.argv[0]).parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

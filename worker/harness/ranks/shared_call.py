@@ -11,9 +11,10 @@ A call whose batch cannot be divided runs whole on every rank, without a sum.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from autofit.worker.harness.batch.outputs import Gradients, Parts
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.ranks.late_output import LateOutput
 from autofit.worker.harness.ranks.lockstep import (
     LabelCheck,
     own_draws,
@@ -92,6 +94,8 @@ class SharedRoot:
         self.reductions = Reductions(group, apart=joins)
         self.sharded: Sharded | None = None
         """Runs the calls if the plan shards the weights."""
+        self.calls = 0
+        """How many calls were divided."""
         self._stale = False
         """A call ran whole, so that rounding may have made the weights of the ranks differ."""
         same_generators(group)
@@ -177,6 +181,8 @@ class _Output:
     @classmethod
     def of(cls, output: Any) -> _Output:
         """Describe one output."""
+        if isinstance(output, Deferred):
+            return cls(output.shape, output.dtype, True, None)  # type: ignore[attr-defined]
         if isinstance(output, torch.Tensor):
             return cls(output.shape, output.dtype, output.requires_grad, None)
         return cls(None, None, False, output)
@@ -207,6 +213,8 @@ class SharedCall:
         self._tracked: list[int] = []
         """Positions of the outputs that autograd follows."""
         self._outputs: list[Any] = []
+        self._late: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        """Outputs to gather when the script uses them: a tensor like them, and how."""
 
     @property
     def divides(self) -> bool:
@@ -222,6 +230,7 @@ class SharedCall:
 
     def __call__(self) -> Any:
         """Run this rank's slice; return the outputs of the whole batch."""
+        self._root.calls += 1
         self._local, self._spec = self._forward()
         self._outputs = self._joined(self._local)
         outputs = self._outputs
@@ -230,7 +239,9 @@ class SharedCall:
             tracked = _Bridge.apply(self, *self.parameters, *inputs)  # type: ignore[no-untyped-call]
             for index, tensor in zip(self._tracked, tracked, strict=True):
                 outputs[index] = tensor
-        self._outputs = []
+        for index, (like, gather) in self._late.items():
+            outputs[index] = LateOutput.of(outputs[index], like, gather)
+        self._outputs, self._late = [], {}
         return tree_unflatten(outputs, self._spec)
 
     def tracked_outputs(self) -> tuple[torch.Tensor, ...]:
@@ -246,8 +257,7 @@ class SharedCall:
         draws = own_draws(self._root.group) if self._layout.draws else nullcontext()
         with self._together(), draws:
             output = self._run(*args, **kwargs)
-        found, spec = flatten(output)
-        outputs = [each.value() if isinstance(each, Deferred) else each for each in found]
+        outputs, spec = flatten(output)
         self._refuse_unknown_tensors(outputs)
         return outputs, spec
 
@@ -270,8 +280,17 @@ class SharedCall:
         return statistics.together() if statistics is not None else nullcontext()
 
     def _joined(self, local: list[Any]) -> list[Any]:
-        """Return the outputs of the whole batch, without a graph."""
+        """Return the outputs of the whole batch, without a graph.
+
+        If the model returns its loss, no entries of the other outputs are gathered yet.
+        """
         group = self._root.group
+        has_loss = any(
+            join.scalar and isinstance(each, torch.Tensor) and each.requires_grad
+            for each, join in zip(local, self._layout.joins, strict=False)
+        )
+        if not has_loss:
+            local[:] = [each.value() if isinstance(each, Deferred) else each for each in local]
         own = [_Output.of(each) for each in local]
         said = group.meet(f"the outputs of {self._root.name}", own)
         if any(len(each) != len(self._layout.joins) for each in said):
@@ -284,7 +303,12 @@ class SharedCall:
         outputs = []
         for index, (each, join) in enumerate(zip(local, self._layout.joins, strict=True)):
             told: list[_Output] = [row[index] for row in said]
+            if has_loss and join.rows and isinstance(each, (torch.Tensor, Deferred)):
+                outputs.append(self._gathered_later(index, each, told))
+                continue
             column: Sequence[Any] = [row.value for row in told]
+            if isinstance(each, Deferred):
+                each = local[index] = each.value()
             if isinstance(each, torch.Tensor):
                 shapes = [row.shape for row in told if row.shape is not None]
                 column = group.gather(each.detach(), shapes)
@@ -292,6 +316,30 @@ class SharedCall:
             weights = [weigh(self._batch, index, cut) for cut in self._cuts] if join.scalar else []
             outputs.append(joined(join, column, self._cuts, weights))
         return outputs
+
+    def _gathered_later(
+        self, index: int, own: torch.Tensor | Deferred, told: Sequence[_Output]
+    ) -> torch.Tensor:
+        """Return a tensor without memory that stands in for an output of the whole batch."""
+        outlines = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in told]  # type: ignore[arg-type]
+        like = joined(self._layout.joins[index], outlines, self._cuts, [])
+        what = f"the use of output {index} of call {self._root.calls} of {self._root.name}"
+        own = own.detached() if isinstance(own, Deferred) else own.detach()
+        shapes = [each.shape for each in outlines]
+        self._late[index] = like, partial(self._gather, index, own, shapes, what)
+        stand_in = torch.empty((), dtype=like.dtype, device=own.device)  # type: ignore[union-attr]
+        return stand_in.expand(like.shape)
+
+    def _gather(
+        self, index: int, own: torch.Tensor | Deferred, shapes: Sequence[torch.Size], what: str
+    ) -> torch.Tensor:
+        """Return an output of the whole batch."""
+        tensor = own.value() if isinstance(own, Deferred) else own
+        group = self._root.group
+        group.meet(what)
+        column = group.gather(tensor, shapes)
+        found: torch.Tensor = joined(self._layout.joins[index], column, self._cuts, [])
+        return found
 
     # --- backward --------------------------------------------------------------------------
 
@@ -305,6 +353,9 @@ class SharedCall:
         self._root.labels(cotangents, reduction.planned)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         shares = self._parts.shares(self._batch, incoming, self._cut)
+        for i in shares:
+            if isinstance(local[i], Deferred):
+                local[i] = local[i].value()
         wanted = [
             i for i in shares if isinstance(local[i], torch.Tensor) and local[i].requires_grad
         ]

@@ -1,0 +1,118 @@
+"""Outputs of a divided call that are gathered from the ranks only if the script uses them.
+
+A model that gets labels returns its loss, and its logits besides, which few scripts read. Those of
+the whole batch may need as much memory on every rank as the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from autofit.worker.harness.batch.lazy_output import METADATA
+
+TENSOR = torch.Tensor
+OWN: set[Any] = {
+    *METADATA,
+    TENSOR.element_size,
+    TENSOR.grad_fn.__get__,  # type: ignore[attr-defined]
+    TENSOR.is_leaf.__get__,  # type: ignore[attr-defined]
+    TENSOR.layout.__get__,  # type: ignore[attr-defined]
+    TENSOR.output_nr.__get__,  # type: ignore[attr-defined]
+    TENSOR.stride,
+}
+"""Functions that do not need the entries of an output."""
+
+
+class LateOutput(torch.Tensor):
+    """An output that is gathered at its first use. All ranks use it at the same point."""
+
+    _stand_in: torch.Tensor
+    _gather: Callable[[], torch.Tensor] | None
+    _value: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, stand_in: torch.Tensor, like: torch.Tensor, gather: Callable[[], torch.Tensor]
+    ) -> LateOutput:
+        """Return the output that ``gather`` will return, of the shape and strides of ``like``.
+
+        ``stand_in``: a tensor of that shape in the graph of the call. It gets the gradient.
+        """
+        made: LateOutput = _Source.apply(stand_in, like.stride())  # type: ignore[no-untyped-call]
+        made._stand_in, made._gather = stand_in, gather
+        return made
+
+    def value(self) -> torch.Tensor:
+        """Return the actual tensor, with its graph."""
+        if self._gather is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._gather()
+            with torch.inference_mode(False), torch.enable_grad():
+                self._value = _Filled.apply(self._stand_in, found)  # type: ignore[no-untyped-call]
+            self._gather = None
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what needs no entries; gather the output for anything else."""
+        args, kwargs = tuple(args), kwargs or {}
+        if func in OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(_value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Gather the output for calls that bypass Python; ``_Source`` passes on the gradients."""
+        args, kwargs = tree_map(lambda each: _value(each, cut=True), (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Source(torch.autograd.Function):
+    """Makes a late output from the tensor that stands in for it."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, strides: Sequence[int]) -> LateOutput:
+        """Return a tensor without entries."""
+        made: LateOutput = torch.Tensor._make_wrapper_subclass(
+            LateOutput,
+            stand_in.shape,
+            strides=strides,
+            dtype=stand_in.dtype,
+            device=stand_in.device,
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Pass the gradient on."""
+        return gradients[0], None
+
+
+class _Filled(torch.autograd.Function):
+    """Puts the gathered entries in the place of the tensor that stands in for them."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """Return the gathered entries."""
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Pass the gradient on."""
+        return gradients[0], None
+
+
+def _value(leaf: Any, *, cut: bool = False) -> Any:
+    if not isinstance(leaf, LateOutput):
+        return leaf
+    return leaf.value().detach() if cut else leaf.value()
