@@ -223,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", action="append", help="start of a work's name (repeatable)")
+    parser.add_argument("--run", default="", help="start of a row's name")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--cards", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no row later than this")
@@ -230,6 +231,7 @@ def main() -> None:
     end, found = time.monotonic() + options.seconds, []
     for row in rows(options.device):
         wanted = not options.work or row.work.startswith(tuple(options.work))
+        wanted = wanted and row.name.startswith(options.run)
         if wanted and time.monotonic() < end:
             found.append(run(row, options.cards))
             sys.stdout.write(json.dumps(found[-1]) + "\n")
