@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from autofit.inspection.check import Check
-from autofit.inspection.explanation import Explanation
+from autofit.inspection.explanation import Explanation, sizes_by_kind
 from autofit.inspection.techniques import Technique
-from autofit.worker.records.inspection import Growth, Part
+from autofit.worker.records.inspection import Growth, Kind, Part
 from autofit.worker.records.places import Place
 from autofit.worker.records.trials import OutOfMemory
 
@@ -23,12 +24,15 @@ def explanation_document(found: Explanation) -> dict[str, Any]:
         "plan": found.plan.levels,
         "fits": found.out_of_memory is None and found.failed is None,
         "out_of_memory": _shortage(found.out_of_memory),
+        "kinds_out_of_memory": (
+            _kinds(sizes_by_kind(found.failed.parts)) if found.failed else None
+        ),
         "peak_bytes": sum(found.by_kind.values()),
         "peak_allocated_bytes": found.peak.peak,
         "measured_allocated_bytes": plain.allocated if plain else None,
         "phase": found.peak.phase,
         "operation": found.peak.operation,
-        "kinds": {str(kind): size for kind, size in found.by_kind.items()},
+        "kinds": _kinds(found.by_kind),
         "phases": {moment.phase: moment.peak for moment in found.inspected.moments},
         "parts": [_part(part) for part in found.parts],
         "techniques": [_technique(each) for each in found.techniques],
@@ -65,6 +69,10 @@ def check_document(found: Check) -> dict[str, Any]:
         ],
         "seconds": found.seconds,
     }
+
+
+def _kinds(sizes: Mapping[Kind, int]) -> dict[str, int]:
+    return {str(kind): size for kind, size in sizes.items()}
 
 
 def _part(part: Part) -> dict[str, Any]:

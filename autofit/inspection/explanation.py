@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +69,7 @@ class Explanation:
     @property
     def by_kind(self) -> dict[Kind, int]:
         """Bytes by kind, in the order of ``Kind``; the sum is what the process occupied."""
-        sizes = dict.fromkeys(Kind, 0)
-        for part in self.parts:
-            sizes[part.kind] += part.size
-        return {kind: size for kind, size in sizes.items() if size}
+        return sizes_by_kind(self.parts)
 
     @property
     def growths(self) -> tuple[Growth, ...]:
@@ -125,6 +122,14 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
         cards=fitting,
         follows_leaks=options.leak,
     )
+
+
+def sizes_by_kind(parts: Iterable[Part]) -> dict[Kind, int]:
+    """Return the bytes of parts by kind, in the order of ``Kind``."""
+    sizes = dict.fromkeys(Kind, 0)
+    for part in parts:
+        sizes[part.kind] += part.size
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:

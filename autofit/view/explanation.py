@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
 from autofit.inspection.cards import Card
 from autofit.inspection.check import Check, Grown
-from autofit.inspection.explanation import Explanation
+from autofit.inspection.explanation import Explanation, sizes_by_kind
 from autofit.inspection.techniques import Basis, Technique
 from autofit.units import format_size
 from autofit.view import words
@@ -61,7 +61,7 @@ def head(found: Explanation) -> list[str]:
     elif found.failed is not None:
         lines += [f"{found.script.target} does not fit {format_size(found.budget)}"]
     if not found.plan.neutral:
-        lines += [f"the figures below are those under another plan: {found.plan}"]
+        lines += [f"the peak below is that under another plan: {found.plan}"]
     total = sum(found.by_kind.values())
     operation = f" ({found.peak.operation})" if found.peak.operation else ""
     lines += [f"peak: {format_size(total)}, in {found.peak.phase}{operation}"]
@@ -79,7 +79,9 @@ def head(found: Explanation) -> list[str]:
 
 def tables(found: Explanation) -> Iterator[Table | str]:
     """Yield the tables and the lines between them."""
-    yield kinds(found)
+    if found.failed is not None and not found.plan.neutral:
+        yield kinds("when memory ran out", sizes_by_kind(found.failed.parts))
+    yield kinds("at the peak", found.by_kind)
     if (modules := by_module(found)).row_count:
         yield modules
     if (lines := by_line(found)).row_count:
@@ -95,11 +97,11 @@ def tables(found: Explanation) -> Iterator[Table | str]:
         yield "`autofit search` finds the fastest plan that fits"
 
 
-def kinds(found: Explanation) -> Table:
-    """Return the memory by kind; the sum is the peak."""
-    made = table(("at the peak", "size", "share", ""), right=("size", "share"))
-    total = sum(found.by_kind.values())
-    for kind, size in found.by_kind.items():
+def kinds(when: str, sizes: Mapping[Kind, int]) -> Table:
+    """Return the memory by kind at a moment; the sum is what was held then."""
+    made = table((when, "size", "share", ""), right=("size", "share"))
+    total = sum(sizes.values())
+    for kind, size in sizes.items():
         add(made, str(kind), format_size(size), _share(size, total), WHAT[kind])
     add(made, "sum", format_size(total), _share(total, total), "", style="bold")
     return made

@@ -92,7 +92,11 @@ def test_a_script_that_does_not_fit(train: Path, capsys: pytest.CaptureFixture[s
     assert main(["explain", "train.py", "--memory", "6MiB"]) == 0
     printed = capsys.readouterr().out
     assert "train.py does not fit 6.0 MiB: out of memory in " in printed
-    assert "the figures below are those under another plan: micro 512" in printed
+    assert "the peak below is that under another plan: micro 512" in printed
+    short, peak = (printed.partition(title)[2] for title in ("when memory ran out", "at the peak"))
+    assert printed.index("when memory ran out") < printed.index("at the peak")
+    for table in (short, peak):
+        assert table.index("weights") < table.index("sum")
     assert "`autofit search` finds the fastest plan that fits" in printed
     assert not Path("autofit.db").exists()
 
