@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
@@ -267,10 +267,30 @@ class Queue:
     # --- uploads ------------------------------------------------------------------------------
 
     def add_upload(self, digest: str, content: bytes) -> None:
-        """Store an archive, unless it is stored already."""
+        """Store an archive; one that is stored already counts as new."""
         with self._store.writing() as session:
-            if not _has_upload(session, digest):
+            if _has_upload(session, digest):
+                again = update(Upload).where(Upload.digest == digest).values(created=_now())
+                session.execute(again)
+            else:
                 session.add(Upload(digest=digest, content=content, created=_now()))
+
+    def delete_uploads(self, before: datetime) -> int:
+        """Delete the archives that were neither sent nor used since ``before``; return how many.
+
+        A queued or active search uses its archive, and one that ended later than ``before`` did.
+        """
+        users = exists().where(
+            Search.upload == Upload.digest,
+            or_(Search.state.in_((SearchState.QUEUED, *ACTIVE)), Search.ended >= before),
+        )
+        old = select(Upload.digest).where(Upload.created < before, ~users)
+        with self._store.reading() as session:
+            found = session.scalars(old).all()
+        if found:
+            with self._store.writing() as session:
+                session.execute(delete(Upload).where(Upload.digest.in_(found), ~users))
+        return len(found)
 
     def has_upload(self, digest: str) -> bool:
         """Return whether an archive is stored."""
@@ -282,7 +302,7 @@ class Queue:
         with self._store.reading() as session:
             content = session.scalar(select(Upload.content).filter_by(digest=digest))
         if content is None:
-            raise UsageError(f"there is no upload {digest}")
+            raise UsageError(f"the folder {digest} is no longer stored: send it again")
         return content
 
     # --- tokens -------------------------------------------------------------------------------

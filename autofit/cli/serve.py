@@ -35,6 +35,19 @@ from autofit.cli.out import say, show
     help="Requests a second of each user.",
 )
 @click.option(
+    "--keep-uploads",
+    metavar="DUR",
+    callback=types.duration,
+    help="Delete a folder so long after its last search (default: 168h).",
+)
+@click.option(
+    "--log-format",
+    type=types.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="json: a line for each event and request.",
+)
+@click.option(
     "--trusted-users", is_flag=True, help="Let several users in, who can read each other's files."
 )
 @click.option("--stop", is_flag=True, help="End the service here, and the Ray that it started.")
@@ -48,6 +61,8 @@ def command(
     tls_key: str | None,
     max_upload: int | None,
     max_requests: float,
+    keep_uploads: float | None,
+    log_format: str,
     trusted_users: bool,
     stop: bool,
 ) -> None:
@@ -73,6 +88,8 @@ def command(
         trusted=trusted_users,
         limit=max_upload or LIMIT,
         rate=max_requests,
+        keep=keep_uploads or server.KEEP,
+        log=log_format,
         certificate=tls_certificate,
         key=tls_key,
     )

@@ -38,6 +38,7 @@ from autofit.report.page import page
 from autofit.service import requests
 from autofit.service.metrics import KIND
 from autofit.service.metrics import metrics as figures_of
+from autofit.service.observed import Observed
 from autofit.service.own_uids import rights_of
 from autofit.service.pages import add_pages
 from autofit.service.rates import TooOften
@@ -142,6 +143,7 @@ def make_app(
     app.add_exception_handler(AutofitError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_request)
     app.add_exception_handler(HTTPException, _refuse_path)
+    app.add_middleware(Observed)
     app.state.users = users
     queue = Queue(store)
     _add_routes(app, store, queue, users, limit)

@@ -16,6 +16,8 @@ from autofit.storage import Store
 from autofit.worker.cluster.detached_ray import DetachedRay
 from autofit.worker.cluster.local_ray import RaySession
 
+KEEP = 7 * 24 * 3600.0
+"""Seconds for which an uploaded folder is kept by default."""
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 """Packages of the extra ``serve``."""
 
@@ -38,6 +40,10 @@ class ServiceOptions:
     """Bytes of an uploaded folder."""
     rate: float = 20.0
     """Requests a second of each user."""
+    keep: float = KEEP
+    """Seconds for which an uploaded folder is kept after its last search has ended."""
+    log: str = "text"
+    """``"text"``: lines for people; ``"json"``: a line of JSON for each event and each request."""
     certificate: str | None = None
     """A PEM file with the certificate for TLS; ``None`` for plain HTTP."""
     key: str | None = None
@@ -62,12 +68,16 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     check_installed()
     _check_tls(options)
     import uvicorn
+    from uvicorn.config import LOGGING_CONFIG
 
-    from autofit.service import own_uids
+    from autofit.service import observed, own_uids
     from autofit.service.app import make_app
     from autofit.service.supervisor import Supervisor
     from autofit.service.users import Users
 
+    if options.log == "json":
+        observed.log_json()
+        say = observed.LOG.info
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(options.storage))
         why = "" if options.trusted else own_uids.obstacle(options.address)
@@ -84,13 +94,14 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
             address, started = own.attach(options.searches)
             say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
         stack.enter_context(RaySession(address=address))
-        supervisor = Supervisor(store.url, address, options.limit, users.apart, say)
+        supervisor = Supervisor(store.url, address, options.limit, users.apart, options.keep, say)
         supervisor.start()
         stack.callback(supervisor.stop)
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(store, users, limit=options.limit, alive=lambda: supervisor.alive),
                 log_level="warning",
+                log_config=None if options.log == "json" else LOGGING_CONFIG,
                 timeout_graceful_shutdown=2,
                 ssl_certfile=options.certificate,
                 ssl_keyfile=options.key,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from autofit.exceptions import AutofitError
@@ -15,6 +17,8 @@ from autofit.storage import Queue, Store
 
 POLL = 0.5
 """Seconds between two looks at the queue."""
+TIDY = 60.0
+"""Seconds between two looks for uploads that are no longer needed."""
 BIRTH = 120.0
 """Seconds after which an actor that has claimed nothing is no longer waited for."""
 
@@ -32,16 +36,21 @@ class Supervisor:
         address: str,
         limit: int,
         apart: bool,
+        keep: float,
         say: Callable[[str], object],
     ) -> None:
         """``limit``: bytes of an uploaded folder; ``apart``: run scripts under uids of their users.
 
+        ``keep``: seconds for which an uploaded folder is kept after its last search has ended.
         ``say`` receives a line about each problem.
         """
         self._storage = storage
         self._address = address
         self._limit = limit
         self._apart = apart
+        self._keep = timedelta(seconds=keep)
+        self._tidied = -math.inf
+        """When uploads were deleted last, by ``time.monotonic``."""
         self._say = say
         self._host = socket.gethostname()
         self._unclaimed: tuple[str, Any, float] | None = None
@@ -82,6 +91,10 @@ class Supervisor:
             self._say(f"{lost} lost searches are taken up again")
         if late := queue.expire():
             self._say(f"the deadline of {late} waiting searches has passed")
+        if time.monotonic() - self._tidied > TIDY:
+            self._tidied = time.monotonic()
+            if old := queue.delete_uploads(datetime.now(UTC) - self._keep):
+                self._say(f"{old} uploaded folders are no longer needed and were deleted")
         if not self._waits(queue) and queue.claimable(self._host):
             self._begin()
 

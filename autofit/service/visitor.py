@@ -22,7 +22,9 @@ def user_of(
     users.check_site(request.headers.get("Host", ""), request.headers.get("Origin"))
     if authorization is None and autofit_token is not None:
         authorization = f"Bearer {autofit_token}"
-    return users.user_of(authorization, address_of(request))
+    user = users.user_of(authorization, address_of(request))
+    request.state.user = user  # for the log
+    return user
 
 
 def address_of(request: Request) -> str:

@@ -80,13 +80,18 @@ class LiveService:
     """A service with a store, a port and a temporary folder of its own; a context manager."""
 
     def __init__(
-        self, searches: int = 2, *, trusted: bool = True, python: str = sys.executable, **more: str
+        self,
+        searches: int = 2,
+        *,
+        words: tuple[str, ...] = ("--trusted-users",),
+        python: str = sys.executable,
+        **more: str,
     ) -> None:
-        """``more``: variables of the environment."""
+        """``words``: more options of the command; ``more``: variables of the environment."""
         self.root = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))  # short: sockets lie below it
         self.storage = str(self.root / "service.db")
         self._searches = searches
-        self._more = ["--trusted-users"] if trusted else []
+        self._words = words
         self._python = python
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
@@ -115,7 +120,7 @@ class LiveService:
     def start(self) -> None:
         """Start the service and wait until it answers."""
         line = [self._python, "-m", "autofit", "serve", "--storage", self.storage]
-        line += ["--port", str(self._port), "--searches", str(self._searches), *self._more]
+        line += ["--port", str(self._port), "--searches", str(self._searches), *self._words]
         with (self.root / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 line, cwd=self.root, env=self.environment, stdout=log, stderr=log

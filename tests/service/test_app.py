@@ -271,6 +271,7 @@ def test_health_and_metrics(running: Running, upload: Callable[[Service], str]) 
     assert _metric(alice, "queued") == before + 1
     text = alice.text("/metrics")
     assert 'autofit_trials{verdict="measured"}' in text
+    assert "# TYPE autofit_gpu_seconds_total counter" in text
     with pytest.raises(UsageError, match="no valid token"):
         Service(running.url, "").text("/metrics")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
@@ -91,7 +92,8 @@ def test_a_script_that_reads_another_users_folder_is_refused() -> None:
     python = interpreter()
     if python is None:
         pytest.skip("this is not root, or other users cannot run Python here")
-    with LiveService(python=python, trusted=False, PYTHONPATH=search_path()) as live:
+    words = ("--log-format", "json")
+    with LiveService(python=python, words=words, PYTHONPATH=search_path()) as live:
         live.root.chmod(0o711)
         (live.root / "t").chmod(0o1777)
         alice = Service(live.url, live.token("alice"))
@@ -124,3 +126,7 @@ def test_a_script_that_reads_another_users_folder_is_refused() -> None:
             time.sleep(0.2)
         assert found["state"] == "finished", found["error"]
         assert "plan" in bob.text(f"{third}/plan")
+        lines = [json.loads(line) for line in (live.root / "log").read_text().splitlines()]
+        assert f"the service answers at {live.url}" in [line["message"] for line in lines]
+        asked = [line for line in lines if line["message"] == "request" and line["user"] == "bob"]
+        assert second in [line["path"] for line in asked]

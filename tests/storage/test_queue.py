@@ -234,6 +234,25 @@ def test_the_study_of_a_search_can_be_deleted(
     assert queue.search(search.id).study is None
 
 
+def test_uploads_are_deleted_when_no_search_needs_them(queue: Queue) -> None:
+    start = datetime.now(UTC)
+    for digest in ("aa", "bb", "cc"):
+        queue.add_upload(digest, b"archive")
+    waits, ended = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
+    assert queue.delete_uploads(start) == 0, "all are new"
+    queue.finish(ended, None)
+    now = datetime.now(UTC)
+    assert queue.delete_uploads(queue.search(ended.id).ended or now) == 1, "nobody used cc"
+    assert not queue.has_upload("cc")
+    assert queue.delete_uploads(datetime.now(UTC)) == 1
+    with pytest.raises(UsageError, match="no longer stored"):
+        queue.upload("bb")
+    assert queue.has_upload("aa")
+    queue.cancel(waits.id, "alice")
+    queue.add_upload("aa", b"archive")
+    assert queue.delete_uploads(queue.search(waits.id).ended or now) == 0, "it was sent again"
+
+
 def test_an_outcome_is_kept(queue: Queue) -> None:
     search = queue.submit("alice", FIRST)
     outcome = Outcome(kind="ScriptError", message="it fails", traceback="Traceback é")
@@ -266,6 +285,7 @@ def test_no_query_scans_a_table(path: Path) -> None:
             lambda: queue.notices(search.id, after=3),
             lambda: queue.tell(search, [("Line", {})]),
             lambda: queue.upload("aa"),
+            lambda: queue.delete_uploads(datetime.now(UTC) - timedelta(days=1)),
             lambda: queue.user_of("digest"),
             lambda: queue.cancel(search.id, "alice"),
         ]

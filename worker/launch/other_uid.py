@@ -62,7 +62,7 @@ def with_own_shim(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     shim, preload = build.shim(), variables.get("LD_PRELOAD", "")
     if shim is None or str(shim) not in preload.split(":"):
         return dict(variables)
-    copy = shutil.copy(shim, folder)
+    copy = str(shutil.copy(shim, folder))
     return {**variables, "LD_PRELOAD": preload.replace(str(shim), copy)}
 
 

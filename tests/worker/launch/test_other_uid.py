@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,14 +79,14 @@ def test_the_process_has_the_uid_alone(folder: Path) -> None:
 class Evil:
     """Its pickle calls a function."""
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("true",)
 
 
 class Attribute:
     """Its pickle reads an attribute."""
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (TrialReport, "__init__")
 
 
