@@ -197,7 +197,12 @@ class Search:
             self._history.say(messages.LEARNS_NOTHING)
         for number, trial in enumerate(before):
             self._history.announce(number, trial, slot=0)
-        self._proposer = Proposer(self._history, hardware, spread=self._slots.spread)
+        self._proposer = Proposer(
+            self._history,
+            hardware,
+            spread=self._slots.spread,
+            learns=self._reserved is not None and not before and not options.fresh,
+        )
 
     # --- driving ---------------------------------------------------------------------------
 

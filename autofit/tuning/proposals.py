@@ -14,18 +14,28 @@ from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
 from autofit.strategies import AS_IS, Facts, Hardware
 from autofit.strategies.allocator import EXPANDABLE
+from autofit.tuning.earlier import known_plans
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
 from autofit.tuning.starts import FixedStarts
 from autofit.units import format_duration
 
+EARLIER = "Study {} has searched the same model. What was fastest there is tried first: {}."
+
 
 class Proposer:
     """Proposes one plan at a time, from the current state of the history."""
 
-    def __init__(self, history: History, hardware: Hardware, *, spread: int = 1) -> None:
-        """``spread``: devices over which the search will spread a training."""
+    def __init__(
+        self, history: History, hardware: Hardware, *, spread: int = 1, learns: bool = False
+    ) -> None:
+        """``spread``: devices over which the search will spread a training.
+
+        ``learns``: whether to start from earlier studies of the same model.
+        """
         self._history = history
+        self._learns = learns
+        self._earlier: tuple[Plan, ...] = ()
         self._hardware = hardware
         self._spread = spread
         self._left_out: tuple[Reason, ...] = ()
@@ -132,7 +142,19 @@ class Proposer:
         )
 
     def _starts(self, state: SearchState) -> FixedStarts:
-        return FixedStarts(state, has_reference=self._history.reference.trace is not None)
+        traced = self._history.reference.trace is not None
+        return FixedStarts(state, has_reference=traced, earlier=self._plans_of_earlier())
+
+    def _plans_of_earlier(self) -> tuple[Plan, ...]:
+        """Return the fastest plans of an earlier study, once the model is known."""
+        study = self._history.study
+        if self._learns and study.facts is not None and study.facts.roots:
+            self._learns = False
+            found = known_plans(self._history.store, study)
+            if found is not None:
+                other, self._earlier = found
+                self._history.say(EARLIER.format(other.id, self._earlier[0]))
+        return self._earlier
 
     def _space(self) -> Space:
         options, study = self._history.options, self._history.study

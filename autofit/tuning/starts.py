@@ -1,8 +1,8 @@
 """The fixed starts of a search: plans that are tried whatever the sampler is.
 
-These are the script as it is, the reference if that does not fit, and, if the weights, gradients
-and optimizer state alone exceed the budget, the leanest plan of each set of levels that lowers
-them. They are enqueued in the Optuna study.
+These are the script as it is, the reference if that does not fit, the fastest plans of an earlier
+study of the same model, and, if the weights, gradients and optimizer state alone exceed the budget,
+the leanest plan of each set of levels that lowers them. They are enqueued in the Optuna study.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ Without this many, level sets are tried only if the computed static memory excee
 class FixedStarts:
     """The fixed starts that are due in one state of a search."""
 
-    def __init__(self, state: SearchState, *, has_reference: bool) -> None:
-        """``has_reference``: whether there is a trial to compare the others with."""
+    def __init__(
+        self, state: SearchState, *, has_reference: bool, earlier: Sequence[Plan] = ()
+    ) -> None:
+        """``has_reference``: whether there is a trial to compare the others with.
+
+        ``earlier``: the fastest plans of an earlier study of the same model.
+        """
         self._state = state
         self._has_reference = has_reference
+        self._earlier = earlier
 
     def due(self, launch: Launch | None) -> tuple[Plan | None, bool]:
         """Return the start for ``launch``, or for a new one; and whether others must wait.
@@ -47,8 +53,20 @@ class FixedStarts:
         if state.level_sets is not None and not state.fits:
             return None, True
         first = self._reference()
-        here = first is not None and (launch is None or (launch.fresh and _follows(first, launch)))
-        return (first if here and first not in state.running else None), first is not None
+        if first is None:
+            return self._from_earlier(launch), False
+        here = launch is None or (launch.fresh and _follows(first, launch))
+        return (first if here and first not in state.running else None), True
+
+    def _from_earlier(self, launch: Launch | None) -> Plan | None:
+        """Return the next plan of an earlier study; ``None`` if ``launch`` can measure none."""
+        state = self._state
+        tried = state.running.union(trial.plan for trial in state.finished)
+        for plan in self._earlier:
+            here = launch is None or launch.can_measure(plan, state.first_in_process)
+            if plan not in tried and here and state.why_not(plan) is None:
+                return plan
+        return None
 
     @property
     def reference_runs(self) -> bool:

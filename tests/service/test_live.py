@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -108,3 +109,32 @@ def test_a_search_waits_for_its_devices_and_says_so() -> None:
         while service.get(f"/api/searches/{second}")["state"] != "finished":
             time.sleep(0.5)
         assert service.get(f"/api/searches/{first}")["state"] == "finished"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_what_another_user_has_searched_is_known_before_it_runs() -> None:
+    with LiveService(searches=1) as live:
+        alice, bob = (Service(live.url, live.token(name)) for name in ("alice", "bob"))
+        live.start()
+        same, edited = live.folder(0), live.folder(1)
+        first = finished(alice, live.submit(alice, same))
+        launches = alice.get(f"/api/searches/{first['id']}/study")["launches"]
+        second = finished(bob, live.submit(bob, same))
+        assert second["study"] == first["study"]
+        assert bob.get(f"/api/searches/{second['id']}/study")["launches"] == launches
+        third = finished(bob, live.submit(bob, edited))
+        assert third["study"] != first["study"]
+        stream = bob.events(f"/api/searches/{third['id']}/events")
+        lines = [event.content["text"] for event in stream if event.kind == "Line"]
+        assert any(f"Study {first['study']} has searched the same model" in line for line in lines)
+
+
+def finished(service: Service, number: int) -> dict[str, Any]:
+    """Return a search once it has finished."""
+    found: dict[str, Any] = service.get(f"/api/searches/{number}")
+    while found["ended"] is None:
+        time.sleep(0.2)
+        found = service.get(f"/api/searches/{number}")
+    assert found["state"] == "finished", found["error"]
+    return found

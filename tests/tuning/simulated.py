@@ -47,13 +47,21 @@ def opened(
     return History(store, study, options, lambda _: None, 0.0)
 
 
-def searched(history: History, model: Simulated, *, most: int = 1000, spread: int = 1) -> int:
+def searched(
+    history: History,
+    model: Simulated,
+    *,
+    most: int = 1000,
+    spread: int = 1,
+    learns: bool = False,
+) -> int:
     """Search as the controller does, one card, ``most`` plans; return the launches it took.
 
     Where memory has run out in a model that was called, the process goes on: as if nothing had
     run in it, as long as no plan was measured. ``spread``: cards of each training, at last.
+    ``learns``: start from earlier studies of the same model.
     """
-    proposer, launches = Proposer(history, H200, spread=spread), 0
+    proposer, launches = Proposer(history, H200, spread=spread, learns=learns), 0
     launches += _searched(history, model, proposer, most)
     if proposer.spread():
         launches += _searched(history, model, proposer, most)

@@ -137,6 +137,36 @@ def test_what_is_found_on_one_card_is_spread_over_several(tmp_path: Path, cards:
     assert after > (1 + 0.4 * (cards - 1)) * before
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [24, 20])
+def test_a_search_starts_from_an_earlier_study_of_the_model(tmp_path: Path, budget: int) -> None:
+    """The script was edited, or the budget is another one."""
+    lines: list[str] = []
+    trials = {}
+    with Store(f"sqlite:///{tmp_path / 'autofit.db'}") as store:
+        for learns in (False, True):
+            first = opened(store, tmp_path, Fidelity.ROUNDING, 24 * GIB)
+            if not learns:
+                first.reference.training = replace(first.reference.training, trace=TRACE)
+                searched(first, Decoder(24 * GIB))
+            edited = tmp_path / f"edited{learns}"
+            edited.mkdir()
+            again = opened(store, edited, Fidelity.ROUNDING, budget * GIB)
+            again.tell = lambda notice: lines.append(getattr(notice, "text", ""))
+            again.reference.training = replace(again.reference.training, trace=TRACE)
+            searched(again, Decoder(budget * GIB), learns=learns)
+            trials[learns] = list(again.finished())
+            if not learns:
+                store.delete_study(again.study)
+    (line,) = (line for line in lines if "has searched the same model" in line)
+    best = max(map(speed, trials[False]))
+    needed = {
+        learns: next(n for n, trial in enumerate(found) if speed(trial) >= 0.97 * best)
+        for learns, found in trials.items()
+    }
+    assert needed[True] <= 2 < needed[False], (needed, line)
+
+
 def speed(trial: TrialRecord) -> float:
     return trial.measurement.samples_per_second if trial.measurement else 0.0
 
