@@ -22,6 +22,17 @@ from autofit.view import history
 WIDTH = 120
 """Characters of a line in the text of a study."""
 _STYLE = "text-align: left; padding: 2px 12px 2px 0"
+_NARROW = """<style>
+.autofit-study { container-type: inline-size; }
+@container (max-width: 560px) {
+  .autofit-study thead { display: none; }
+  .autofit-study table, .autofit-study tbody, .autofit-study tr { display: block; }
+  .autofit-study tr { padding: 4px 0; }
+  .autofit-study td { display: grid; grid-template-columns: 6rem 1fr; overflow-wrap: anywhere; }
+  .autofit-study td::before { content: attr(data-title); font-weight: normal; }
+}
+</style>"""
+"""In a narrow column each trial is a block with a line for each cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -90,6 +101,7 @@ class Study:
         return "".join(self._html())
 
     def _html(self) -> Iterator[str]:
+        yield f'{_NARROW}<div class="autofit-study">'
         for line in history.head(self.found):
             yield f"<div>{_escaped(line)}</div>"
         yield "<table><thead><tr>"
@@ -98,9 +110,10 @@ class Study:
         for cells, best in history.trial_rows(self.found):
             style = f"{_STYLE}; font-weight: bold" if best else _STYLE
             yield "<tr>"
-            yield from (f'<td style="{style}">{_escaped(cell)}</td>' for cell in cells)
+            for title, cell in zip(history.TRIALS, cells, strict=True):
+                yield f'<td style="{style}" data-title="{_escaped(title)}">{_escaped(cell)}</td>'
             yield "</tr>"
-        yield "</tbody></table>"
+        yield "</tbody></table></div>"
 
 
 def _escaped(text: str) -> str:
