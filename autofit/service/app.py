@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +36,7 @@ from autofit.export import FORMATS, render
 from autofit.report.content import read
 from autofit.report.page import page
 from autofit.service import requests
+from autofit.service.gpus import Gpus, GpusAnswer
 from autofit.service.metrics import KIND
 from autofit.service.metrics import metrics as figures_of
 from autofit.service.observed import Observed
@@ -49,6 +50,7 @@ from autofit.storage import Accounts, Outcome, Queue, SearchRecord, Store, Study
 from autofit.storage.convert import to_json
 from autofit.storage.queue import NoSuchSearch
 from autofit.tuning.options import flags
+from autofit.worker.cluster.nodes import Node
 
 POLL = 0.3
 """Seconds between two looks for new notices."""
@@ -128,10 +130,12 @@ def make_app(
     *,
     limit: int = archive.LIMIT,
     alive: Callable[[], bool] = lambda: True,
+    machines: Callable[[], Iterable[Node]] = tuple,
 ) -> FastAPI:
     """Return the application on a store.
 
-    ``limit``: bytes of an uploaded folder; ``alive``: whether searches can be started.
+    ``limit``: bytes of an uploaded folder; ``alive``: whether searches can be started;
+    ``machines``: those of the Ray cluster.
     """
     app = FastAPI(
         title="autofit",
@@ -148,7 +152,14 @@ def make_app(
     queue = Queue(store)
     _add_routes(app, store, queue, users, limit)
     _add_figures(app, queue, alive)
-    add_pages(app, queue)
+    held = Gpus(queue, machines)
+
+    @app.get("/api/gpus")
+    def gpus(user: User) -> GpusAnswer:
+        """Return the machines with GPUs, and who holds how many."""
+        return held.look()
+
+    add_pages(app, queue, held)
     return app
 
 

@@ -44,6 +44,8 @@ function follow(form) {
         args: form.args.value.split(/\s+/).filter(Boolean),
         upload,
         options,
+        priority: Number(form.priority.value) || 0,
+        deadline: form.deadline.value.trim() || null,
       };
       const search = await ask("/api/searches", {
         method: "POST",
@@ -55,6 +57,19 @@ function follow(form) {
       problem.textContent = error.message;
     }
   });
+}
+
+/* The queue and the GPUs. */
+
+async function refresh() {
+  try {
+    const answer = await fetch(location.href);
+    const text = await answer.text();
+    const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("queue-and-gpus");
+    if (answer.ok && fresh) byId("queue-and-gpus").replaceWith(fresh);
+  } catch {
+    // the service is being restarted
+  }
 }
 
 /* A search. */
@@ -193,4 +208,5 @@ class Search {
 }
 
 if (byId("submit")) follow(byId("submit"));
+if (byId("queue-and-gpus")) setInterval(refresh, 5000);
 if (byId("search")) new Search(byId("search"));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
 from urllib.parse import parse_qs
@@ -14,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from autofit.export import FORMATS
 from autofit.printable import printable
+from autofit.service.gpus import Gpus
 from autofit.service.users import Unauthorized, Users
 from autofit.service.visitor import COOKIE, User, address_of
 from autofit.storage import Queue, SearchRecord, SearchState
@@ -25,18 +27,20 @@ _HEADERS = {
 }
 
 
-def add_pages(app: FastAPI, queue: Queue) -> None:
+def add_pages(app: FastAPI, queue: Queue, gpus: Gpus) -> None:
     """Add the pages to the application."""
 
     @app.get("/", include_in_schema=False)
     def index(user: User, before: int | None = None) -> HTMLResponse:
-        found = queue.searches(user, before=before)
+        found, active = queue.searches(user, before=before), queue.active()
         return _page(
             "index.html",
             user=user,
             searches=[_row(each) for each in found],
-            active=[_row(each) for each in queue.active()],
-            states=SearchState,
+            waiting=[_row(each) for each in active if each.state is not SearchState.RUNNING],
+            gpus=gpus.look(),
+            now=datetime.now(UTC),
+            duration=format_duration,
         )
 
     @app.get("/searches/{number}", include_in_schema=False)
@@ -96,6 +100,8 @@ def _row(record: SearchRecord) -> dict[str, object]:
         "created": record.created.strftime("%Y-%m-%d %H:%M UTC"),
         "duration": "" if seconds is None else format_duration(seconds),
         "study": record.study or "",
+        "priority": record.priority,
+        "deadline": f"{record.deadline:%Y-%m-%d %H:%M UTC}" if record.deadline else "",
         "ended": record.state.ended,
         "resumable": record.state in (SearchState.FAILED, SearchState.CANCELLED),
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autofit.client.archive import LIMIT
 from autofit.exceptions import UsageError
 from autofit.storage import Store
+from autofit.worker.cluster import nodes
 from autofit.worker.cluster.detached_ray import DetachedRay
 from autofit.worker.cluster.local_ray import RaySession
 
@@ -99,7 +100,13 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
         stack.callback(supervisor.stop)
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(store, users, limit=options.limit, alive=lambda: supervisor.alive),
+                make_app(
+                    store,
+                    users,
+                    limit=options.limit,
+                    alive=lambda: supervisor.alive,
+                    machines=lambda: nodes.look().values(),
+                ),
                 log_level="warning",
                 log_config=None if options.log == "json" else LOGGING_CONFIG,
                 timeout_graceful_shutdown=2,

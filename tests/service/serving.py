@@ -16,6 +16,7 @@ from autofit.client.http import Service
 from autofit.service.app import make_app
 from autofit.service.users import Users, create_token
 from autofit.storage import Queue, Store
+from autofit.worker.cluster.nodes import Node
 
 LIMIT = 1 << 20
 """Bytes of an upload that these services take."""
@@ -36,14 +37,19 @@ class Running:
     @classmethod
     @contextmanager
     def start(
-        cls, folder: Path, *, trusted: bool = True, obstacle: str = "", rate: float = math.inf
+        cls,
+        folder: Path,
+        *,
+        trusted: bool = True,
+        obstacle: str = "",
+        rate: float = math.inf,
+        machines: tuple[Node, ...] = (),
     ) -> Iterator[Running]:
         """Serve a new store in a folder."""
         with Store(str(folder / "service.db")) as store:
             queue = Queue(store)
-            app = make_app(
-                store, Users(store, trusted=trusted, obstacle=obstacle, rate=rate), limit=LIMIT
-            )
+            users = Users(store, trusted=trusted, obstacle=obstacle, rate=rate)
+            app = make_app(store, users, limit=LIMIT, machines=lambda: machines)
             config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, daemon=True)

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,17 @@ from autofit.client import archive, messages
 from autofit.client.http import Event, Service
 from autofit.exceptions import UsageError
 from autofit.export import FORMATS
-from autofit.storage import Accounts, Limits, Outcome, Owner, SearchRecord, Store
+from autofit.storage import (
+    Accounts,
+    Limits,
+    Outcome,
+    Owner,
+    SearchRecord,
+    Store,
+    Submission,
+)
 from autofit.tuning.notices import Line
+from autofit.worker.cluster.nodes import Node
 from tests.report.stored import BF16, FACTS, add, figures, measured, opened
 from tests.service.archives import entry, tar
 from tests.service.serving import LIMIT, Running
@@ -346,3 +356,16 @@ def test_the_audit_trail(
         Service(running.url, "autofit_guessed").get("/api/searches")
     assert main(["token", "audit", "--storage", running.store.url]) == 0
     assert "unknown from 127.0.0.1  refused" in capsys.readouterr().out
+
+
+def test_the_gpus_and_their_holders(tmp_path: Path) -> None:
+    node = Node(id="1", host="gpu1", address="10.0.0.1", cpus=8, gpus=8, model="H100", here=True)
+    head = replace(node, host="head", gpus=0)
+    with Running.start(tmp_path, machines=(node, head)) as running:
+        search = running.queue.submit("bob", Submission(script=("t.py",), upload="aa"), gpus=3)
+        assert running.queue.claim(Owner.current(), "runner") is not None
+        running.queue.run(search)
+        found = running.user("alice").get("/api/gpus")
+    assert found["machines"] == [{"host": "gpu1", "gpus": 8, "model": "H100"}]
+    (holder,) = found["holders"]
+    assert (holder["user"], holder["search"], holder["gpus"]) == ("bob", search.id, 3)
