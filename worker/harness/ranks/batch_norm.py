@@ -66,6 +66,11 @@ class SharedStatistics:
             if self._by_sample:
                 fixed = _fixed(input, running_mean, 0.0), _fixed(input, running_var, 1.0)
                 return plain(input, *fixed, weight, bias, False, momentum, eps)
+            if input.is_cuda:
+                on_cuda: torch.Tensor = _NormalizedOnCuda.apply(  # type: ignore[no-untyped-call]
+                    input, weight, bias, *running, momentum, eps
+                )
+                return on_cuda
             output, mean, variance, count = _Normalized.apply(input, weight, bias, eps)  # type: ignore[no-untyped-call]
             if running_mean is not None and running_var is not None:
                 with torch.no_grad():
@@ -146,3 +151,67 @@ class _Normalized(torch.autograd.Function):
             of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.biased else None,
             None,
         )
+
+
+class _NormalizedOnCuda(torch.autograd.Function):
+    """The same with the kernels of ``torch.nn.SyncBatchNorm``, which exist for CUDA only.
+
+    That module's own function waits for the GPU in each call, in case a rank has no samples.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        """Return the output; update the running statistics."""
+        input, channels = _in_format(input), input.shape[1]
+        own_mean, own_scale = torch.batch_norm_stats(input, eps)
+        entries = own_mean.new_full((1,), input.numel() // channels)
+        own = torch.cat([own_mean, own_scale, entries])
+        rows = own.new_empty(dist.get_world_size(), len(own))
+        dist.all_gather_into_tensor(rows, own)
+        means, scales, counts = rows.split([channels, channels, 1], dim=1)
+        counts = counts.reshape(-1)
+        weights = counts if running_mean is None else counts.to(running_mean.dtype)
+        mean, scale = torch.batch_norm_gather_stats_with_counts(
+            input, means, scales, running_mean, running_var, momentum, eps, weights
+        )
+        ctx.save_for_backward(input, weight, bias, mean, scale, counts.to(torch.int32))
+        return torch.batch_norm_elemt(input, weight, bias, mean, scale, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the input, and this rank's part of those of the parameters."""
+        input, weight, bias, mean, scale, counts = ctx.saved_tensors
+        gradient = _in_format(gradient)
+        first, second, of_weight, of_bias = torch.batch_norm_backward_reduce(
+            gradient, input, mean, scale, weight, True, weight is not None, bias is not None
+        )
+        sums = torch.cat([first, second])
+        dist.all_reduce(sums)
+        factor = None if weight is None else weight.to(mean.dtype)
+        of_input = torch.batch_norm_backward_elemt(
+            gradient, input, mean, scale, factor, *sums.split(len(mean)), counts
+        )
+        return (
+            of_input,
+            None if weight is None else of_weight,
+            None if bias is None else of_bias,
+            *[None] * 4,
+        )
+
+
+def _in_format(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` in one of the memory formats that the kernels know."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    if channels_last is not None and tensor.is_contiguous(memory_format=channels_last):
+        return tensor
+    return tensor.contiguous()
