@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autofit.client import archive, messages
+from autofit.client.http import TOKEN
 from autofit.exceptions import AutofitError, StorageError, UsageError
 from autofit.service.own_uids import rights_of
 from autofit.service.requests import search_options
@@ -43,6 +44,8 @@ GOODBYE = 20.0
 FLUSH = 0.2
 """Seconds for which notices are collected."""
 _FOLDER = "files"
+_OF_THE_SERVICE = (VARIABLE, TOKEN, "PG")
+"""Prefixes of variables with secrets of the service; those of libpq begin with ``PG``."""
 
 
 class Runner:
@@ -132,7 +135,7 @@ def name_of_upload(digest: str) -> str:
 
 def _environment() -> dict[str, str]:
     """Return the environment of this process without what belongs to the service."""
-    return {name: text for name, text in os.environ.items() if name != VARIABLE}
+    return {name: text for name, text in os.environ.items() if not name.startswith(_OF_THE_SERVICE)}
 
 
 def _await(reserved: Reservation, search: SearchRecord) -> None:

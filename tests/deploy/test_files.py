@@ -168,6 +168,87 @@ def test_one_ray_everywhere(deploy: Path, job: dict[str, Any]) -> None:
     assert tuple(map(int, named.pop().split("."))) <= tuple(map(int, version("ray").split(".")))
 
 
+# --- the service on Kubernetes ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def service(deploy: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Service and the RayCluster."""
+    first, second = yaml.safe_load_all((deploy / "kuberay-service.yaml").read_text())
+    return first, second
+
+
+def test_the_crd_takes_the_cluster_of_the_service(
+    service: tuple[dict[str, Any], dict[str, Any]], crd: Draft7Validator
+) -> None:
+    """The spec of a RayCluster is that of a RayJob's cluster."""
+    _, cluster = service
+    spec = crd.schema["properties"]["spec"]["properties"]["rayClusterSpec"]
+    checked = Draft7Validator({**spec, "definitions": crd.schema["definitions"]})
+    checked.validate(cluster["spec"])
+    wrong = {**cluster["spec"], "headGroupSpecs": cluster["spec"]["headGroupSpec"]}
+    with pytest.raises(ValidationError):
+        checked.validate(wrong)
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+
+
+def test_the_head_runs_the_service(
+    service: tuple[dict[str, Any], dict[str, Any]], job: dict[str, Any]
+) -> None:
+    door, cluster = service
+    spec = cluster["spec"]
+    (head,) = spec["headGroupSpec"]["template"]["spec"]["containers"]
+    (group,) = spec["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    (program,) = head["args"]
+    assert subprocess.run(["bash", "-n", "-c", program]).returncode == 0
+    (line,) = (each for each in program.splitlines() if "autofit serve" in each)
+    options = parse(line.strip())
+    assert (options["address"], options["host"], options["port"]) == ("auto", "0.0.0.0", 8600)
+    assert head["ports"] == [{"name": "http", "containerPort": options["port"]}]
+    assert [each["targetPort"] for each in door["spec"]["ports"]] == [options["port"]]
+    labels = {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/node-type": "head"}
+    assert door["spec"]["selector"] == labels
+    assert cluster["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    assert all("KUBERAY_GEN_RAY_START_CMD" in each["args"][0] for each in (head, worker))
+    (store,) = (each["value"] for each in head["env"] if each["name"] == "STORE")
+    assert store.startswith("postgresql+psycopg://")
+    assert worker["image"] == head["image"]
+    assert spec["rayVersion"] == job["spec"]["rayClusterSpec"]["rayVersion"]
+    assert spec["authOptions"] == {"mode": "token"}
+
+
+# --- the service with Docker Compose ----------------------------------------------------------
+
+
+def test_compose_takes_the_file(root: Path, deploy: Path) -> None:
+    schema = yaml.safe_load((root / "tests/deploy/compose-spec.yaml").read_text())
+    Draft7Validator.check_schema(schema)
+    found = yaml.safe_load((deploy / "compose.yaml").read_text())
+    Draft7Validator(schema).validate(found)
+    service = found["services"]["autofit"]
+    for wrong in ({"port": service["ports"]}, {"init": []}, {"command": 1}):
+        broken = {**found, "services": {"autofit": {**service, **wrong}}}
+        with pytest.raises(ValidationError):
+            Draft7Validator(schema).validate(broken)
+
+
+def test_the_container_runs_the_service(deploy: Path) -> None:
+    found = yaml.safe_load((deploy / "compose.yaml").read_text())
+    service = found["services"]["autofit"]
+    options = parse(shlex.join(service["command"]))
+    assert service["ports"] == [f"127.0.0.1:{options['port']}:{options['port']}"]
+    assert f":{options['port']}/healthz" in service["healthcheck"]["test"][-1]
+    (volume,) = service["volumes"]
+    name, _, folder = volume.partition(":")
+    assert name in found["volumes"]
+    assert Path(options["storage"]).parent == Path(folder), "else a new container loses the store"
+    context = deploy / service["build"]["context"]
+    assert (context / service["build"]["dockerfile"]).samefile(deploy / "Dockerfile")
+    (extras,) = re.findall(r"/opt/autofit\[([\w,]+)\]", (deploy / "Dockerfile").read_text())
+    assert "serve" in extras.split(",")
+
+
 # --- the image: not built here, there is no Docker --------------------------------------------
 
 
