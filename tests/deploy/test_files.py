@@ -227,7 +227,8 @@ def test_compose_takes_the_file(root: Path, deploy: Path) -> None:
     found = yaml.safe_load((deploy / "compose.yaml").read_text())
     Draft7Validator(schema).validate(found)
     service = found["services"]["autofit"]
-    for wrong in ({"port": service["ports"]}, {"init": []}, {"command": 1}):
+    mistakes: list[dict[str, Any]] = [{"port": service["ports"]}, {"init": []}, {"command": 1}]
+    for wrong in mistakes:
         broken = {**found, "services": {"autofit": {**service, **wrong}}}
         with pytest.raises(ValidationError):
             Draft7Validator(schema).validate(broken)

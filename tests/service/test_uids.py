@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from autofit.client import archive
 from autofit.client.http import Service
+from autofit.exceptions import UsageError
 from autofit.service import own_uids
 from autofit.service.users import Users, create_token
 from autofit.storage import Store
+from tests.service.archives import entry, tar
 from tests.service.live import OPTIONS, LiveService
 from tests.uids import OTHER, UID, interpreter, open_to_all, search_path
 
@@ -86,9 +91,42 @@ def _folder_of(uid: int) -> Path:
     raise AssertionError("no script runs")
 
 
+def _two_gibibytes(service: Service) -> str:
+    """Offer an upload of 2 GiB; return the answer, which comes before it is sent."""
+    connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=20)
+    connection.putrequest("POST", "/api/uploads")
+    connection.putheader("Content-Length", str(2 << 30))
+    connection.putheader("Authorization", f"Bearer {service.token}")
+    connection.endheaders()
+    answer = connection.getresponse().read().decode()
+    connection.close()
+    return answer
+
+
+def _answer(ask: Callable[[], Any]) -> str:
+    """Return the answer to a request, also if it is refused."""
+    try:
+        return str(ask())
+    except UsageError as error:
+        return str(error)
+
+
+def _refusals(alice: Service, bob: Service, search: str) -> dict[str, tuple[str, str]]:
+    """Return what is answered to who does not belong there, and what should be answered."""
+    stranger = Service(alice.url, "")
+    evil = tar(entry("../evil.py"))
+    return {
+        "no token": (_answer(lambda: stranger.get(search)), "no valid token"),
+        "another's token": (_answer(lambda: bob.get(search)), "there is no search"),
+        "../": (_answer(lambda: bob.post("/api/uploads", evil)), "outside the folder"),
+        "2 GiB": (_two_gibibytes(bob), "larger than the 100.0 MiB that the service takes"),
+    }
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_script_that_reads_another_users_folder_is_refused() -> None:
+def test_who_does_not_belong_there_is_refused() -> None:
+    """A script that reads another user's folder ends this list."""
     python = interpreter()
     if python is None:
         pytest.skip("this is not root, or other users cannot run Python here")
@@ -109,6 +147,8 @@ def test_a_script_that_reads_another_users_folder_is_refused() -> None:
                 time.sleep(0.2)
             uid = Users(store, trusted=False).uid("alice")
         assert uid is not None
+        for what, (answer, expected) in _refusals(alice, bob, first).items():
+            assert expected in answer, what
         others = _folder_of(uid)
         assert stat.S_IMODE(others.stat().st_mode) == 0o700
         assert others.stat().st_uid == uid
