@@ -46,7 +46,8 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 def test_a_search_has_the_options_of_the_command_line() -> None:
     found = parameters(autofit.search)
     options = {each.name: (each, flag) for each, flag in flags_of(SearchOptions)}
-    assert [*found] == [*SCRIPT_OF_A_CALL, *options, "server", "shared", "quiet"]
+    of_a_service = ("server", "shared", "priority", "deadline")
+    assert [*found] == [*SCRIPT_OF_A_CALL, *options, *of_a_service, "quiet"]
     for name, (each, flag) in options.items():
         default = found[name].default
         if flag.kind is Kind.STRATEGIES:
