@@ -44,6 +44,8 @@ PAGE = HERE.parent / "docs" / "tutorials" / "guides.md"
 AT_EXIT = HERE / "works" / "at_exit"
 LIMIT = 540.0
 """Seconds of a command, after which it is stopped."""
+GRACE = 5.0
+"""Seconds after that until it is killed."""
 LOG_LINES = 6
 """Last lines of a training that are kept, with all lines of autofit's own. What ``search`` and
 ``explain`` print is kept whole."""
@@ -99,7 +101,7 @@ techniques until about a twentieth remains. The script is `examples/image_classi
         commands=(
             Command(
                 name="vit-as-it-is",
-                line=f"python {VIT} {LARGE} --steps 24 --log-every 1",
+                line=f"python {VIT} {LARGE} --steps 48 --log-every 1",
                 about="The script as it is:",
                 samples=64,
             ),
@@ -110,7 +112,7 @@ techniques until about a twentieth remains. The script is `examples/image_classi
             ),
             Command(
                 name="vit-twentieth",
-                line=f"autofit run --plan plan.json {VIT} -- {LARGE} --steps 24 --log-every 1",
+                line=f"autofit run --plan plan.json {VIT} -- {LARGE} --steps 48 --log-every 1",
                 about="The least memory: weights, gradients and optimizer state stay on the host.",
                 samples=64,
                 plan={
@@ -375,8 +377,12 @@ class _Ran:
                 cwd=folder,
                 env=environment,
             )
-            stop = threading.Timer(seconds, child.terminate)
-            stop.start()
+            stops = [
+                threading.Timer(seconds, child.terminate),
+                threading.Timer(seconds + GRACE, child.kill),
+            ]
+            for stop in stops:
+                stop.start()
             assert child.stdout is not None
             for text in child.stdout:
                 lines.append(text.rstrip().replace(f"{folder}/", ""))
@@ -384,7 +390,8 @@ class _Ran:
                     losses.append(float(loss[1]))
                     ticks.append(time.monotonic())
             code = child.wait()
-            stop.cancel()
+            for stop in stops:
+                stop.cancel()
         last = peaks.read_text().splitlines()[-1].split() if peaks.exists() else None
         return cls(
             code=code,
