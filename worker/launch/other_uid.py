@@ -18,8 +18,8 @@ from typing import Any
 
 from autofit.worker.meter import build
 
-_MODULES = ("autofit.worker.records.", "autofit.plan", "autofit.facts", "autofit.strategies.")
-"""The modules with the classes of events."""
+_MODULES = ("autofit.worker.", "autofit.plan", "autofit.facts", "autofit.strategies.")
+"""The modules with the classes of events, and of what ranks tell one another."""
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("builtins", "bytearray")}
 _FOREIGN = ("XDG_", "PG", "AUTOFIT_TOKEN", "SSH_", "SUDO_")
 """Prefixes of variables that are about the service's own user."""
@@ -86,7 +86,8 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if (module, name) in _PLAIN or module.startswith(_MODULES):
+        known = module.startswith(_MODULES) and not module.endswith("__main__")
+        if (module, name) in _PLAIN or known:
             found = super().find_class(module, name)
             if isinstance(found, type) and (
                 (module, name) in _PLAIN

@@ -30,6 +30,20 @@ from tests.uids import OTHER, UID, interpreter, open_to_all, search_path
 
 READS = "import sys, torch\nprint(open(sys.argv[1]).read())\n"
 
+RANKS = """
+import os, torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+print("uid", os.getuid(), flush=True)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(30):
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
 pytestmark = pytest.mark.quick
 
 
@@ -65,6 +79,24 @@ def test_a_script_reads_its_own_folder_and_no_other(folder: Path) -> None:
     (report,) = (each for each in heard["others"] if isinstance(each, TrialReport))
     assert "PermissionError" in report.reason
     assert str(folder / "others" / "train.py") in report.traceback
+
+
+@pytest.mark.full
+def test_ranks_run_under_the_uid(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "train.py").write_text(RANKS)
+    other_uid.give(folder / "mine", UID)
+    environment = other_uid.environment(os.environ, folder / "home", UID)
+    script = Script(target="train.py", cwd=str(folder / "mine"))
+    request = LaunchRequest(
+        script=script, plans=(Plan(),), device="cpu", budget=4 << 30, timeout=120.0, ranks=2
+    )
+    heard = list(launch(request, environment=environment, scratch=str(folder), uid=UID))
+    (report,) = (each for each in heard if isinstance(each, TrialReport))
+    assert report.verdict is Verdict.MEASURED, report.reason
+    end = heard[-1]
+    assert isinstance(end, LaunchEnded)
+    assert f"uid {UID}" in end.output
 
 
 def test_the_process_has_the_uid_alone(folder: Path) -> None:
