@@ -153,10 +153,13 @@ class LiveService:
         (folder / "train.py").write_text(SCRIPT.replace("{seed}", str(seed)))
         return folder
 
-    def submit(self, service: Service, folder: Path) -> int:
-        """Submit the script of a folder; return the number of the search."""
+    def submit(self, service: Service, folder: Path, **more: object) -> int:
+        """Submit the script of a folder; return the number of the search.
+
+        ``more``: further fields of the request.
+        """
         upload = service.post("/api/uploads", archive.pack(folder))["upload"]
-        request = {"script": "train.py", "upload": upload, "options": OPTIONS}
+        request = {"script": "train.py", "upload": upload, "options": OPTIONS, **more}
         number: int = service.post("/api/searches", request)["id"]
         return number
 

@@ -130,6 +130,24 @@ def test_what_another_user_has_searched_is_known_before_it_runs() -> None:
         assert any(f"Study {first['study']} has searched the same model" in line for line in lines)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_search_whose_deadline_comes_while_it_waits_fails() -> None:
+    with LiveService(searches=1) as live:
+        live.start()
+        service = Service(live.url)
+        first = live.submit(service, live.folder(0))
+        while service.get(f"/api/searches/{first}")["state"] != "running":
+            time.sleep(0.1)
+        second = live.submit(service, live.folder(1), deadline="5s")
+        while (found := service.get(f"/api/searches/{second}"))["ended"] is None:
+            time.sleep(0.2)
+        assert found["state"] == "failed"
+        message = found["error"]["message"]
+        assert message.startswith("its deadline passed while it waited for a CPU"), message
+        assert finished(service, first)
+
+
 def finished(service: Service, number: int) -> dict[str, Any]:
     """Return a search once it has finished."""
     found: dict[str, Any] = service.get(f"/api/searches/{number}")
