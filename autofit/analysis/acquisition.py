@@ -28,7 +28,7 @@ GAIN_BEFORE_SPREAD = 0.25
 
 A spread training is far faster, and a launch of it can still measure what was left out.
 """
-GAIN_SPREAD = 0.05
+GAIN_SPREAD = 0.1
 """The same once plans run on all devices, so that every trial holds all of them."""
 START = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""

@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--profile", help="write a trace of steps 21 to 23 to this file")
 options = parser.parse_args()
 
 
@@ -27,6 +28,13 @@ class Clock(TrainerCallback):
     """Prints the speed of the steps after the first ten."""
 
     def on_step_end(self, args, state, control, **kwargs):
+        if options.profile and state.global_step == 20:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+        if options.profile and state.global_step == 23:
+            torch.cuda.synchronize()
+            self.profile.stop()
+            self.profile.export_chrome_trace(options.profile)
         if state.global_step == 10:
             torch.cuda.synchronize()
             self.start = time.perf_counter()
