@@ -154,6 +154,24 @@ for step in range(12):
 """
 
 
+BETWEEN = """
+for step in range(12):
+    x, y = torch.randint(17, (6, 5)), torch.randint(17, (6, 5))
+    logits = model(x)  # in some steps no backward follows
+    if step % 3 == 1:
+        with torch.no_grad():
+            params[0].mul_(0.9)
+            model.blocks[0].norm.weight.add_(0.1)
+        logits = model(x)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    loss = loss + 1e-2 * sum(p.square().sum() for p in model.parameters())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    show(loss)
+"""
+
+
 @pytest.mark.parametrize(
     "text",
     [GRADIENTS + LOOP, VALUES + LOOP, COPIES + LOOP, SCALED, ONLY_BLOCKS],
@@ -166,6 +184,11 @@ def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(("ranks", "level"), [("2", "zero2"), ("4", "hybrid")])
 def test_other_levels_are_the_same_training(tmp_path: Path, ranks: str, level: str) -> None:
     assert_same(tmp_path, MODEL + GRADIENTS + LOOP + TAIL, {"ranks": ranks, "sharding": level})
+
+
+@pytest.mark.parametrize("level", ["zero2", "full"])
+def test_weights_may_be_used_between_forward_and_backward(tmp_path: Path, level: str) -> None:
+    assert_same(tmp_path, MODEL + BETWEEN + TAIL, {"ranks": "2", "sharding": level})
 
 
 def test_a_step_gathers_no_whole_values(tmp_path: Path) -> None:

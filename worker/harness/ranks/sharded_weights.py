@@ -70,6 +70,8 @@ class ShardedWeights:
         self._states: dict[nn.Module, Any] = {}
         """FSDP's state of each module that is gathered by itself."""
         self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._versions: dict[nn.Module, tuple[int, ...]] = {}
+        """The versions of each module's weights when they were gathered."""
         self._called: list[int] = []
         """The blocks of the present forward, by their number, in the order of their calls."""
         self._undos: list[Undo] = []
@@ -154,10 +156,30 @@ class ShardedWeights:
         """Run a call while the weights of ``module`` are gathered, as FSDP's hooks would."""
         state = self._states[module]
         with self._whole.by_parts():
+            self._drop_outdated(module)
             args, kwargs = state._pre_forward(module, args, kwargs)
-        output = run(*args, **kwargs)
+            self._versions.setdefault(module, _versions(state))
+        _show_gathered(state)
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            _show_sharded(state)
         with self._whole.by_parts():
             return state._post_forward(module, args, output)
+
+    def _drop_outdated(self, module: nn.Module) -> None:
+        """Drop gathered weights of ``module`` that were kept, if the weights have changed since.
+
+        They are kept if no backward came after their forward, which would have dropped them.
+        """
+        state = self._states[module]
+        groups = _groups(state)
+        if not any(group.is_unsharded for group in groups):
+            self._versions.pop(module, None)
+        elif self._versions.get(module) != _versions(state):
+            for group in groups:
+                group.reshard()
+            self._versions.pop(module, None)
 
     def called(self) -> tuple[int, ...]:
         """Return the blocks that the last forward has called, in order."""
@@ -165,8 +187,8 @@ class ShardedWeights:
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the parameters that a forward uses in place of the sharded ones."""
-        groups = (state._fsdp_param_group for state in self._states.values())
-        return [each._unsharded_param for group in groups if group for each in group.fsdp_params]
+        groups = (group for state in self._states.values() for group in _groups(state))
+        return [each._unsharded_param for group in groups for each in group.fsdp_params]
 
     def _refuse_other_parameters(self) -> None:
         now = list(self._owner.module.parameters())
@@ -289,15 +311,43 @@ def _scaled(value: Any, factor: float) -> Any:
     return value
 
 
+def _groups(state: Any) -> list[Any]:
+    """Return FSDP's groups of parameters of a module.
+
+    torch 2.11 has one a module, later releases may have several. A module whose blocks have all
+    parameters has none.
+    """
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
+def _parameters(state: Any) -> list[Any]:
+    return [each for group in _groups(state) for each in group.fsdp_params]
+
+
+def _versions(state: Any) -> tuple[int, ...]:
+    """Return numbers that change if the sharded weights change."""
+    return tuple(each.sharded_param._version for each in _parameters(state))
+
+
+def _show_gathered(state: Any) -> None:
+    """Let the module use its gathered weights, if they are gathered."""
+    for group in _groups(state):
+        for each in group.fsdp_params if group.is_unsharded else ():
+            each._setattr_on_modules(each._unsharded_param)
+
+
+def _show_sharded(state: Any) -> None:
+    """Let the script see the sharded weights, even if the gathered ones are kept."""
+    for each in _parameters(state):
+        each._setattr_on_modules(each.sharded_param)
+
+
 def _remove_hooks(state: Any) -> None:
     """Remove what FSDP has registered on modules: its work is done around their calls."""
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    # torch 2.11 has one group a module, later releases may have several; a module whose blocks have
-    # all parameters has none
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        if group is None:
-            continue
+    for group in _groups(state):
         for handle in (
             *group._module_to_pre_save_state_dict_hook_handle.values(),
             *group._module_to_pre_load_state_dict_hook_handle.values(),
