@@ -203,30 +203,28 @@ memory for that first. In bfloat16 it needs half.""",
                 name="qlora-7b",
                 line=(
                     f"autofit run --plan plan.json --memory 16GiB {LLAMA} -- --preset 7b"
-                    " --batch-size 4 --steps 16 --log-every 1"
+                    " --batch-size 1 --steps 16 --log-every 1"
                 ),
                 about="6.7 billion parameters, created in bfloat16:",
-                samples=4,
+                samples=1,
                 plan={
                     "adapters": "qlora",
                     "weights": "bf16",
                     "checkpointing": "all",
-                    "micro_batch": "1",
                 },
             ),
             Command(
                 name="qlora-8b",
                 line=(
                     f"autofit run --plan plan.json --memory 20GiB {LLAMA} -- --preset 8b"
-                    " --batch-size 4 --steps 16 --log-every 1"
+                    " --batch-size 1 --steps 16 --log-every 1"
                 ),
                 about="Eight billion parameters, with the larger vocabulary of Llama 3:",
-                samples=4,
+                samples=1,
                 plan={
                     "adapters": "qlora",
                     "weights": "bf16",
                     "checkpointing": "all",
-                    "micro_batch": "1",
                 },
             ),
         ),
