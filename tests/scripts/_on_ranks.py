@@ -38,6 +38,7 @@ def outcome(style: Style, plain: Done, ranked: Done) -> tuple[str, str]:
     if plain.code:
         return "fails", f"plain Python ends with {plain.code}"
     if ranked.code:
+        sys.stderr.write(ranked.errors)
         return "fails", (ranked.errors.strip() or "no line").splitlines()[-1]
     try:
         assert_same_text(ranked.output, plain.output, style.tolerance, style.clock)
