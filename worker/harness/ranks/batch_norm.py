@@ -198,8 +198,9 @@ class _NormalizedOnCuda(torch.autograd.Function):
         sums = torch.cat([first, second])
         dist.all_reduce(sums)
         factor = None if weight is None else weight.to(mean.dtype)
+        first, second = sums.split(len(mean))
         of_input = torch.batch_norm_backward_elemt(
-            gradient, input, mean, scale, factor, *sums.split(len(mean)), counts
+            gradient, input, mean, scale, factor, first, second, counts
         )
         return (
             of_input,

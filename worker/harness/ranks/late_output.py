@@ -18,7 +18,7 @@ TENSOR = torch.Tensor
 OWN: set[Any] = {
     *METADATA,
     TENSOR.element_size,
-    TENSOR.grad_fn.__get__,  # type: ignore[attr-defined]
+    TENSOR.grad_fn.__get__,  # type: ignore[union-attr]
     TENSOR.is_leaf.__get__,  # type: ignore[attr-defined]
     TENSOR.layout.__get__,  # type: ignore[attr-defined]
     TENSOR.output_nr.__get__,  # type: ignore[attr-defined]
