@@ -24,6 +24,8 @@ ONLY_ON_THE_COMMAND_LINE = {
     "submit",
     "server",
     "shared",
+    "priority",
+    "deadline",
     "as_json",
     "dry_run",
     "verbose",
