@@ -143,7 +143,7 @@ TAIL = """
 torch.save(model.state_dict(), "out.pt")
 print("written", os.path.getsize("out.pt") > 0)
 """
-STOP = "sys.exit(3)\n"
+STOP = "import atexit\n\natexit.register(print, 'handlers run')\nsys.exit(3)\n"
 
 
 @dataclass(frozen=True)
