@@ -21,6 +21,7 @@ def main() -> None:
     from autofit.worker import meter
     from autofit.worker.harness.parent.pipe import connect
     from autofit.worker.harness.process import program, sandbox
+    from autofit.worker.harness.process.leaving import Leaving
     from autofit.worker.harness.process.lifecycle import ScriptLifecycle
     from autofit.worker.harness.process.private_files import PrivateFiles
     from autofit.worker.harness.verification.short_of_memory import NOTE, in_check
@@ -41,6 +42,7 @@ def main() -> None:
         lifeline.watch(lifeline_fd, reporter.answered)
     gauge = meter.for_device(spec.request.device)
     meter.forget()
+    leaving = Leaving()
     conduct = ScriptLifecycle(spec, reporter, gauge, STARTED)
     try:
         loaded = program.load(spec.request.script)
@@ -48,13 +50,16 @@ def main() -> None:
         conduct.wait_for_torch()
         program.run(loaded)
     except SystemExit as leave:
+        leaving.ends_by(leave)
         conduct.wait_for_rank_0(f", with exit code {leave.code}")
         if leave.code in (None, 0):
             conduct.ended()
         raise
     except BaseException as error:  # noqa: BLE001 - reported, then printed as Python would
         if conduct.stopped(error):
+            leaving.ends_well()
             sys.exit(0)
+        leaving.ends_by(error)
         conduct.wait_for_rank_0(f", by {type(error).__name__}: {error}")
         conduct.raised(error)
         if isinstance(error, Refused):
@@ -66,6 +71,7 @@ def main() -> None:
         _die_of(frames.strip_our_frames(error))
     conduct.wait_for_rank_0("")
     conduct.ended()
+    leaving.ends_well()
 
 
 def _die_of(error: BaseException) -> NoReturn:

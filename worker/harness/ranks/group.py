@@ -166,6 +166,8 @@ def _bytes_of_flags(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
+connected = False
+"""Whether this process was connected to others, or to itself alone."""
 _of_one: list[RankGroup] = []
 """The group of this process alone, once it exists."""
 
@@ -183,11 +185,13 @@ def sharing(group: RankGroup | None, shards: WeightShards) -> RankGroup:
 
 def _connect(rank: int, size: int, store: Any, device: str) -> None:
     """Connect to the other ranks, and hide that from the script."""
+    global connected
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     hook = sys.excepthook  # torch's would print the rank before each line of a traceback
     with _on_loopback():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     sys.excepthook = hook
+    connected = True
     atexit.register(_close, device, os.getpid())
     _hide()
 
