@@ -159,7 +159,8 @@ class ShardedWeights:
             self._drop_outdated(module)
             args, kwargs = state._pre_forward(module, args, kwargs)
             self._versions.setdefault(module, _versions(state))
-        _show_gathered(state)
+        for group in _groups(state):
+            _show_gathered(group)
         try:
             output = run(*args, **kwargs)
         finally:
@@ -232,6 +233,8 @@ class ShardedWeights:
             self._states[module]._lazy_init()
         for state in self._states.values():
             _remove_hooks(state)
+            for group in _groups(state):
+                _show_in_backward(group)
         for each in module.modules():
             for name in MEMBERS:
                 each.__dict__.pop(name, None)
@@ -330,11 +333,21 @@ def _versions(state: Any) -> tuple[int, ...]:
     return tuple(each.sharded_param._version for each in _parameters(state))
 
 
-def _show_gathered(state: Any) -> None:
-    """Let the module use its gathered weights, if they are gathered."""
-    for group in _groups(state):
-        for each in group.fsdp_params if group.is_unsharded else ():
-            each._setattr_on_modules(each._unsharded_param)
+def _show_gathered(group: Any) -> None:
+    """Let a module use its gathered weights, if they are gathered."""
+    for each in group.fsdp_params if group.is_unsharded else ():
+        each._setattr_on_modules(each._unsharded_param)
+
+
+def _show_in_backward(group: Any) -> None:
+    """Let a module use its gathered weights in backward, where a checkpoint runs it again."""
+    plain = group.pre_backward
+
+    def pre_backward(*args: Any) -> None:
+        plain(*args)
+        _show_gathered(group)
+
+    group.pre_backward = pre_backward
 
 
 def _show_sharded(state: Any) -> None:
