@@ -436,8 +436,12 @@ class Trial(Session):
         return self._current.plan if self._current is not None else self._request.plans[0].fixed
 
     def optimizer_refused(self, refusal: Refused) -> None:
-        """End this plan, and start the next within the same step."""
-        assert self._current is not None, "it has a plan once the model has been called"
+        """End this plan, and start the next within the same step.
+
+        Raises ``refusal`` if the script has not called its model yet: it ends the launch.
+        """
+        if self._current is None:
+            raise refusal
         self._ranks.end_unless_agreed(refusal)
         self._current.end_refused(refusal)
         self._advance()
