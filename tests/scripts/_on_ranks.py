@@ -28,8 +28,9 @@ LEVELS = {
 """Column of the table to plan."""
 SAME = "same"
 NOT_DIVIDED = "not divided"
-REFUSED = re.compile(r"cannot be used here: (?P<reason>.*?)(?:; continuing .*)?$", re.MULTILINE)
-WHOLE = re.compile(r"every rank runs the whole batch: (?P<reason>.*)")
+REFUSED = re.compile(r"cannot be used here: (?:rank \d+: )?(?P<reason>[^;\n]*)")
+"""The first part of a reason; what follows a semicolon differs or is advice."""
+WHOLE = re.compile(r"every rank runs the whole batch: (?P<reason>[^;\n]*)")
 SCRIPTS = {style.script: style for style in STYLES if style.ranks == 1}
 
 
