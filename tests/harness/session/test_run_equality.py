@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.told import ours
+
 FP32 = 2e-6
 """Largest relative difference of a loss; the largest seen was 8e-8 (3e-16 in float64)."""
 FP64 = 1e-9
@@ -164,7 +166,7 @@ def rescue(
     code, errors, found = trainer.tuned({"micro_batch": whole}, setting.cap, arguments)
     assert code == 0, errors
     assert all(line.startswith("autofit: ") for line in errors.splitlines()), errors
-    return found, expected, errors.splitlines()
+    return found, expected, ours(errors)
 
 
 def assert_goes_on_smaller(said: list[str], sizes: Sequence[int]) -> None:
