@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,23 +13,13 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
+from tests.benchmark_modules import load
 from tests.docs.prose import complaints
 
 
 @pytest.fixture(scope="module")
-def guides(root: Path) -> Iterator[ModuleType]:
-    folder = root / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("guides", folder / "guides.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look their names up
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(folder))
+def guides(root: Path) -> ModuleType:
+    return load(root, "guides")
 
 
 @pytest.mark.quick

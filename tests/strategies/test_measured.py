@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from autofit.strategies import NAMES, get
+from tests.benchmark_modules import load
 
 pytestmark = pytest.mark.quick
 
@@ -27,18 +26,7 @@ CLOSE = 1.15
 
 @pytest.fixture(scope="module")
 def benchmark(root: Path) -> ModuleType:
-    folder = root / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("worth", folder / "strategies.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look their names up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
+    return load(root, "strategies")
 
 
 def test_each_technique_has_figures(root: Path) -> None:
