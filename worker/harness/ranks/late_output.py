@@ -1,7 +1,7 @@
 """Outputs of a divided call that are gathered from the ranks only if the script uses them.
 
-A model that gets labels returns its loss, and its logits besides, which few scripts read. Those of
-the whole batch may need as much memory on every rank as the weights.
+A model that gets labels returns its loss and its logits. Few scripts read the logits. Those of the
+whole batch may need as much memory as the weights, on every rank.
 """
 
 from __future__ import annotations

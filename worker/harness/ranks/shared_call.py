@@ -285,12 +285,6 @@ class SharedCall:
         If the model returns its loss, no entries of the other outputs are gathered yet.
         """
         group = self._root.group
-        has_loss = any(
-            join.scalar and isinstance(each, torch.Tensor) and each.requires_grad
-            for each, join in zip(local, self._layout.joins, strict=False)
-        )
-        if not has_loss:
-            local[:] = [each.value() if isinstance(each, Deferred) else each for each in local]
         own = [_Output.of(each) for each in local]
         said = group.meet(f"the outputs of {self._root.name}", own)
         if any(len(each) != len(self._layout.joins) for each in said):
@@ -300,6 +294,7 @@ class SharedCall:
             for i, column in enumerate(zip(*said, strict=True))
             if any(c.differentiable for c in column)
         ]
+        has_loss = any(self._layout.joins[i].scalar for i in self._tracked)
         outputs = []
         for index, (each, join) in enumerate(zip(local, self._layout.joins, strict=True)):
             told: list[_Output] = [row[index] for row in said]
