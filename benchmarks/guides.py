@@ -4,7 +4,7 @@
     python benchmarks/guides.py --page     # writes docs/tutorials/guides.md from the results
 
 Each command runs as it is printed, in a folder with the examples and the plan. ``--only`` takes the
-start of a name; ``--seconds`` ends the whole call, so that it can run in slices. ``--small`` has
+start of a name. ``--seconds`` ends the whole call; a later one can run the rest. ``--small`` has
 tiny models, to try this file without a GPU. Writes ``guides.json`` and ``guides.md`` after each
 command, and keeps what they hold of others.
 
@@ -186,9 +186,9 @@ are free again.""",
     Guide(
         title="Llama: QLoRA",
         about="""\
-QLoRA freezes the weights in 4 bits and trains small matrices beside them. That is another training,
-so a search tries it under `--allow recipe` only. A script that creates its model in float32 needs
-memory for that first. In bfloat16 it needs half.""",
+QLoRA freezes the weights in 4 bits and trains small matrices beside them. This is another training.
+So a search tries it only with `--allow recipe`. The script first creates the whole model, for which
+it needs memory. In bfloat16 that is half as much as in float32.""",
         commands=(
             Command(
                 name="qlora-1.1b",

@@ -18,9 +18,9 @@ def next_numbers(host: str | None) -> Select[Any]:
     """Return the query for the numbers of the searches that may start now, the next one first.
 
     The next search has the highest priority. Among equals, the user with the fewest active searches
-    comes first, then the earliest deadline, then the oldest search. A search may not start while
-    another with the same subject is active, while its user would hold more GPUs than allowed, and
-    while another on ``host`` waits for its devices; ``None`` leaves that last condition out.
+    comes first, then the earliest deadline, then the oldest search. Three things keep a search
+    from starting. Another with the same subject is active. Its user would hold more GPUs than
+    allowed. Another on ``host`` waits for its devices; ``None`` leaves this one out.
     """
     same, others, waiting = aliased(Search), aliased(Search), aliased(Search)
     busy = (

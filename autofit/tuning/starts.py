@@ -1,8 +1,9 @@
 """The fixed starts of a search: plans that are tried whatever the sampler is.
 
-These are the script as it is, the reference if that does not fit, the fastest plans of an earlier
-study of the same model, and, if the weights, gradients and optimizer state alone exceed the budget,
-the leanest plan of each set of levels that lowers them. They are enqueued in the Optuna study.
+The first is the script as it is. If that does not fit, the reference follows. Then come the fastest
+plans of an earlier study of the same model. The weights, gradients and optimizer state alone may
+exceed the budget. Then the leanest plan of each set of levels that lowers them is tried too. All
+are enqueued in the Optuna study.
 """
 
 from __future__ import annotations
