@@ -2,7 +2,7 @@
 
     python benchmarks/service_cost.py [--rounds 2] [--out FILE] [-- WORDS ...]
 
-``WORDS`` follow ``autofit search``. Both searches begin a new study in each round, and in turn. The
+``WORDS`` follow ``autofit search``, which runs in the folder of the examples. Both searches begin a new study in each round, and in turn. The
 service has started before, as a service has; what its own start takes is printed too.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from grid import EXAMPLES
 
-WORDS = [str(EXAMPLES / "char_lm.py"), "--memory", "2GiB", "--trials", "6"]
+WORDS = ["char_lm.py", "--memory", "2GiB", "--trials", "6"]
 ADDRESS = re.compile(r"http://[\d.]+:\d+")
 AUTOFIT = (sys.executable, "-m", "autofit")
 
@@ -29,7 +29,7 @@ def search(words: list[str], folder: Path) -> float:
     begun = time.monotonic()
     store = f"sqlite:///{folder / 'own.db'}"
     line = [*AUTOFIT, "search", "--fresh", "--storage", store, *words]
-    done = subprocess.run(line, capture_output=True, text=True)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=EXAMPLES)
     if done.returncode:
         sys.exit(f"{' '.join(line)}\n{done.stdout}{done.stderr}")
     return time.monotonic() - begun
