@@ -27,6 +27,19 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """How fast the ranks of one machine communicate: bytes a second, for each kind of collective.
+
+    This is the *bus bandwidth*: the bytes that each rank sends in a ring, divided by the seconds.
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+    """
+
+    all_reduce: float
+    all_gather: float
+    reduce_scatter: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RootFacts:
     """One root: the outermost module called with gradients enabled and trainable parameters."""
 

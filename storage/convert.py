@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import cattrs
 
 from autofit.exceptions import StorageError, UsageError
-from autofit.facts import Facts, Hardware
+from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import models
 from autofit.storage.owner import Owner
@@ -236,6 +236,15 @@ def inspection_record(row: models.Inspection) -> InspectionRecord:
         content=table(row.content, "content"),
         versions=table(row.versions, "versions"),
         updated=row.updated,
+    )
+
+
+def bandwidth(row: models.MeasuredBandwidth) -> Bandwidth:
+    """Return the figures of a machine's row."""
+    return Bandwidth(
+        all_reduce=row.all_reduce,
+        all_gather=row.all_gather,
+        reduce_scatter=row.reduce_scatter,
     )
 
 

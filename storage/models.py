@@ -255,6 +255,26 @@ class Inspection(Base):
     updated: Mapped[datetime]
 
 
+class MeasuredBandwidth(Base):
+    """How fast the ranks of a machine communicate, by kind of collective, in bytes a second."""
+
+    __tablename__ = "bandwidth"
+    __table_args__ = (UniqueConstraint("gpu", "link", "torch", "ranks"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    gpu: Mapped[str] = mapped_column(String(255))
+    """The driver's name of the model; without a GPU, that of the processor."""
+    link: Mapped[str] = mapped_column(String(16))
+    """``nvlink``, ``pcie``, or empty if unknown."""
+    torch: Mapped[str] = mapped_column(String(64))
+    """The version of PyTorch."""
+    ranks: Mapped[int]
+    all_reduce: Mapped[float]
+    all_gather: Mapped[float]
+    reduce_scatter: Mapped[float]
+    updated: Mapped[datetime]
+
+
 class Search(Held, Base):
     """A search that a user submitted to the service."""
 

@@ -283,6 +283,23 @@ class EvidenceKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineKey:
+    """Identifies machines on which equally many ranks communicate equally fast."""
+
+    gpu: str
+    """The driver's name of the device's model."""
+    link: str
+    """As in ``Hardware``."""
+    torch: str
+    """The version of PyTorch, which brings the library that sends."""
+
+    @classmethod
+    def of(cls, hardware: Hardware, versions: Mapping[str, str]) -> Self:
+        """Return the key of a machine with devices like ``hardware``."""
+        return cls(gpu=hardware.name, link=hardware.link, torch=versions.get("torch", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionKey:
     """Identifies the checks of one script; edits of the script do not change it."""
 

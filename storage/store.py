@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,7 +17,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session, undefer
 
 from autofit.exceptions import StorageError
-from autofit.facts import Facts, Hardware
+from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
 from autofit.storage.models import (
@@ -25,6 +26,7 @@ from autofit.storage.models import (
     Fitted,
     Held,
     Inspection,
+    MeasuredBandwidth,
     Measurement,
     Search,
     Study,
@@ -38,6 +40,7 @@ from autofit.storage.records import (
     FittedRecord,
     InspectionKey,
     InspectionRecord,
+    MachineKey,
     Purpose,
     State,
     StudyKey,
@@ -451,6 +454,27 @@ class Store:
         query = select(Evidence).filter_by(context=key.fingerprint).order_by(Evidence.id)
         with self.reading() as session:
             return tuple(Proven(key=row.key, content=row.content) for row in session.scalars(query))
+
+    # --- machines -----------------------------------------------------------------------------
+
+    def bandwidths(self, machine: MachineKey) -> dict[int, Bandwidth]:
+        """Return how fast the ranks of such a machine communicate, by their number."""
+        query = select(MeasuredBandwidth).filter_by(**asdict(machine))
+        with self.reading() as session:
+            rows = session.scalars(query.order_by(MeasuredBandwidth.ranks))
+            return {row.ranks: convert.bandwidth(row) for row in rows}
+
+    def set_bandwidth(self, machine: MachineKey, ranks: int, bandwidth: Bandwidth) -> None:
+        """Store how fast ``ranks`` ranks communicate; it replaces an earlier measurement."""
+        where = {**asdict(machine), "ranks": ranks}
+        with self.writing() as session:
+            row = session.scalar(select(MeasuredBandwidth).filter_by(**where))
+            if row is None:
+                row = MeasuredBandwidth(**where)
+                session.add(row)
+            for kind, rate in asdict(bandwidth).items():
+                setattr(row, kind, rate)
+            row.updated = _now()
 
     # --- decorated functions ------------------------------------------------------------------
 

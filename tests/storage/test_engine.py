@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,17 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, Engine, event, inspect, text
 
 from autofit.exceptions import StorageError
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
-from autofit.storage import Owner, Store, StudyRecord, default_url, engine, models
+from autofit.storage import (
+    MachineKey,
+    Owner,
+    Store,
+    StudyRecord,
+    default_url,
+    engine,
+    models,
+)
 from autofit.storage.url import without_password
 from autofit.tuning.optuna_study import OptunaStudy
 from autofit.worker.records.trials import Script, TrialReport
@@ -34,7 +44,7 @@ Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
 OURS = {
     *("study", "trial", "measurement", "event", "fitted", "evidence", "inspection"),
-    *("search", "notice", "upload", "token", "account", "audit"),
+    *("search", "notice", "upload", "token", "account", "audit", "bandwidth"),
     engine.VERSION_TABLE,
 }
 
@@ -78,6 +88,31 @@ def test_a_store_of_an_older_version_keeps_what_it_holds(
     with Store(location) as again:
         assert again.trials(study) == (kept,)
         assert again.reference(study) is None
+
+
+def test_a_store_of_the_version_before_gets_a_table_of_bandwidths(
+    store: Store, location: str, study: StudyRecord
+) -> None:
+    store.close()
+    config = Config()
+    config.set_main_option("script_location", engine.migrations_folder())
+    with connected(location) as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0012")
+        assert not inspect(connection).has_table("bandwidth")
+    machine = MachineKey.of(study.hardware, study.versions)
+    slow, fast = (
+        Bandwidth(all_reduce=rate, all_gather=2 * rate, reduce_scatter=3 * rate)
+        for rate in (1e9, 1 / 3 * 1e12)
+    )
+    with Store(location) as again:
+        assert again.study(study.id).key == study.key
+        assert again.bandwidths(machine) == {}
+        again.set_bandwidth(machine, 4, slow)
+        again.set_bandwidth(machine, 2, slow)
+        again.set_bandwidth(machine, 4, fast)
+        assert again.bandwidths(machine) == {2: slow, 4: fast}
+        assert again.bandwidths(replace(machine, torch="2.11.0")) == {}
 
 
 def default_differs(
