@@ -15,6 +15,7 @@ import numpy as np
 
 from autofit.analysis.cost_model import CostModel
 from autofit.analysis.verdicts import fits
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts
@@ -85,6 +86,8 @@ class Situation:
     cuda: bool
     link: str = ""
     """As in ``Hardware``."""
+    bandwidth: Bandwidth | None = None
+    """Between the ranks of a plan, as measured on this machine; ``None`` if it was not."""
     horizon: int = HORIZON
     """Optimizer steps over which the time to compile is charged."""
     fixed: Plan | None = None
@@ -132,6 +135,7 @@ def prospects(situation: Situation) -> list[Prospect]:
         situation.budget,
         cuda=situation.cuda,
         link=situation.link,
+        bandwidth=situation.bandwidth,
         horizon=situation.horizon,
         expectations=situation.expectations,
     )

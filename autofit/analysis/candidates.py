@@ -16,6 +16,7 @@ from autofit.analysis.feasibility import LevelSet, level_sets_needed
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.analysis.ranking import ranked
 from autofit.analysis.verdicts import refused, tainted
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.space.catalogue import Space, clash
 from autofit.space.order import by_cost
@@ -69,6 +70,8 @@ class SearchState:
     """Seconds until ``--timeout`` ends the search; ``None`` without it."""
     link: str = ""
     """As in ``Hardware``."""
+    bandwidth: Bandwidth | None = None
+    """Between the ranks of a plan, as measured on this machine; ``None`` if it was not."""
     spreads_later: bool = False
     """Whether the plans run on one device each, and the search will spread them over several."""
 
@@ -111,6 +114,7 @@ class SearchState:
             fixed=launch.fixed if launch is not None else None,
             seconds_left=self.seconds_left,
             link=self.link,
+            bandwidth=self.bandwidth,
             least_gain=self._least_gain,
         )
         if launch is not None and not launch.fresh:

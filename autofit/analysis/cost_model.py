@@ -3,7 +3,7 @@
 Both predictions have a fixed structure, so that a few trials are enough to fit them:
 
     peak    = (weights + gradients + state + samples * slope) * (1 + waste) + context
-    seconds = chunks * the larger of (compute in a chunk, overhead of a chunk) + sent / bandwidth
+    seconds = chunks * the larger of (compute in a chunk, overhead of a chunk) + sending
     compute in a chunk = compute * share * (1 + rerun * (1 - share))
 
 - ``samples`` is the number of samples in a chunk, and ``share`` is their part of the batch.
@@ -11,7 +11,9 @@ Both predictions have a fixed structure, so that a few trials are enough to fit 
 - ``overhead`` is the time to launch the kernels of a chunk, which bounds the speed of small chunks.
 - ``weights``, ``gradients`` and ``state`` are computed from the facts of the script.
 - ``chunks`` are those of one rank. Several ranks divide the batch, so each has fewer.
-- ``sent`` is the bytes that a rank sends in a step: see ``autofit/space/communication.py``.
+- ``sending`` is the bytes that a rank sends in a step, by kind of collective, each divided by its
+  bandwidth: see ``autofit/space/communication.py``. The bandwidth is the machine's own, if a launch
+  has measured it. One factor for all kinds is fitted.
 
 Each level multiplies ``compute`` and the kinds of memory that its strategy lowers by factors of its
 own. Their priors are the strategy's expectations. If a share ``b`` of the blocks is checkpointed,
@@ -42,8 +44,9 @@ from numpy.typing import NDArray
 from autofit import strategies
 from autofit.analysis import pruning
 from autofit.analysis.priors import PRIORS
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
-from autofit.space.communication import bandwidth, sent_bytes
+from autofit.space.communication import assumed, sent_bytes
 from autofit.space.static_memory import Static, total_bytes
 from autofit.space.static_memory import context as context_of
 from autofit.storage import TrialRecord
@@ -125,8 +128,8 @@ class Designs:
     """Number of ranks."""
     shards: Mapping[Memory, Array]
     """Share of each kind of memory that one rank keeps."""
-    sent: Array
-    """Bytes that a rank sends in a step."""
+    sending: Array
+    """Seconds that a rank sends in a step, at the expected bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,8 @@ class CostModel:
     ``expectations`` replaces what the strategies expect: for a strategy and a level, the slowdown
     and the share of the lowered memory that remains. A benchmark gives those that other works
     measured. The widths of the priors stay, because a factor of 1.0 then means an unknown effect.
+
+    ``bandwidth``: between the ranks, as measured on this machine; ``None`` if it was not.
     """
 
     def __init__(
@@ -158,6 +163,7 @@ class CostModel:
         *,
         cuda: bool,
         link: str = "",
+        bandwidth: Bandwidth | None = None,
         horizon: int = HORIZON,
         expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None,
     ) -> None:
@@ -168,6 +174,7 @@ class CostModel:
         bounds = [bound for trial in finished for bound in self._bounds(trial)]
         self._budget = float(budget)
         self._static = Static.of(facts)
+        self._bandwidth = bandwidth or assumed(link, cuda=cuda)
         self._horizon, self._compile_seconds = horizon, _compile_seconds(finished, facts)
         self._rng = np.random.default_rng(0)
         context = context_of(budget, cuda=cuda)
@@ -207,7 +214,7 @@ class CostModel:
         )
         blocks = sum(root.blocks for root in facts.roots) or PRIORS.blocks
         launch = PRIORS.launch * blocks if cuda else PRIORS.cpu_launch * seconds
-        sending = -np.log(bandwidth(link, cuda=cuda))
+        longer = -np.log(PRIORS.attained) if bandwidth is not None else 0.0
         self._time = _Fit(
             self._seconds,
             designs,
@@ -216,7 +223,7 @@ class CostModel:
                     np.log(seconds),
                     np.log(PRIORS.rerun),
                     np.log(launch),
-                    sending,
+                    longer,
                     *slowdowns,
                     *launches,
                 ]
@@ -227,7 +234,7 @@ class CostModel:
                         PRIORS.first_seconds if first else PRIORS.no_seconds,
                         PRIORS.rerun_width,
                         PRIORS.launch_width.of(cuda=cuda),
-                        PRIORS.bandwidth_width,
+                        PRIORS.attained_width if bandwidth else PRIORS.bandwidth_width,
                     ],
                     widths,
                     PRIORS.time_effects,
@@ -303,7 +310,7 @@ class CostModel:
 
     def _seconds(self, theta: Array, designs: Designs, samples: Array) -> Array:
         """Return the step seconds of each plan of ``designs`` for each row of ``theta``."""
-        plain, rerun, overhead, sending = (np.exp(theta[:, [i]]) for i in range(4))
+        plain, rerun, overhead, longer = (np.exp(theta[:, [i]]) for i in range(4))
         effects, launches = np.split(theta[:, 4:], 2, axis=1)
         compute = plain * _factor(effects, designs.effects)
         share = np.minimum(samples / self._batch, 1.0)
@@ -311,7 +318,7 @@ class CostModel:
         compute = compute * (1.0 + rerun * again) * share
         overhead = overhead * _factor(launches, designs.effects)
         chunk = (compute**KNEE + overhead**KNEE) ** (1.0 / KNEE)
-        return np.asarray(chunk / (share * designs.ranks) + designs.sent * sending)
+        return np.asarray(chunk / (share * designs.ranks) + designs.sending * longer)
 
     def _blocks(self, plan: Plan) -> float:
         """Return the share of the blocks that is checkpointed under ``plan``."""
@@ -331,7 +338,10 @@ class CostModel:
                 kind: np.array([_shard(kind, each) for each in levels], dtype=float)
                 for kind in Memory
             },
-            sent=np.array([sent_bytes(plan, self._facts) for plan in plans], dtype=float),
+            sending=np.array(
+                [sent_bytes(plan, self._facts).seconds(self._bandwidth) for plan in plans],
+                dtype=float,
+            ),
         )
 
     def _whole(self, plan: Plan) -> float:

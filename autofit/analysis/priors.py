@@ -51,7 +51,14 @@ class Priors:
     launch_effects: float = 2.0
     """The same on the time that launches take."""
     bandwidth_width: float = 0.7
-    """Width of the bytes a second between ranks, of which computation may hide a part."""
+    """Width of the assumed bytes a second between ranks, of which computation may hide a part."""
+    attained: float = 0.5
+    """Share of the measured bandwidth that a training attains: it also copies, waits and meets.
+
+    A decoder of 1.1 B parameters on two H200s attains 98 GB/s (``benchmarks/results/cards.md``).
+    """
+    attained_width: float = 0.4
+    """Width of that share. It is narrower, because the link itself is known."""
     least_effect: float = 0.05
     """Width of an effect that is expected to be none."""
     alike: float = 0.8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.space.static_memory import Static
 from autofit.strategies import Facts, Memory
@@ -20,18 +22,46 @@ CPU_BANDWIDTH = 1e9
 """The same for gloo, between processes of one machine."""
 
 
-def sent_bytes(plan: Plan, facts: Facts) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Bytes that each rank sends in an optimizer step, by kind of collective."""
+
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.all_reduce + self.all_gather + self.reduce_scatter
+
+    def seconds(self, bandwidth: Bandwidth) -> float:
+        """Return how long the bytes take."""
+        return (
+            self.all_reduce / bandwidth.all_reduce
+            + self.all_gather / bandwidth.all_gather
+            + self.reduce_scatter / bandwidth.reduce_scatter
+        )
+
+
+def sent_bytes(plan: Plan, facts: Facts) -> Sent:
     """Return the bytes that each rank sends in an optimizer step under ``plan``; 0 for one rank.
 
     A ring sends ``2 * (K - 1) / K`` times the bytes of what it sums over K ranks, and half as much
-    of what it gathers or scatters. Fully sharded weights are gathered for forward and for backward,
-    and their gradients are scattered. Gradients are summed after each call of the model.
+    of what it gathers or scatters. Gradients are summed after each call of the model.
+
+    Under ``zero1`` each rank also broadcasts the parameters that it has stepped. The ranks take
+    turns, so this takes as long as all weights over one connection.
+
+    Fully sharded weights are gathered for forward and for backward, and their gradients are
+    scattered. Under ``hybrid`` this happens within each half of the ranks, and the halves sum what
+    each rank keeps.
     """
     ranks = count(plan[Ranks.name])
     if ranks == 1:
-        return 0.0
+        return Sent()
     static, others = Static.of(facts), [pair for pair in plan if pair[0].name != Sharding.name]
-    levels = plan.levels
+    levels, calls = plan.levels, facts.calls_per_step
     gradients, weights = (
         size * math.prod(strategy.keeps(level, kind, levels) for strategy, level in others)
         for size, kind in (
@@ -40,12 +70,30 @@ def sent_bytes(plan: Plan, facts: Facts) -> float:
         )
     )
     shards = WEIGHTS.get(plan[Sharding.name])
-    whole = 2 * gradients
-    if shards is not None:
-        whole = (2 if shards.gathers_twice else 1) * weights + gradients
-    return (ranks - 1) / ranks * whole * facts.calls_per_step
+    if shards is None:
+        steps_by_parts = plan[Sharding.name] == "zero1"
+        return Sent(
+            all_reduce=calls * _summed(gradients, ranks),
+            all_gather=weights if steps_by_parts else 0.0,
+        )
+    near = ranks // shards.groups
+    times = 2 if shards.gathers_twice else 1
+    return Sent(
+        all_reduce=calls * _summed(gradients / near, shards.groups),
+        all_gather=calls * times * weights * (near - 1) / near,
+        reduce_scatter=calls * gradients * (near - 1) / near,
+    )
 
 
-def bandwidth(link: str, *, cuda: bool) -> float:
-    """Return the bytes a second that a rank is expected to send. ``link``: as in ``Hardware``."""
-    return BANDWIDTHS[link] if cuda else CPU_BANDWIDTH
+def _summed(size: float, ranks: int) -> float:
+    """Return the bytes that each of ``ranks`` sends to sum ``size`` bytes."""
+    return 2 * size * (ranks - 1) / ranks
+
+
+def assumed(link: str, *, cuda: bool) -> Bandwidth:
+    """Return the bandwidth of a machine on which it was not measured. ``link``: as in ``Hardware``.
+
+    Unlike a measured one, it includes what a training waits beside its messages.
+    """
+    rate = BANDWIDTHS[link] if cuda else CPU_BANDWIDTH
+    return Bandwidth(all_reduce=rate, all_gather=rate, reduce_scatter=rate)
