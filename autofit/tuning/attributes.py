@@ -23,6 +23,8 @@ class Attribute(StrEnum):
     """Of the study: ``"cuda"`` or ``"cpu"``."""
     LINK = "link"
     """Of the study: how the GPUs are connected, as in ``Hardware``."""
+    BANDWIDTH = "bandwidth"
+    """Of the study: bytes a second between the ranks of a plan, as measured; ``None`` if not."""
     SPREADS_LATER = "spreads_later"
     """Of the study: whether the search will spread a training over several devices."""
     HORIZON = "horizon"

@@ -17,6 +17,7 @@ from autofit.analysis.verdicts import within
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
+from autofit.strategies.ranks import Ranks, count
 from autofit.tuning import messages
 from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
@@ -39,6 +40,7 @@ from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.records.trials import (
     Answer,
     Asking,
+    BandwidthMeasured,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -346,6 +348,7 @@ class Search:
         )[0]
 
     def _request(self, plan: Plan, purpose: Purpose) -> LaunchRequest:
+        replicas = count(plan[Ranks.name])
         return LaunchRequest(
             script=self._options.script,
             plans=(plan,),
@@ -354,6 +357,7 @@ class Search:
             timeout=self._deadline(purpose),
             whole_fits=self._history.baseline() is Verdict.MEASURED,
             ranks=self._slots.ranks,
+            measures_bandwidth=replicas > 1 and replicas not in self._history.bandwidths,
             proven=self._history.evidence.proven,
         )
 
@@ -395,6 +399,8 @@ class Search:
                 self._history.learn(facts)
             case Proven() | Verified():
                 self._history.verified(event)
+            case BandwidthMeasured():
+                self._history.learn_bandwidth(event.ranks, event.bandwidth)
             case Measured(index=index, measurement=measurement):
                 plan = launch.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))

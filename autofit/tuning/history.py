@@ -21,8 +21,9 @@ from autofit.analysis.verdicts import BLAMED, best_plan, corrected, culprit, fit
 from autofit.evidence import lookup
 from autofit.evidence.lookup import Evidence
 from autofit.exceptions import ScriptError
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
-from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
+from autofit.storage import MachineKey, Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
 from autofit.tuning import messages
 from autofit.tuning.notices import Confirmed, FactsKnown, Line, Listener, TrialEnded
@@ -127,6 +128,9 @@ class History:
         )
         self.evidence = Evidence(where, options.script, store.evidence(where))
         """What launches have verified of the script, in this search and in earlier ones."""
+        self._machine = MachineKey.of(study.hardware, study.versions)
+        self.bandwidths = store.bandwidths(self._machine)
+        """How fast the ranks of a training communicate on this machine, by their number."""
         self._new: dict[str, Proven] = {}
         """The part of ``evidence`` that is not stored yet."""
 
@@ -244,6 +248,11 @@ class History:
         """Add what a launch has verified; it is stored with the next trial that ends."""
         stored = self.evidence.add(found)
         self._new[stored.key] = stored
+
+    def learn_bandwidth(self, ranks: int, bandwidth: Bandwidth) -> None:
+        """Store how fast so many ranks communicate, for this search and for later ones."""
+        self.bandwidths[ranks] = bandwidth
+        self.store.set_bandwidth(self._machine, ranks, bandwidth)
 
     def store_evidence(self) -> None:
         """Store the new evidence."""

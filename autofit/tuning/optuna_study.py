@@ -236,6 +236,8 @@ class OptunaStudy:
         self._set(Attribute.PARAMETERS, {**known, **self._parameters})
         self._set(Attribute.SPACE, {name: list(levels) for name, levels in state.space.levels})
         self._set(Attribute.SPREADS_LATER, state.spreads_later)
+        bandwidth = state.bandwidth
+        self._set(Attribute.BANDWIDTH, None if bandwidth is None else to_json(bandwidth))
         self._set(Attribute.FIRST, [plan_to_json(plan) for plan in state.first_in_process])
         deadline = None if state.seconds_left is None else time.time() + state.seconds_left
         before = self._attributes.get(Attribute.DEADLINE)

@@ -14,6 +14,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
 from autofit.strategies import AS_IS, Facts, Hardware
 from autofit.strategies.allocator import EXPANDABLE
+from autofit.strategies.ranks import count
 from autofit.tuning.earlier import known_plans
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
@@ -71,7 +72,8 @@ class Proposer:
         study = self._history.study
         running = frozenset(trial.plan for trial in self._history.running())
         known = len(self._history.finished()), running, study.facts, study.left_out
-        return *known, self._hardware.devices
+        bandwidths = tuple(self._history.bandwidths.items())
+        return *known, bandwidths, self._hardware.devices
 
     def wants_launch(self) -> bool:
         """Return whether there is a plan to measure in a new launch."""
@@ -126,8 +128,9 @@ class Proposer:
     def state(self) -> SearchState:
         """Return everything on which the next choice depends."""
         history, study = self._history, self._history.study
+        found = self._space()
         return SearchState(
-            space=self._space(),
+            space=found,
             finished=history.finished(),
             running=frozenset(trial.plan for trial in history.running()),
             drifted=tuple(history.drifted()),
@@ -138,6 +141,7 @@ class Proposer:
             first_in_process=history.first_in_process,
             seconds_left=history.seconds_left(),
             link=self._hardware.link,
+            bandwidth=history.bandwidths.get(count(found.ranks)),
             spreads_later=self._spread > 1,
         )
 

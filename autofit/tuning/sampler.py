@@ -23,6 +23,7 @@ from autofit.analysis.acquisition import Prospect, choose
 from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.verdicts import corrected
 from autofit.exceptions import UsageError
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.space.catalogue import Space
 from autofit.storage import Owner, Purpose, State, TrialRecord
@@ -93,6 +94,7 @@ class AutofitSampler(BaseSampler):
             state.facts,
             state.space,
             state.spreads_later,
+            state.bandwidth,
             state.first_in_process,
             None if left is None else round(left / MOMENT),
             launch,
@@ -142,6 +144,7 @@ def state_of(study: Study, read: dict[int, TrialRecord] | None = None) -> Search
     )
     drifted = (t.report for t in confirmations if t.verdict is Verdict.DRIFTED)
     facts, deadline = attributes.get(Attribute.FACTS), attributes.get(Attribute.DEADLINE)
+    bandwidth = attributes.get(Attribute.BANDWIDTH)
     return SearchState(
         space=space_of(study),
         finished=tuple(corrected(trial, confirmations, budget) for trial in read.values()),
@@ -154,6 +157,7 @@ def state_of(study: Study, read: dict[int, TrialRecord] | None = None) -> Search
         first_in_process=frozenset(map(Plan.of, attributes.get(Attribute.FIRST, ()))),
         seconds_left=None if deadline is None else deadline - time.time(),
         link=attributes.get(Attribute.LINK, ""),
+        bandwidth=from_json(bandwidth, Bandwidth) if bandwidth else None,
         spreads_later=bool(attributes.get(Attribute.SPREADS_LATER)),
     )
 

@@ -31,6 +31,7 @@ from autofit.worker.records.inspection import Inspected
 from autofit.worker.records.trials import (
     Answer,
     Asking,
+    BandwidthMeasured,
     ChildSpec,
     Event,
     Finished,
@@ -398,6 +399,7 @@ class _Account:
                 | Learned()
                 | Proven()
                 | Verified()
+                | BandwidthMeasured()
                 | Traced()
                 | Uncontained()
                 | Asking()

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autofit.facts import Facts
+from autofit.facts import Bandwidth, Facts
 from autofit.plan import Plan
 from autofit.strategies import ranks
 from autofit.strategies.checkpointing import more_blocks
@@ -291,6 +291,14 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthMeasured:
+    """The ranks of a single-process script have measured how fast they communicate."""
+
+    ranks: int
+    bandwidth: Bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStarted:
     """The child has started the plan at ``index``."""
 
@@ -510,6 +518,7 @@ Event = (
     | Learned
     | Proven
     | Verified
+    | BandwidthMeasured
     | PlanStarted
     | RoundEnded
     | Measured
@@ -573,6 +582,8 @@ class LaunchRequest:
     """
     ranks: int = 1
     """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""
+    measures_bandwidth: bool = False
+    """Whether the replicas first measure how fast they communicate, if they have the memory."""
     proven: tuple[Proven, ...] = ()
     """Evidence from earlier launches."""
     peaks: tuple[int, ...] = ()
@@ -687,6 +698,7 @@ LaunchEvent = (
     | Learned
     | Proven
     | Verified
+    | BandwidthMeasured
     | RoundEnded
     | Measured
     | Traced

@@ -47,6 +47,7 @@ from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
 from autofit.worker.harness.patching.optimizers import changes_of
+from autofit.worker.harness.ranks import bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.session.rank_agreement import RankAgreement
 from autofit.worker.harness.session.root import HarnessRoot
@@ -61,6 +62,7 @@ from autofit.worker.oom.classifier import classify
 from autofit.worker.records.trials import (
     STEPS,
     WINDOW,
+    BandwidthMeasured,
     Finished,
     LaunchRequest,
     Learned,
@@ -175,6 +177,7 @@ class Trial(Session):
     def _plans(self) -> Schedule:
         """Measure the plans, one window of steps at a time."""
         self._startup = time.monotonic() - self._started
+        self._measure_bandwidth()
         for index, plan in enumerate(self._each()):
             self.index = index
             self._ranks.tell(PlanStarted(index=self.index, startup_seconds=self._startup))
@@ -189,6 +192,15 @@ class Trial(Session):
                 verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
                 self._end_plan(verdict, PRUNED if self._pruned else "")
             self._startup = 0.0
+
+    def _measure_bandwidth(self) -> None:
+        """Report how fast the ranks communicate, if the parent does not know."""
+        if self._group is None or not self._request.measures_bandwidth:
+            return
+        with self._refusals.excluded():
+            found = bandwidth.measure(self._group, self.meter)
+        if found is not None:
+            self._ranks.tell(BandwidthMeasured(ranks=self._group.size, bandwidth=found))
 
     def _each(self) -> Iterator[Plan]:
         """Yield the plans of the request, then those that the parent answers with."""
