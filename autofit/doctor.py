@@ -1,7 +1,7 @@
 """Checks versions, devices and tools of this machine for ``autofit doctor``.
 
 ``examine`` collects the findings, ``autofit/cli/doctor.py`` prints them. The checks change nothing
-and start no device.
+on the machine and start no device.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autofit.exceptions import WorkerError
+from autofit.exceptions import StorageError, WorkerError
+from autofit.facts import Bandwidth
+from autofit.storage import MachineKey, Store, url
 from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
@@ -55,17 +57,30 @@ class Examination:
     """The device that a search would use: ``"cuda"`` or ``"cpu"``."""
     cards: tuple[meter.Card, ...]
     findings: tuple[Finding, ...]
+    bandwidths: Mapping[int, Bandwidth] = field(default_factory=dict)
+    """How fast the ranks of a training communicate, by their number, as searches measured it."""
 
 
-def examine() -> Examination:
-    """Run all checks."""
+def examine(storage: str | None = None) -> Examination:
+    """Run all checks. ``storage``: the store of earlier searches, as for ``Store``."""
     device = meter.default_device()
     cards = meter.cards()
+    hardware = cards[0].hardware if cards else meter.hardware(device)
+    findings = [*_torch(device), *_driver(cards), *map(_card, cards), *_machine(), *_tools()]
+    bandwidths: Mapping[int, Bandwidth] = {}
+    try:
+        if url.exists(storage):
+            with Store(storage, create=False) as store:
+                bandwidths = store.bandwidths(MachineKey.of(hardware, versions()))
+    except StorageError as error:
+        findings.append(Finding(name="store", ok=False, text=str(error)))
+    findings += _bandwidth(bandwidths)
     return Examination(
         versions=dict(versions()),
         device=device,
         cards=cards,
-        findings=(*_torch(device), *_driver(cards), *map(_card, cards), *_machine(), *_tools()),
+        findings=tuple(findings),
+        bandwidths=bandwidths,
     )
 
 
@@ -91,6 +106,7 @@ def as_document(found: Examination) -> dict[str, Any]:
             }
             for card in found.cards
         ],
+        "bandwidths": {str(ranks): asdict(each) for ranks, each in found.bandwidths.items()},
         "findings": [
             {"name": each.name, "ok": each.ok, "text": each.text} for each in found.findings
         ],
@@ -133,6 +149,18 @@ def _card(card: meter.Card) -> Finding:
     if card.mig:
         text += "; a MIG instance: trials see this instance alone"
     return Finding(name=card.label, ok=card.measured and card.held <= SLACK, text=text)
+
+
+def _bandwidth(bandwidths: Mapping[int, Bandwidth]) -> Iterator[Finding]:
+    """Yield one finding for all numbers of ranks that searches have measured."""
+    each = [
+        f"{ranks} ranks {rates.all_reduce / 1e9:.3g} / {rates.all_gather / 1e9:.3g} /"
+        f" {rates.reduce_scatter / 1e9:.3g} GB/s"
+        for ranks, rates in bandwidths.items()
+    ]
+    if each:
+        text = f"all-reduce / all-gather / reduce-scatter, as measured: {', '.join(each)}"
+        yield Finding(name="bandwidth", ok=True, text=text)
 
 
 def _machine() -> Iterator[Finding]:

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 
 @click.command("doctor")
+@click.option(
+    "--storage",
+    metavar="URL",
+    help="The store with what searches measured of this machine (default: ./autofit.db).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write what was found as JSON.")
-def command(as_json: bool) -> None:
+def command(storage: str | None, as_json: bool) -> None:
     """Show versions, devices, the processes that use their memory, and what is missing."""
     from autofit.doctor import as_document, examine
 
-    found = examine()
+    found = examine(storage)
     if as_json:
         write(json.dumps(as_document(found), indent=2) + "\n")
     else:

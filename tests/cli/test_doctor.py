@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from autofit import doctor
 from autofit.cli import main
+from autofit.facts import Bandwidth
+from autofit.storage import MachineKey, Store
+from autofit.tuning.study import versions
 from autofit.worker import meter
 from autofit.worker.meter import nvml
 
@@ -31,6 +35,39 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["device"] == meter.default_device()
     assert len(found["cards"]) == len(meter.cards())
     assert {each["name"] for each in found["findings"]} >= {"torch", "NVML", "Ray"}
+
+
+def test_it_shows_the_bandwidth_that_searches_have_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards = meter.cards()
+    hardware = cards[0].hardware if cards else meter.hardware("cpu")
+    machine = MachineKey.of(hardware, versions())
+    found = Bandwidth(all_reduce=123e9, all_gather=45.6e9, reduce_scatter=0.789e9)
+    path = str(tmp_path / "store.db")
+    assert main(["doctor", "--storage", path]) == 0
+    assert "bandwidth" not in capsys.readouterr().out
+    assert not Path(path).exists()
+    with Store(path) as store:
+        store.set_bandwidth(machine, 2, found)
+        store.set_bandwidth(dataclasses.replace(machine, torch="0.1"), 8, found)
+    assert main(["doctor", "--storage", path]) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "bandwidth" in each)
+    assert line.startswith("ok  bandwidth")
+    assert line.endswith("as measured: 2 ranks 123 / 45.6 / 0.789 GB/s")
+    assert main(["doctor", "--storage", path, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["bandwidths"] == {"2": dataclasses.asdict(found)}
+
+
+def test_a_store_that_cannot_be_read_is_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.db"
+    path.write_text("no database" * 100)
+    assert main(["doctor", "--storage", str(path)]) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "!   store" in each)
+    assert "not a database" in line
 
 
 def test_memory_of_others_and_what_nobody_measures_are_marked() -> None:
