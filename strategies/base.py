@@ -156,6 +156,8 @@ class WeightShards:
 
     A single process can do that too: it is the only rank then.
     """
+    half: bool = False
+    """Whether weights are gathered in bfloat16; the shards stay as they are."""
 
 
 class Deferred(ABC):
@@ -180,6 +182,10 @@ class Deferred(ABC):
 class Process(Protocol):
     """The process as a strategy's hook sees it; the harness implements it."""
 
+    @property
+    def levels(self) -> Mapping[str, str]:
+        """The level of every strategy in the first plan."""
+
     def around_calls(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of a model, with or without a plan on it.
 
@@ -195,6 +201,9 @@ class Process(Protocol):
         The undo leaves patches in place that others have made on top.
         """
 
+    def page_weights(self) -> Undo:
+        """Keep parameters in parts if they exceed the device before they are sharded."""
+
 
 class Root(Protocol):
     """The root as a strategy's hooks see it.
@@ -205,6 +214,10 @@ class Root(Protocol):
     @property
     def module(self) -> Any:
         """The root ``torch.nn.Module`` itself, unwrapped from ``DistributedDataParallel``."""
+
+    @property
+    def levels(self) -> Mapping[str, str]:
+        """The level of every strategy in the plan that is being applied."""
 
     @property
     def strict(self) -> bool:

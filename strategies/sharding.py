@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import (
@@ -10,6 +11,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
+    Process,
     Root,
     Strategy,
     Undo,
@@ -28,6 +30,8 @@ NOT_BESIDE_WEIGHTS = ("activation_offload", "loss", "micro_batch", "memory_forma
 """Strategies that read weights outside their block, or run it another number of times."""
 BESIDE = (AS_IS, "fused", "single")
 """Levels of ``optimizer`` that use the script's own state."""
+HALF = ("weights", "bf16_master")
+"""The weights are gathered in bfloat16; the optimizer steps float32 shards."""
 NOT_BESIDE = ("adapters", "weights", "optimizer_offload", "gradient_release")
 """Strategies that keep weights or state in a form of their own."""
 
@@ -136,7 +140,8 @@ class Sharding(Strategy):
         if groups > 1 and (int(levels["ranks"]) % groups or int(levels["ranks"]) == groups):
             return f"sharding: {level} needs an even number of ranks, four at least"
         for name in NOT_BESIDE:
-            if levels[name] != AS_IS:
+            gathered_in_half = shards and (name, levels[name]) == HALF
+            if levels[name] != AS_IS and not gathered_in_half:
                 return f"sharding: {name} keeps weights or state in a form of its own"
         for name in NOT_BESIDE_WEIGHTS if shards else ():
             alone = name == "micro_batch" and levels["ranks"] == AS_IS
@@ -146,9 +151,16 @@ class Sharding(Strategy):
             return f"sharding: the state of optimizer {levels['optimizer']} has a form of its own"
         return None
 
+    def on_process(self, level: str, process: Process) -> Undo | None:
+        """Let the script create a model that is too large for one device."""
+        shards = WEIGHTS.get(level)
+        return process.page_weights() if shards and shards.gathers_twice else None
+
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Shard the weights, if the level does. Raises ``Refused`` if other ranks are missing."""
-        return root.shard_weights(WEIGHTS[level]) if level in WEIGHTS else None
+        if level not in WEIGHTS:
+            return None
+        return root.shard_weights(replace(WEIGHTS[level], half=HALF in root.levels.items()))
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let each rank step its share. Raises ``Refused`` if other ranks are missing."""

@@ -17,8 +17,9 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
-from autofit.strategies.precision import AMPERE
+from autofit.strategies.precision import AMPERE, autocast
 
+SHARDING = "sharding"
 OF_TYPES = ("dtype", "scalar type", "BFloat16")
 """Words in torch's errors about an operation on tensors of different dtypes."""
 
@@ -35,6 +36,10 @@ class Weights(Strategy):
     stochastically after each step (Zamirai et al., 2020). Checkpoints are bfloat16.
 
     The forward runs under autocast, because models create float32 tensors of their own.
+
+    Under ``sharding`` the ranks keep float32 weights in parts, and gather them in bfloat16. Then
+    gradients are summed and stored in float32. The check of the plan runs before the weights are
+    sharded, with autocast alone.
 
     A model that does not fit in float32 is created in bfloat16. It cannot run plainly then, so
     the rest of the plan is compared with the model in bf16 under autocast. What bf16 itself
@@ -131,6 +136,8 @@ class Weights(Strategy):
         """Split weights during the model's creation if they would fill the device."""
         from autofit.strategies.weights.while_made import SplitWhileMade
 
+        if process.levels[SHARDING] != AS_IS:
+            return None
         return SplitWhileMade(process).attach()
 
     def on_root(self, level: str, root: Root) -> Undo | None:
@@ -139,6 +146,10 @@ class Weights(Strategy):
 
         if level == "bf16":
             return bf16.convert(root)
+        if root.levels[SHARDING] != AS_IS:
+            import torch
+
+            return root.around_forward(lambda forward: autocast(forward, torch.bfloat16))
         split_float32.split(root)
         return None
 

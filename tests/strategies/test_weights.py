@@ -438,7 +438,7 @@ def short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[float], while_made.SplitWhileMade]]:
     """A device that holds so many times the model's own bytes."""
-    watching = while_made.SplitWhileMade(Process(Seams(Bystander())))
+    watching = while_made.SplitWhileMade(Process(Seams(Bystander()), {}, lambda: lambda: None))
     whole = sum(parameter.nbytes for parameter in model().parameters())
 
     def make(times: float) -> while_made.SplitWhileMade:

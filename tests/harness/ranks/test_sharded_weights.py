@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness.ranks.trainings import TAIL, assert_same, run
 
@@ -227,3 +228,25 @@ def test_a_variable_of_a_function_may_hold_no_parameter(tmp_path: Path) -> None:
     text = MODEL + "\n\ndef main():\n    weight = params[0]" + loop + "\n\nmain()\n"
     refused = run(tmp_path / "refused", text, FULL)
     assert "from before the weights were sharded" in refused.err
+
+
+def test_weights_may_be_gathered_in_bfloat16(tmp_path: Path) -> None:
+    text = "torch.set_default_dtype(torch.float32)\n" + MODEL
+    text += """
+kinds = set()
+for block in model.blocks:
+    block.mlp.register_forward_pre_hook(lambda mlp, _: kinds.add((mlp[0].weight.dtype)))
+"""
+    text += LOOP.replace("    during(step)\n", "") + TAIL
+    text += (
+        "print(kinds, {p.dtype for p in params}, {p.grad.dtype for p in params}, file=sys.stderr)\n"
+    )
+    masters = {"weights": "bf16_master"}
+    alone, sharded = (
+        run(tmp_path / name, text, levels)
+        for name, levels in {"alone": masters, "sharded": FULL | masters}.items()
+    )
+    assert "{torch.bfloat16} {torch.float32} {torch.float32}" in sharded.err
+    assert {values.dtype for values in sharded.saved.values()} == {torch.float32}
+    one, other = ([float(x) for x in ran.out.split()[:12]] for ran in (alone, sharded))
+    assert other == pytest.approx(one, rel=1e-2)

@@ -175,10 +175,11 @@ def run(
     text: str,
     levels: dict[str, str] | None = None,
     before: tuple[str, ...] = (),
+    memory: str | None = None,
 ) -> Ran:
     """Run a script in a folder of its own: under a plan, or plainly.
 
-    ``before``: words before the command.
+    ``before``: words before the command. ``memory``: that each rank may use under a plan.
     """
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(HEAD + text)
@@ -188,6 +189,7 @@ def run(
         plan.write_text(json.dumps({"plan": levels}))
         store = f"sqlite:///{folder.parent}/store.db"
         options = ["--plan", str(plan), "--storage", store]
+        options += ["--memory", memory] if memory else []
         command = [sys.executable, "-m", "autofit", "run", *options, "train.py"]
     command = [*before, *command]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
@@ -213,9 +215,12 @@ def _apart(one: Any, other: Any) -> float:
     return 0.0
 
 
-def assert_same(tmp_path: Path, text: str, levels: dict[str, str]) -> None:
+def assert_same(
+    tmp_path: Path, text: str, levels: dict[str, str], memory: str | None = None
+) -> None:
     """A script is the same training under a plan, to the eye and to the last bits but a few."""
-    plain, ranked = run(tmp_path / "plain", text), run(tmp_path / "ranked", text, levels)
+    plain = run(tmp_path / "plain", text)
+    ranked = run(tmp_path / "ranked", text, levels, memory=memory)
     assert plain.saved is not None, plain.err
     assert (ranked.out, ranked.code) == (plain.out, plain.code), ranked.err
     assert "whole batch" not in ranked.err

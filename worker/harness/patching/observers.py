@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -414,8 +414,11 @@ class Calls:
 class Process:
     """A process before its first root; implements ``strategies.base.Process``."""
 
-    def __init__(self, seams: Seams) -> None:
+    def __init__(self, seams: Seams, levels: Mapping[str, str], page: Callable[[], Undo]) -> None:
+        """``levels``: of the first plan; ``page``: starts to page parameters out."""
         self._seams = seams
+        self.levels = levels
+        self.page_weights = page
 
     def around_calls(self, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of a model."""

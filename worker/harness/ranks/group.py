@@ -133,6 +133,11 @@ class RankGroup:
         """Replace the contiguous ``tensor`` by that of the rank ``source``, in place."""
         dist.broadcast(_bytes_of_flags(tensor), src=source)
 
+    def gather_into(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill ``whole`` with the equal parts of all ranks; ``own``: this rank's part of it."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(whole, own)
+
     def channel(self) -> Any:
         """Return a connection in addition to the first; all ranks must ask for it.
 

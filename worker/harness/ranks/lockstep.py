@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.torch_state.modules import is_out
 from autofit.worker.harness.torch_state.rng import RandomState
 
 OTHER_LABELS = (
@@ -41,12 +42,15 @@ def same_generators(group: RankGroup) -> None:
 
 
 def same_weights(group: RankGroup, module: nn.Module) -> None:
-    """Give every rank the values of rank 0's parameters and buffers; sharded ones are no copies."""
+    """Give every rank the values of rank 0's parameters and buffers.
+
+    Those that are sharded or paged out are no copies.
+    """
     from torch.distributed.tensor import DTensor  # only now, because it takes a while
 
     group.meet(f"the weights of {type(module).__name__}")
     held = [*module.parameters(), *module.buffers()]
-    held = [each for each in held if not isinstance(each, DTensor)]
+    held = [each for each in held if not isinstance(each, DTensor) and not is_out(each)]
     with torch.no_grad():
         for each in (tensor.data for tensor in held if not is_lazy(tensor)):
             values = each.contiguous()

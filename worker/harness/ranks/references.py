@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import CellType, FrameType
 from typing import Any
 
@@ -50,10 +50,16 @@ def replace_parameters(new: Mapping[nn.Parameter, torch.Tensor]) -> None:
             else:
                 _replace(holder, replaced)
         wave = tuples
+    drop_values(new)
     for old in new:
-        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
         old.grad = None
         old.__class__ = StaleParameter
+
+
+def drop_values(parameters: Iterable[torch.Tensor]) -> None:
+    """Free the memory of parameters that others replace."""
+    for each in parameters:
+        each.data = torch.empty(0, dtype=each.dtype, device=each.device)
 
 
 def _tuple(holder: tuple[Any, ...], replaced: Mapping[int, tuple[Any, Any]]) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Shards weights, gradients and optimizer state of a root, by torch's ``fully_shard`` (FSDP2).
 
-The root is sharded in its first training call, once the layout of the call is verified. Each
+The root is sharded in its first training call, once the layout of the call is verified. A model
+that is too large for the device is paged until then, and is sharded block by block. Each
 repeated block is gathered for its own forward and backward, and the rest of the root for those of
 the root. The parameters that the script holds are replaced by sharded ones. The hooks of FSDP are
 wrappers around calls here, so that the script finds its modules as it made them.
@@ -19,6 +20,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -31,11 +33,12 @@ from autofit.strategies.inspection.blocks import listed_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.batch.outputs import Gradients
 from autofit.worker.harness.patching.observers import plain_backward
+from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.reduction import Reduction
-from autofit.worker.harness.ranks.references import replace_parameters
+from autofit.worker.harness.ranks.references import drop_values, replace_parameters
 from autofit.worker.harness.ranks.shared_call import SharedCall, SharedRoot
 from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
-from autofit.worker.harness.torch_state.modules import hooks_of_script
+from autofit.worker.harness.torch_state.modules import hooks_of_script, is_paged
 from autofit.worker.harness.torch_state.pytree import flatten
 
 OTHER_PARAMETERS = "the script has replaced or added parameters of the model"
@@ -75,6 +78,8 @@ class ShardedWeights:
         self._called: list[int] = []
         """The blocks of the present forward, by their number, in the order of their calls."""
         self._undos: list[Undo] = []
+        self.were_paged = False
+        """The whole weights did not fit on the device."""
 
     @property
     def active(self) -> bool:
@@ -102,7 +107,7 @@ class ShardedWeights:
         if shared.seams.compiles_functions:
             raise Refused(COMPILED, STRATEGY)
         if not self.active:
-            self._shard(self._owner.module)
+            self._shard(self._owner.module, paged_parameters(shared.seams))
         self._refuse_other_parameters()
         if layout is not None:
             call = ShardedCall(shared, self, run, batch, layout)
@@ -201,7 +206,7 @@ class ShardedWeights:
 
     # --- sharding --------------------------------------------------------------------------
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, pages: PagedParameters | None) -> None:
         """Shard the weights of ``module``, and put the new parameters wherever the old ones are."""
         before = list(module.named_parameters(remove_duplicate=False))
         blocks = _blocks(module)
@@ -212,19 +217,32 @@ class ShardedWeights:
         policy = OffloadPolicy()
         if self._shards.on_host:
             policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        precision = MixedPrecisionPolicy()
+        if self._shards.half:  # gradients are summed as they are kept
+            precision = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=before[0][1].dtype,
+                cast_forward_inputs=False,
+            )
         classes = {each: type(each) for each in (*blocks, module)}
         gradients = {old: old.grad for _, old in before if old.grad is not None}
+        self.were_paged = is_paged(module)
         with self._whole.by_parts():
             for each in (*blocks, module):
-                made = fully_shard(
-                    each,
-                    mesh=mesh,
-                    reshard_after_forward=self._shards.gathers_twice,
-                    offload_policy=policy,
-                )
+                own = [old for old in each.parameters() if not isinstance(old, DTensor)]
+                with pages.there(own) if pages is not None else nullcontext():
+                    made = fully_shard(
+                        each,
+                        mesh=mesh,
+                        reshard_after_forward=self._shards.gathers_twice,
+                        mp_policy=precision,
+                        offload_policy=policy,
+                    )
                 assert isinstance(made, FSDPModule)
                 made.set_gradient_divide_factor(1.0)
                 made.set_force_sum_reduction_for_comms(True)
+                if self.were_paged:
+                    drop_values(own)
         for each, cls in classes.items():
             state = each._get_fsdp_state()  # type: ignore[operator]
             self._states[each] = state
@@ -246,6 +264,8 @@ class ShardedWeights:
         self._parameters = [weakref.ref(each) for each in module.parameters()]
         replace_parameters(new)
         self._wrap_blocks()
+        if pages is not None:
+            pages.settle()
 
     def _wrap_blocks(self) -> None:
         blocks = [each for each in self._states if each is not self._owner.module]

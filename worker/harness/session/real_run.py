@@ -25,7 +25,7 @@ from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.copies import copied
-from autofit.worker.harness.torch_state.modules import is_sharded
+from autofit.worker.harness.torch_state.modules import moves_together
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
@@ -229,7 +229,7 @@ class RealRun(Session):
         if known or not shows_in_calls(plan, self.facts):
             root.apply(plan)
             return False
-        if is_sharded(root.module):
+        if moves_together(root.module):
             return self.prove_on_model(root, plan, args, kwargs, known=known)
         check = partial(self._prove_on_copy, root, plan, args, kwargs)
         if not attempt(check, corroborated=self.meter.short).fits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from autofit.worker.harness.session.script_facts import batch_dimension_uncertai
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.graph import Shapes
-from autofit.worker.harness.torch_state.modules import unwrapped
+from autofit.worker.harness.torch_state.modules import is_paged, unwrapped
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
 from autofit.worker.harness.torch_state.undo import UndoStack
@@ -86,6 +86,7 @@ class HarnessRoot:
         self._shared_undos: list[Undo] = []
         """Of changes beyond the root: to loaders, optimizers, settings of the process."""
         self._plan = Plan()
+        self._levels: Mapping[str, str] = self._plan.levels
         self._facts: RootFacts | None = None
         self._elastic: ChunkedRoot | None = None
         self._last_micro_batch: int | None = None
@@ -259,7 +260,13 @@ class HarnessRoot:
         self._plan = plan
         return True
 
+    @property
+    def levels(self) -> Mapping[str, str]:
+        """The level of every strategy in the plan that is being applied."""
+        return self._levels
+
     def _apply(self, plan: Plan) -> None:
+        self._levels = plan.levels
         for strategy, level in plan:
             try:
                 undo = strategy.on_root(level, self)
@@ -453,6 +460,8 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool, known: Layout | None) -> Layout:
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
+        if self._sharded is not None and self._sharded.were_paged:
+            raise Refused("the model is too large for a copy, on which to verify more calls")
         on_copy = self._policy.checks_on_copies or self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
             module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
@@ -480,7 +489,7 @@ class HarnessRoot:
 
     def _rehearse(self, batch: Batch, layout: Layout) -> str:
         """Return the shape of the graph of two samples without a plan; "" if they do not fit."""
-        if self.weights_sharded:
+        if self.weights_sharded or is_paged(self.module):
             return ""
         return attempt(lambda: self._shape(batch, layout)).value or ""
 

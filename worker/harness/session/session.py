@@ -22,6 +22,7 @@ from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
+from autofit.strategies.weights.while_made import device_capacity
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
@@ -93,8 +94,10 @@ class Session:
         """Attach to torch, which the script has just imported."""
         self.meter.arm()
         self.seams.attach()
-        for strategy, level in self.plans()[0]:
-            if (undo := strategy.on_process(level, Process(self.seams))) is not None:
+        plan = self.plans()[0]
+        process = Process(self.seams, plan.levels, self._page)
+        for strategy, level in plan:
+            if (undo := strategy.on_process(level, process)) is not None:
                 self._undos.append(undo)
         if self.changes_optimizers():
             self.optimizers.attach()
@@ -244,6 +247,18 @@ class Session:
         from autofit.worker.harness.ranks.whole_tensors import whole_tensors
 
         return follow_weights(handle, whole_tensors(sharing(self._group, weights), self.seams))
+
+    def _page(self) -> Undo:
+        """Page parameters out while the script creates a model that does not fit."""
+        from autofit.worker.harness.ranks.paged_parameters import PagedParameters
+
+        meter = self.meter
+        return PagedParameters(
+            self.seams,
+            self._group,
+            meter.device,
+            lambda device: device_capacity(device) or meter.capacity,
+        ).attach()
 
     def proven(self) -> bool:
         """Return whether a check has run since the last call of this method."""

@@ -69,8 +69,18 @@ def copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copied(source: torch.Tensor) -> torch.Tensor:
     size = source.numel() * source.element_size()
-    memory = bytearray(size) if size < LARGE else _pages(size)
-    return torch.frombuffer(memory, dtype=source.dtype).copy_(source)
+    return torch.frombuffer(_memory(size), dtype=source.dtype).copy_(source)
+
+
+def host_bytes(size: int, *, pinned: bool) -> torch.Tensor:
+    """Return host memory; the caller writes to it. ``pinned``: for copies to and from a GPU."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.frombuffer(_memory(size), dtype=torch.uint8)
+
+
+def _memory(size: int) -> bytearray | mmap:
+    return bytearray(size) if size < LARGE else _pages(size)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -83,11 +93,11 @@ def saved_on_host(parameters: Iterable[torch.Tensor]) -> saved_tensors_hooks:
 
     Gathered copies of sharded parameters go to the host too.
     """
-    stay = {each.untyped_storage().data_ptr() for each in parameters if _is_plain(each)}
+    stay = {each.untyped_storage()._cdata for each in parameters if _is_plain(each)}
 
     def pack(tensor: torch.Tensor) -> Any:
         movable = _is_plain(tensor) and tensor.numel()
-        if not movable or tensor.untyped_storage().data_ptr() in stay:
+        if not movable or tensor.untyped_storage()._cdata in stay:
             return tensor
         return _Hosted.of(tensor)
 

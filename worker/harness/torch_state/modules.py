@@ -25,6 +25,29 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(each, kinds) for each in module.modules())
 
 
+def is_paged(module: nn.Module) -> bool:
+    """Return whether ``module`` is too large for its device: some parameters have no memory there.
+
+    Any operation that uses one gathers it from all ranks (``ranks.paged_parameters``).
+    """
+    return any(map(is_out, module.parameters()))
+
+
+def is_out(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter is paged out."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+
+
+def moves_together(module: nn.Module) -> bool:
+    """Return whether using the weights of ``module`` takes all ranks: it is sharded or paged.
+
+    A way to run it is then chosen that is sure to fit. After a shortage on one rank in the middle
+    of a call, the ranks would no longer match.
+    """
+    return is_sharded(module) or is_paged(module)
+
+
 def gathered(module: nn.Module) -> list[torch.Tensor]:
     """Return the parameters that ``fully_shard`` has gathered for a forward; FSDP reuses them.
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.worker.harness.batch.layout import Batch
-from autofit.worker.harness.torch_state.modules import is_sharded
+from autofit.worker.harness.torch_state.modules import moves_together
 from autofit.worker.harness.torch_state.rng import Ambient
 
 WIDER = {
@@ -102,7 +102,7 @@ def in_float64(module: nn.Module) -> Iterator[Twins]:
     Afterwards, parameters, buffers and attributes are the same objects with the same values. Raises
     ``CannotRun`` if the model has tensors of another class than torch's own.
     """
-    if is_sharded(module):
+    if moves_together(module):
         raise CannotRun("the model's weights are spread over the ranks")
     twins = Twins()
     default = torch.get_default_dtype()

@@ -32,7 +32,7 @@ from autofit.worker.harness.torch_state.module_state import (
     different_updates,
     updates_since,
 )
-from autofit.worker.harness.torch_state.modules import gathered, is_sharded
+from autofit.worker.harness.torch_state.modules import gathered, is_paged, moves_together
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.verification.fixed_draws import silenced
@@ -254,7 +254,7 @@ def _prove_and_blame(
 def _communicates(module: nn.Module) -> bool:
     """Return whether a forward of ``module`` is known to communicate with other ranks."""
     shared = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
-    return shared or is_sharded(module)
+    return shared or moves_together(module)
 
 
 def _prove_exact(
@@ -274,7 +274,7 @@ def _applied(root: CheckedRoot, batch: Batch) -> Effects:
 
     If the samples do not fit, autograd's saved tensors go to host memory.
     """
-    if is_sharded(root.module):
+    if moves_together(root.module):
         return _gradients(root, root.forward, batch)
     outcome = attempt(lambda: _gradients(root, root.forward, batch))
     if outcome.fits:
@@ -309,7 +309,7 @@ def _first_that_fits(
     outcome: Outcome[tuple[Effects, Effects]] | None = None
     for name, most, saved in ways:
         run = partial(_one_way_beside_plain, root, plan, batch, most, saved, (name, most, *call))
-        if is_sharded(root.module):
+        if moves_together(root.module):
             return run()
         outcome = attempt(run)
         if outcome.fits:
@@ -328,12 +328,15 @@ def _ways(root: CheckedRoot) -> list[Way]:
 
     These are: a few samples; one; one with checkpointed blocks, if checkpointing was verified; one
     with autograd's saved tensors in host memory. A sharded model gets only a way that is sure to
-    fit: after a shortage in the middle of it, its ranks would no longer match.
+    fit: after a shortage in the middle of it, its ranks would no longer match. So does one that is
+    paged. It fits neither without checkpointed blocks, so these are not compared with others.
     """
     fewest = 2 if _normalised(root) else 1
     few: Way = ("plain", _few(root), nullcontext)
     on_host: Way = ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
-    if is_sharded(root.module):
+    if is_paged(root.module):
+        return [("leanly", fewest, root.leanly) if root.leanly is not None else on_host]
+    if moves_together(root.module):
         return [few if root.whole_fits else on_host]
     ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
     if root.leanly is not None and root.proof.is_known(CHECKPOINTED):
@@ -354,7 +357,7 @@ def _one_way_beside_plain(
     ``key``: names the plain result, which later checks in the same call reuse. Raises
     ``_Indivisible`` if the model fails on fewer samples without the plan too.
     """
-    sharded = is_sharded(root.module)
+    sharded = moves_together(root.module)
     samples = _samples(batch, most)
     plain = root.proof.plain_result(key)
     if plain is None:
@@ -367,6 +370,8 @@ def _one_way_beside_plain(
             raise _Indivisible from error
         root.proof.keep_plain_result(key, plain)
     root.apply(plan)
+    if is_paged(root.module) and root.leanly is None:  # the plan checkpoints the blocks itself
+        saved = nullcontext
     if sharded or saved is nullcontext:
         with saved():
             return plain, _gradients(root, root.forward, samples)
@@ -504,7 +509,7 @@ def _compare_rounded(
     (found, moved), (gradients, once) = under, expected
     error = mean_difference(found, gradients)
     otherwise = different_updates(moved, once)
-    alone = facts.world_size == 1
+    alone = facts.world_size == 1 and not is_paged(root.module)
     doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
     if not alone:  # all ranks must decide alike: an extra forward would hang collectives
         doubtful = _normalised(root) and not _communicates(root.module)

@@ -27,6 +27,7 @@ from autofit.strategies.inspection import tf32
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.module_state import update_at_first_call
+from autofit.worker.harness.torch_state.modules import is_paged
 from autofit.worker.harness.torch_state.reachable_state import Key, Place, Snapshot, changes, key_of
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
@@ -132,6 +133,8 @@ def _find_frugally(
     autocast, the script's own or the plan's.
     """
     chosen = choose(check.batch, layout)
+    if is_paged(check.module):  # all ranks must do the same, so only what is sure to fit
+        return _find_paged(check, layout, chosen[:2], leanly)
     check.leaner = len(chosen) > 2 or leanly is not None
     found, error = _try(check, layout, chosen[:SAMPLES])
     if isinstance(error, Undecided) and len(chosen) > SAMPLES:
@@ -156,6 +159,19 @@ def _find_frugally(
         check.leaner = number < on_device
         with around(), check.on_host or nullcontext():
             found, error = _try(check, layout, chosen[:2])
+    if error is not None:
+        raise error
+    assert found is not None
+    return found
+
+
+def _find_paged(
+    check: _SplitCheck, layout: Layout, samples: Sequence[int], leanly: Leanly | None
+) -> Layout:
+    """Check with checkpointed blocks, or with autograd's saved tensors in host memory."""
+    check.on_host = saved_on_host(check.module.parameters()) if leanly is None else None
+    with (leanly or nullcontext)(), check.on_host or nullcontext():
+        found, error = _try(check, layout, samples)
     if error is not None:
         raise error
     assert found is not None
