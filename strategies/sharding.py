@@ -76,6 +76,7 @@ class Sharding(Strategy):
             summary="each rank keeps a part of weights, gradients and optimizer state (FSDP2)",
             slowdown=1.1,
             keeps=0.55,
+            made=0.0,
             undo=False,
         ),
         Level(
@@ -83,6 +84,7 @@ class Sharding(Strategy):
             summary="as full within each half of the ranks, which hold the same",
             slowdown=1.1,
             keeps=0.55,
+            made=0.0,
             undo=False,
             alone=True,
         ),
@@ -91,6 +93,7 @@ class Sharding(Strategy):
             summary="as full, but the parts are in host memory, where the optimizer steps them",
             slowdown=2.5,
             keeps=0.15,
+            made=0.0,
             undo=False,
             alone=True,
         ),

@@ -213,7 +213,7 @@ class PagedParameters:
                 self._watch(True)
 
     def settle(self) -> None:
-        """End the paging if the parameters that are left fit; a model has been sharded."""
+        """End the paging if the parameters that are left fit; a model was just sharded."""
         if not self.active:
             return
         self._agree("the end of sharding")
@@ -309,6 +309,10 @@ class PagedParameters:
     def _stop(self) -> None:
         while self._undos:
             self._undos.pop()()
+        for page in self._pages.values():  # changes are no longer seen
+            page.own, page.changed = None, True
+        if torch.cuda.is_initialized() and (empty := getattr(torch._C, "_host_emptyCache", None)):
+            empty()  # pinned memory would stay for ever
 
     def _watch(self, wanted: bool) -> None:
         """Enter the dispatch mode or leave it, below the modes that the script has entered."""

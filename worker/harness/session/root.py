@@ -462,7 +462,8 @@ class HarnessRoot:
         ddp.refuse_what_cannot_be_split(self.outer)
         if self._sharded is not None and self._sharded.were_paged:
             raise Refused("the model is too large for a copy, on which to verify more calls")
-        on_copy = self._policy.checks_on_copies or self.weights_sharded
+        copies = self._policy.checks_on_copies and not is_paged(self.module)
+        on_copy = copies or self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
             module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
