@@ -7,14 +7,18 @@ itself. It ends, with all it started, at the end of its input.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import pytest
 
 SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback
@@ -65,6 +69,23 @@ class RayCluster:
             self._process.communicate(timeout=60)
         finally:
             self._process.kill()
+
+
+@contextlib.contextmanager
+def far(cluster: RayCluster, hidden: Sequence[Path]) -> Iterator[str]:
+    """Start a node of another host name that does not see some folders; yield the name."""
+    hide = " && ".join(["hostname far", *(f"mount -t tmpfs none '{path}'" for path in hidden)])
+    join = f"exec '{sys.executable}' '{__file__}' {cluster.address} {cluster.folder}"
+    unshare = ["unshare", "-Urmu", "sh", "-c"]
+    if subprocess.run([*unshare, hide], capture_output=True).returncode:
+        pytest.skip("this system gives no process a name and mounts of its own")
+    process = subprocess.Popen(
+        [*unshare, f"{hide} && {join}"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "OF_BOTH": "the node's"},
+    )
+    yield "far"
+    process.communicate(timeout=60)
 
 
 def serve() -> None:

@@ -171,6 +171,7 @@ def run(
     memory: int | str | None = None,
     resume_arg: str | None = None,
     gpus_per_trial: int | None = None,
+    address: str | None = None,
     verify_only: bool = False,
     storage: str | os.PathLike[str] | None = None,
     quiet: bool = False,
@@ -192,6 +193,7 @@ def run(
         resume_arg: Arguments to add when the script is started again after it ran out of memory,
             such as ``"--resume {checkpoint}"``.
         gpus_per_trial: Ranks to start.
+        address: A Ray cluster, such as ``"auto"``, over whose hosts the plan's ranks are spread.
         verify_only: Verify the plan in a short launch and stop; the result is 1 if it fails.
         storage: As for ``search``.
         quiet: Say nothing; the script's own output stays.
@@ -215,6 +217,7 @@ def run(
         memory=parse("memory", memory, Kind.SIZE),
         resume=resume_arg,
         ranks=ranks or launch.ranks,
+        address=address,
         verify_only=verify_only,
         say=say,
     )

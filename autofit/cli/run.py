@@ -37,6 +37,11 @@ from autofit.cli.script import ScriptCommand, script_argument, the_launch
     help="Ranks to start (default: those of the launch line, or of the search).",
 )
 @click.option(
+    "--address",
+    metavar="RAY",
+    help="A Ray cluster, auto or host:port: the plan's ranks are spread over its hosts.",
+)
+@click.option(
     "--verify-only",
     is_flag=True,
     help="Verify the plan in a short launch and stop; exits with 1 if it does not hold.",
@@ -49,6 +54,7 @@ def command(
     memory: int | None,
     resume: str | None,
     ranks: int | None,
+    address: str | None,
     verify_only: bool,
     storage: str | None,
 ) -> int:
@@ -73,6 +79,7 @@ def command(
         memory=memory,
         resume=resume,
         ranks=ranks or launch.ranks,
+        address=address,
         verify_only=verify_only,
         say=say,
     )

@@ -12,6 +12,7 @@ from autofit.plan import Plan
 from autofit.storage import Store
 from autofit.worker import meter
 from autofit.worker.launch.launcher import launch
+from autofit.worker.records.hosts import Hosts
 from autofit.worker.records.trials import (
     LaunchRequest,
     Proven,
@@ -49,6 +50,7 @@ def verify(
     memory: int | None,
     environment: Mapping[str, str],
     storage: str,
+    hosts: Hosts | None = None,
 ) -> Checked:
     """Run ``script`` for a few steps under ``plan``, and add the result to ``evidence``.
 
@@ -56,9 +58,10 @@ def verify(
     runs out of memory, or ends before its first step, refuses nothing: the real run can fall back.
 
     ``ranks`` is the number of processes, ``memory`` the budget in bytes for each device, and
-    ``storage`` the store that keeps the evidence.
+    ``storage`` the store that keeps the evidence. ``hosts``: where the plan's ranks run.
     """
-    total, free = meter.hardware(device).total_bytes, meter.free_bytes(device)
+    total = meter.hardware(device).total_bytes
+    free = meter.free_bytes(device) if hosts is None else hosts.free
     request = LaunchRequest(
         script=script,
         plans=(plan,),
@@ -67,6 +70,7 @@ def verify(
         timeout=SECONDS,
         steps=STEPS,
         ranks=ranks,
+        hosts=hosts,
         proven=evidence.proven,
     )
     found: list[Proven] = []

@@ -18,8 +18,8 @@ from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
 from types import FrameType
 
-from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD, python
-from autofit.worker.launch.group import HEARING
+from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD, command_of, python
+from autofit.worker.launch.group import hearing
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.records.trials import (
     ChildSpec,
@@ -85,6 +85,7 @@ class Foreground:
     """Ranks that were killed at their deadline."""
     _followers: list[_Rank] = field(default_factory=list)
     """Ranks that only reported another rank's end."""
+    _hearing_seconds: float = 0.0
     _hearing: float = inf
     """Until when the rank that failed first may report its error, by the same clock."""
 
@@ -122,7 +123,7 @@ class Foreground:
                 self._deadlines.pop(rank.number, None)
                 if rank.process.wait() and rank not in self._followers:
                     self._fails(rank)
-                if self.replicas and rank.number == 0:
+                if self.replicas and rank.number == 0 and rank not in self._followers:
                     self._end_others()
             for rank in self._running:
                 if rank.silent <= time.monotonic():
@@ -153,7 +154,8 @@ class Foreground:
             case Raised(follows=True) if len(self._ranks) > 1:
                 self._followers.append(rank)
                 if self.first is None:
-                    self._hearing = min(self._hearing, time.monotonic() + HEARING)
+                    until = time.monotonic() + self._hearing_seconds
+                    self._hearing = min(self._hearing, until)
             case Raised():
                 self._fails(rank)
             case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
@@ -165,7 +167,7 @@ class Foreground:
         After a signal to all ranks, the others are ending already and may still save a checkpoint.
         They get no SIGTERM then.
         """
-        if self.first is not None or (self.replicas and self._ended(0) and rank.number > 0):
+        if self.first is not None or (self.replicas and rank.number > 0 and self._has_ended_run()):
             return
         self.first, self._hearing = rank.number, inf
         if len(self._ranks) == 1:
@@ -195,9 +197,9 @@ class Foreground:
                 del self._deadlines[rank.number]
                 self._killed.add(rank.number)
 
-    def _ended(self, number: int) -> bool:
-        """Return whether a rank's process has ended."""
-        return all(rank.number != number for rank in self._running)
+    def _has_ended_run(self) -> bool:
+        """Return whether the process of rank 0 has ended for a reason of its own."""
+        return all(rank.number > 0 for rank in (*self._running, *self._followers))
 
 
 @contextmanager
@@ -211,7 +213,8 @@ def started(
     """
     with ExitStack() as stack:
         ranks: list[_Rank] = []
-        running = Foreground(ranks, replicas=specs[0].meeting is not None)
+        replicas = specs[0].meeting is not None
+        running = Foreground(ranks, replicas=replicas, _hearing_seconds=hearing(specs))
         stack.enter_context(_passing_signals(running))
         try:
             for number, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
@@ -229,7 +232,7 @@ def _start(number: int, spec: ChildSpec, environment: Mapping[str, str], stack: 
     fds = (theirs.fileno(), their_control.fileno())
     silent = subprocess.DEVNULL if spec.meeting is not None and number > 0 else None
     process = subprocess.Popen(
-        python(HARNESS),
+        command_of(spec, python(HARNESS)),
         cwd=spec.request.script.cwd,
         env={**environment, EVENTS_FD: str(fds[0]), CONTROL_FD: str(fds[1])},
         pass_fds=fds,

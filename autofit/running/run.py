@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,12 +25,14 @@ from autofit.strategies import Facts, Fidelity
 from autofit.strategies.checkpointing import more_blocks
 from autofit.strategies.ranks import count
 from autofit.worker import meter
+from autofit.worker.cluster.rank_hosts import Placed, reserved
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch import rank_environment as rank
 from autofit.worker.launch.environment import TRACKERS_OFF, launched, under
 from autofit.worker.launch.replicas import tasks
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
+from autofit.worker.records.hosts import Hosts
 from autofit.worker.records.trials import (
     ChildSpec,
     LaunchRequest,
@@ -72,6 +74,7 @@ def run(
     resume: str | None = None,
     ranks: int | None = None,
     verify_only: bool = False,
+    address: str | None = None,
     say: Say = lambda line: None,
 ) -> int:
     """Run ``script`` to its end and return its exit code; 128 + N if signal N ended it.
@@ -83,8 +86,9 @@ def run(
     held in the last run. ``memory``: bytes that the run may use on each device; by default the
     budget of the search, if it was given. ``resume``: arguments to add when the script is started
     again after it ran out of memory, see ``supervisor``. ``ranks``: processes to start; by default
-    as many as the plan was searched with, or one for a given plan. Raises ``UsageError`` if no plan
-    is stored, if ``plan`` leaves a number open, or if there are fewer devices than ranks.
+    as many as the plan was searched with, or one for a given plan. ``address``: of a Ray cluster,
+    over whose hosts the plan's ranks are spread. Raises ``UsageError`` if no plan is stored, if
+    ``plan`` leaves a number open, or if there are fewer devices than ranks.
     """
     if plan is not None:
         plan.refuse_open()
@@ -112,41 +116,69 @@ def run(
         )
     ranks = ranks or 1
     others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
-    devices = max(ranks, count(plan["ranks"]))
-    _check_devices(device, devices)
     context = replace(context, facts=replace(context.facts, world_size=ranks))
-    cards = {} if others else _as_many_cards(device, devices, say)
-    environment = {**os.environ, **cards, **launched(script, device, ranks)}
     name = context.hardware.name
     key = key_of(script, gpu=name, gpus=ranks, versions=versions())
     evidence = stored(storage, key, script)
-    attempts = _Attempts(
-        script=script,
-        device=device,
-        budget=memory,
-        environment=environment,
-        ranks=ranks,
-        resumes=resume is not None,
-        verifies=not others,
-        evidence=evidence,
-        fallbacks=tuple(_verified(context, evidence)),
-        diary=diary,
-        say=say,
-    )
-    if verify_only:
-        checked = attempts.check(plan)
-        say(f"{plan}: {checked.refused or 'verified'}")
-        return int(bool(checked.refused))
-    if others > 0:
-        if code := attempts.start(1, plan, ()).code:
-            say(f"another launcher has started this rank and {others} more: no new attempt is made")
-        return code if code >= 0 else 128 - code
-    code, last, attempt = supervise(
-        attempts.start, plan, context, resume=resume, say=say, budget=memory
-    )
+    environment = {**os.environ, **launched(script, device, ranks)}  # before Ray changes it
+    spread = _on_hosts(address, script, device, plan, max(ranks, others + 1), say)
+    with nullcontext() if spread is None else spread as placed:
+        if placed is not None:
+            cards = placed.environment
+        else:
+            devices = max(ranks, count(plan["ranks"]))
+            _check_devices(device, devices)
+            cards = {} if others else _as_many_cards(device, devices, say)
+        attempts = _Attempts(
+            script=script,
+            device=device,
+            budget=memory,
+            environment={**environment, **cards},
+            ranks=ranks,
+            hosts=None if placed is None else placed.hosts,
+            resumes=resume is not None,
+            verifies=not others,
+            evidence=evidence,
+            fallbacks=tuple(_verified(context, evidence)),
+            diary=diary,
+            say=say,
+        )
+        if verify_only:
+            checked = attempts.check(plan)
+            say(f"{plan}: {checked.refused or 'verified'}")
+            return int(bool(checked.refused))
+        if others > 0:
+            if code := attempts.start(1, plan, ()).code:
+                say(
+                    f"another launcher has started this rank and {others} more:"
+                    " no new attempt is made"
+                )
+            return code if code >= 0 else 128 - code
+        code, last, attempt = supervise(
+            attempts.start, plan, context, resume=resume, say=say, budget=memory
+        )
     if (attempt > 1 or last != plan) and code == 0:
         diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
     return code if code >= 0 else 128 - code
+
+
+def _on_hosts(
+    address: str | None, script: Script, device: str, plan: Plan, processes: int, say: Say
+) -> AbstractContextManager[Placed] | None:
+    """Return what reserves devices for the plan's ranks on a cluster; ``None`` without one.
+
+    ``processes``: started by a launcher. Raises ``UsageError`` if the plan has no ranks of ours.
+    """
+    if address is None:
+        return None
+    replicas = count(plan["ranks"])
+    if replicas == 1 or processes > 1:
+        raise UsageError(
+            f"--address {address}: it spreads the ranks of a plan over hosts, such as"
+            f' {{"ranks": "2"}}, and this is {plan} in {processes} of a launcher\'s processes;'
+            " leave it out"
+        )
+    return reserved(address, script, device, replicas, say)
 
 
 def as_searched(script: Script, searched: Script) -> Script:
@@ -218,6 +250,8 @@ class _Attempts:
     budget: int | None
     environment: Mapping[str, str]
     ranks: int
+    hosts: Hosts | None
+    """Where the plan's ranks run, if they are on several hosts."""
     resumes: bool
     verifies: bool
     """Whether plans without evidence are verified first."""
@@ -241,6 +275,7 @@ class _Attempts:
             memory=self.budget,
             environment=self.environment,
             storage=self.diary.storage,
+            hosts=self.hosts,
         )
 
     def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
@@ -259,6 +294,7 @@ class _Attempts:
             budget=self.budget or 0,
             timeout=float("inf"),
             ranks=self.ranks,
+            hosts=self.hosts,
             proven=self.evidence.proven,
         )
         spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)

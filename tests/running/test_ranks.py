@@ -358,5 +358,5 @@ def test_a_rank_of_another_launcher_is_not_started_again(runner: Runner) -> None
     done = runner.run(*torchrun, *autofit)
     assert done.returncode == 1
     assert "attempt 2" not in done.stdout
-    said = "one rank beside 1 that another launcher has started"
+    said = "another launcher has started this rank and 1 more"
     assert [line for line in ours(done.stderr) if said in line], "by the one that ran out, at least"

@@ -42,6 +42,8 @@ The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking``, a ``G
 sends the ``LaunchRequest`` for which the child is used. When the pipe breaks, the child ends.
 """
 
+STAND_IN = "autofit.worker.cluster.stand_in"
+"""The program that stands for a rank on another host."""
 EXIT_SECONDS = 3.0
 """Seconds a child has to flush its output and exit after its last event."""
 _KILL_SECONDS = 10.0
@@ -204,6 +206,12 @@ class Child:
         code = self._process.wait()
         return None if self._killed and code == -signal.SIGKILL else code
 
+    def signal(self, number: int) -> None:
+        """Send the child a signal; do nothing if it has ended."""
+        with self._lock:
+            if _running(self._pidfd):
+                signal.pidfd_send_signal(self._pidfd, number)
+
     def kill(self) -> bool:
         """Kill the child's process group without waiting; return ``False`` if it had ended."""
         with self._lock:
@@ -278,6 +286,13 @@ class Child:
 def python(program: Path) -> list[str]:
     """Return the command that runs ``program`` in a new process of this interpreter."""
     return [sys.executable, str(program)]
+
+
+def command_of(spec: ChildSpec, harness: list[str]) -> list[str]:
+    """Return the command of a rank: ``harness``, or its stand-in if it runs on another host."""
+    if spec.host is None:
+        return harness
+    return [sys.executable, "-P", "-m", STAND_IN]  # nothing from the working directory
 
 
 def adopt_orphans() -> None:

@@ -2,7 +2,7 @@
 
 When one rank fails, the others are killed, because they would wait for it forever. The rank that
 failed first determines the launch's result. A rank may only report that another has gone; for
-``HEARING`` seconds the rank that really failed may still report its own error.
+``hearing`` seconds the rank that really failed may still report its own error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from autofit.worker.launch.child import EXIT_SECONDS, Child, Tail, bury_orphans
+from autofit.worker.launch.child import EXIT_SECONDS, Child, Tail, bury_orphans, command_of
 from autofit.worker.launch.reaper import Process, kill_until_gone, with_descendants
 from autofit.worker.records.trials import (
     Agreed,
@@ -37,6 +37,8 @@ from autofit.worker.records.trials import (
 
 HEARING = 2.0
 """Seconds that the failed rank has to report its error after another noticed the failure."""
+_REMOTE_HEARING = 12.0
+"""The same with several hosts: Ray may need as long to notice that a host is gone."""
 _KILL_SECONDS = 10.0
 """Seconds to wait for killed processes to disappear."""
 
@@ -77,10 +79,12 @@ class Group:
         self._culprit: Child | None = None
         """The rank that failed first."""
         self._index = 0
+        self._hearing = hearing(specs)
         self._ranks: list[Child] = []
         with ExitStack() as stack:
             for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
-                child = Child(command, replace(spec, rank=rank), environment, uid=uid)
+                program = command_of(spec, command)
+                child = Child(program, replace(spec, rank=rank), environment, uid=uid)
                 self._ranks.append(stack.enter_context(child))
             stack.pop_all()
         self.speaker = self._ranks[0]
@@ -191,7 +195,7 @@ class Group:
             else:
                 yield from self._hear(child, said)
             if self._followers and until is None and self._culprit is None:
-                until = time.monotonic() + HEARING
+                until = time.monotonic() + self._hearing
         yield from self._blame_follower()
 
     def _listen(self, child: Child) -> None:
@@ -291,6 +295,11 @@ class Group:
 
     def _time_out(self) -> None:
         self.timed_out = self.kill()
+
+
+def hearing(specs: Sequence[ChildSpec]) -> float:
+    """Return how many seconds the failed rank has to report its error after another noticed it."""
+    return HEARING if all(each.host is None for each in specs) else _REMOTE_HEARING
 
 
 def _orphans(table: dict[int, Process]) -> set[Process]:

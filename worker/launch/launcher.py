@@ -29,6 +29,7 @@ from autofit.worker.launch.reaper import SESSION, processes, with_descendants
 from autofit.worker.oom import classifier
 from autofit.worker.records.inspection import Inspected
 from autofit.worker.records.trials import (
+    LOST,
     Answer,
     Asking,
     BandwidthMeasured,
@@ -473,6 +474,8 @@ class _Account:
 
     def _raised(self, raised: Raised, end: _End) -> TrialReport:
         reason = raised.message.partition("\n")[0]
+        if raised.kind == LOST:
+            return self._report(Verdict.INTERRUPTED, reason)
         if raised.starved(end.oom_kills):
             shortage = replace(raised.out_of_memory, message=reason)
             return self._starved(shortage)

@@ -12,9 +12,8 @@ import socket
 from collections.abc import Mapping
 
 from autofit.exceptions import WorkerError
+from autofit.worker.records.hosts import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
-"""Address at which rank 0 listens."""
 PORTS = range(20_000, 32_768)
 THREADS = "OMP_NUM_THREADS"
 RUN_ID, RUN = "TORCHELASTIC_RUN_ID", "autofit"

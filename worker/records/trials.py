@@ -15,6 +15,7 @@ from autofit.plan import Plan
 from autofit.strategies import ranks
 from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
+from autofit.worker.records.hosts import LOOPBACK, Hosts, RemoteHost
 from autofit.worker.records.inspection import Inspected, Inspection
 from autofit.worker.records.places import Place
 from autofit.worker.records.traces import Trace
@@ -362,6 +363,10 @@ class Asking:
     """Whether all of them were refused before any step ran, so the process is as new."""
 
 
+LOST = "lost"
+"""Kind of ``Raised`` if a rank on another host was killed, or its host has gone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """An exception left the script or a strategy, and ends the process."""
@@ -369,6 +374,8 @@ class Raised:
     index: int
     kind: str
     """A value of the classifier's ``Kind``: ``"oom"``, ``"suspect"``, ``"poisoned"``, ``"error"``.
+
+    Or ``LOST``.
     """
     message: str
     traceback: str
@@ -584,6 +591,8 @@ class LaunchRequest:
     """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""
     measures_bandwidth: bool = False
     """Whether the replicas first measure how fast they communicate, if they have the memory."""
+    hosts: Hosts | None = None
+    """Where replicas run; ``None`` if all of them run on this host."""
     proven: tuple[Proven, ...] = ()
     """Evidence from earlier launches."""
     peaks: tuple[int, ...] = ()
@@ -638,8 +647,10 @@ class GoOn:
 class Meeting:
     """What the replicas of a single-process script need to find one another."""
 
+    address: str = LOOPBACK
+    """Address of rank 0's host."""
     port: int
-    """Port of the loopback address on which rank 0 listens."""
+    """Port on which rank 0 listens."""
     seed: int
     """Seed of all random generators when the script starts."""
 
@@ -659,6 +670,8 @@ class ChildSpec:
     """The child's rank."""
     meeting: Meeting | None = None
     """Where the ranks meet, if they are replicas of a single-process script."""
+    host: RemoteHost | None = None
+    """Where the rank runs; ``None`` for this host."""
 
     @property
     def saves_files(self) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -182,21 +180,11 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def far(temporary: Path, ray_cluster: Any, folder: Path, root: Path) -> Iterator[str]:
     """A machine of another name, which has neither the working directory nor autofit."""
+    from tests.ray_cluster import far as started
+
     ray_cluster.add()
-    hidden = [folder, *(root / part for part in PARTS)]
-    hide = " && ".join(["hostname far", *(f"mount -t tmpfs none '{path}'" for path in hidden)])
-    program = root / "tests" / "ray_cluster.py"
-    join = f"exec '{sys.executable}' '{program}' {ray_cluster.address} {ray_cluster.folder}"
-    unshare = ["unshare", "-Urmu", "sh", "-c"]
-    if subprocess.run([*unshare, hide], capture_output=True).returncode:
-        pytest.skip("this system gives no process a name and mounts of its own")
-    process = subprocess.Popen(
-        [*unshare, f"{hide} && {join}"],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "OF_BOTH": "the node's"},
-    )
-    yield "far"
-    process.communicate(timeout=60)
+    with started(ray_cluster, [folder, *(root / part for part in PARTS)]) as name:
+        yield name
 
 
 @pytest.mark.full

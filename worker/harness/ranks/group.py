@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
 from autofit.strategies.base import WeightShards
+from autofit.worker.records.hosts import LOOPBACK
 from autofit.worker.records.trials import Meeting
 
 PATIENCE = timedelta(seconds=300)
@@ -71,8 +74,9 @@ class RankGroup:
     @classmethod
     def connect(cls, rank: int, size: int, meeting: Meeting, device: str) -> RankGroup:
         """Connect to the other ranks, and hide that from the script."""
-        store = dist.TCPStore("127.0.0.1", meeting.port, size, is_master=rank == 0)  # type: ignore[attr-defined]
-        _connect(rank, size, store, device)
+        where = meeting.address, meeting.port
+        store = dist.TCPStore(*where, size, is_master=rank == 0)  # type: ignore[attr-defined]
+        _connect(rank, size, store, device, meeting.address)
         return cls(rank, size)
 
     @classmethod
@@ -188,12 +192,12 @@ def sharing(group: RankGroup | None, shards: WeightShards) -> RankGroup:
     return RankGroup.of_one("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _connect(rank: int, size: int, store: Any, device: str) -> None:
-    """Connect to the other ranks, and hide that from the script."""
+def _connect(rank: int, size: int, store: Any, device: str, address: str = LOOPBACK) -> None:
+    """Connect to the other ranks, and hide that from the script; rank 0's host has ``address``."""
     global connected
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     hook = sys.excepthook  # torch's would print the rank before each line of a traceback
-    with _on_loopback():
+    with _towards(address):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     sys.excepthook = hook
     connected = True
@@ -202,15 +206,30 @@ def _connect(rank: int, size: int, store: Any, device: str) -> None:
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let gloo use the loopback interface, as all ranks are on one machine."""
+def _towards(address: str) -> Iterator[None]:
+    """Let gloo use the interface that leads to ``address``, unless the user has named another.
+
+    By default gloo uses the address of the host's name, which is often a loopback address.
+    """
     before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = before or "lo"
+    if before is None and (found := interface(address)):
+        os.environ[_INTERFACE] = found
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_INTERFACE]
+            os.environ.pop(_INTERFACE, None)
+
+
+def interface(address: str) -> str | None:
+    """Return the name of the network interface that leads to ``address``, if it is known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # this sends nothing
+        own = probe.getsockname()[0]
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == own for each in found):
+            return str(name)
+    return "lo" if own.startswith("127.") else None
 
 
 def _close(device: str, process: int) -> None:
