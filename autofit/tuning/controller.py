@@ -242,7 +242,8 @@ class Search:
         """Start the script on idle slots before there is a plan for them, to save start-up time.
 
         While the reference runs, this fills all idle slots. Later it keeps one started process idle
-        for the final confirmation. If no slot is idle then, a waiting launch ends to free one.
+        for the final confirmation. If no slot is idle then, a waiting launch ends to free one. A
+        search that will span devices needs another process for its confirmation.
         """
         idle, ranked = self._slots.idle(self._launches), self._history.ranked()
         if self._slots.count == 1 or not self._launches:
@@ -252,6 +253,7 @@ class Search:
                 self._start_ahead(slot, RunningLaunch([]))
             return
         waiting, spared = self._launches.waiting, self._spare_kept or self._launches.about_to_ask
+        spared = spared or self._slots.spread > 1
         if len(idle) + len(waiting) < 2 or not ranked or spared:
             return
         unused = [launch for launch in waiting.values() if not launch.trials]

@@ -102,7 +102,7 @@ class Trial(Session):
         group: RankGroup | None = None,
     ) -> None:
         """``group``: the ranks of a single-process script."""
-        known = Known(tell=reporter.send, of=reporter.rank)
+        known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
         super().__init__(meter, known, request.ranks, group)
         self._ranks = RankAgreement(reporter, request.processes, connects=group is None)

@@ -66,7 +66,7 @@ class RealRun(Session):
 
         ``group``: the ranks of a single-process script.
         """
-        known = Known(tell=reporter.send, of=reporter.rank)
+        known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
         super().__init__(meter, known, request.ranks, group)
         self.index = 0

@@ -2,8 +2,9 @@
 
 All launches of a search run one script on one kind of device. The parent process passes the results
 of one launch to the next, saves them in the store, and passes them to the real run. They are valid
-for the same rank and for a root with the same parameters. They are plain JSON, because a store may
-come from elsewhere and reading it must not run code.
+for the same rank and for a root with the same parameters. The ranks of a single-process script all
+run the same calls, so they share the results of rank 0, and those of a launch with one process.
+They are plain JSON, because a store may come from elsewhere and reading it must not run code.
 """
 
 from __future__ import annotations
