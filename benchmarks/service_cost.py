@@ -2,8 +2,9 @@
 
     python benchmarks/service_cost.py [--rounds 2] [--out FILE] [-- WORDS ...]
 
-``WORDS`` follow ``autofit search``, which runs in the folder of the examples. Both searches begin a new study in each round, and in turn. The
-service has started before, as a service has; what its own start takes is printed too.
+``WORDS`` follow ``autofit search``, which runs in the folder of the examples. Both searches begin a
+new study in each round, and in turn. The service has started before, as a service has; what its own
+start takes is printed too.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class _NormalizedOnCuda(torch.autograd.Function):
         """Return the output; update the running statistics."""
         input, channels = _in_format(input), input.shape[1]
         own_mean, own_scale = torch.batch_norm_stats(input, eps)
-        entries = own_mean.new_full((1,), input.numel() // channels)
+        entries = _number(input.numel() // channels, own_mean.dtype, input.device)
         own = torch.cat([own_mean, own_scale, entries])
         rows = own.new_empty(dist.get_world_size(), len(own))
         dist.all_gather_into_tensor(rows, own)
@@ -208,6 +209,12 @@ class _NormalizedOnCuda(torch.autograd.Function):
             None if bias is None else of_bias,
             *[None] * 4,
         )
+
+
+@cache
+def _number(value: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a vector of one entry, which is not to be changed."""
+    return torch.full((1,), value, dtype=dtype, device=device)
 
 
 def _in_format(tensor: torch.Tensor) -> torch.Tensor:

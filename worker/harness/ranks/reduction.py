@@ -77,6 +77,7 @@ class Reduction:
     ) -> None:
         self._sums = sums
         self._tensors = tensors
+        self._order = order
         self._keep = keep
         self._buckets = [_Bucket(tensors, each) for each in buckets(tensors, order)]
         self._places = {i: bucket for bucket in self._buckets for i in bucket.places}
@@ -106,28 +107,31 @@ class Reduction:
         A gradient that is missing on one rank only counts as zero: the samples of another rank may
         have taken another route. Raises ``Refused`` on all ranks if one has a sparse gradient.
         """
-        own = [each is not None for each in gradients]
+        missing = [i for i, each in enumerate(gradients) if each is None]
         sparse = any(each is not None and each.layout is not torch.strided for each in gradients)
         if not sparse:
             for i, gradient in enumerate(gradients):
                 self._add(i, gradient)
         self._start(len(self._buckets))
-        said = self._sums.group.meet("the sum of gradients", (own, sparse, self._completed))
+        order = None if self._completed == self._order else self._completed
+        said = self._sums.group.meet("the sum of gradients", (missing, sparse, order))
         if any(each for _, each, _ in said):
             raise Refused(SPARSE, "ranks")
-        wanted = {i for i in range(len(own)) if any(present[i] for present, _, _ in said)}
+        nowhere = set(missing).intersection(*(others for others, _, _ in said))
+        wanted = set(range(len(gradients))).difference(nowhere)
         others = sorted(wanted.difference(self._places))
         late = [_Bucket(self._tensors, each) for each in buckets(self._tensors, others)]
         for bucket in late:
             for i in bucket.places:
                 bucket.add(i, gradients[i])
             bucket.start(self._sums)
-        found: list[torch.Tensor | None] = [None] * len(own)
+        found: list[torch.Tensor | None] = [None] * len(gradients)
         for bucket in (*self._buckets, *late):
             bucket.wait()
             for i in wanted.intersection(bucket.places):
                 found[i] = bucket.view(i)
-        self._keep(self._tensors, [i for i in said[0][2] if i in wanted])
+        first = self._order if said[0][2] is None else said[0][2]
+        self._keep(self._tensors, [i for i in first if i in wanted])
         return found
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -135,10 +139,13 @@ class Reduction:
             self._completed.append(index)
             if gradient.layout is not torch.strided:
                 return None
-            self._add(index, gradient)
-            self._start(self._ready())
             bucket = self._places.get(index)
-            return bucket.view(index) if bucket is not None else None
+            if bucket is None:
+                return None
+            bucket.add(index, gradient)
+            if bucket.full:
+                self._start(self._ready())
+            return bucket.view(index)
 
         return complete
 
@@ -173,6 +180,7 @@ class _Bucket:
             entries = ALIGNMENT // tensor.element_size()
             self._size += ceil(tensor.numel() / entries) * entries
         self._values: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
         self._added: set[int] = set()
         self._work: Any = None
 
@@ -194,10 +202,14 @@ class _Bucket:
 
     def view(self, index: int) -> torch.Tensor:
         """Return the place of a gradient, in the memory format of its tensor."""
-        like = self._like[index]
-        if self._values is None:
-            self._values = like.new_empty(self._size)
-        return self._values.as_strided(like.shape, _strides(like), self.places[index])
+        found = self._views.get(index)
+        if found is None:
+            like = self._like[index]
+            if self._values is None:
+                self._values = like.new_empty(self._size)
+            found = self._values.as_strided(like.shape, _strides(like), self.places[index])
+            self._views[index] = found
+        return found
 
     def start(self, sums: Sums) -> None:
         """Start the sum over ranks; gradients that are missing count as zero."""

@@ -96,6 +96,8 @@ class SharedRoot:
         """Runs the calls if the plan shards the weights."""
         self.calls = 0
         """How many calls were divided."""
+        self._agreed: str | None = None
+        """The layout on which all ranks have agreed last."""
         self._stale = False
         """A call ran whole, so that rounding may have made the weights of the ranks differ."""
         same_generators(group)
@@ -155,6 +157,8 @@ class SharedRoot:
         except Refused as refusal:
             reason = str(refusal)
         told = str(plain_layout(layout)) if layout is not None else None
+        if told is not None and told == self._agreed:  # from equal arguments, all find the same
+            return layout
         said = self.group.meet(f"how a call of {self.name} is divided", (told, reason))
         if any(each is None for each, _ in said):
             reason = next(why for each, why in said if each is None)
@@ -164,6 +168,7 @@ class SharedRoot:
             return None
         if len({each for each, _ in said}) > 1:
             raise Refused("the ranks have found different ways to divide a call", "ranks")
+        self._agreed = told
         return layout
 
 
