@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from autofit.equivalence.compare import compare
 from autofit.plan import Plan
+from autofit.strategies import Fidelity
 from autofit.worker.launch.launcher import launch
+from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import (
     LaunchRequest,
     Script,
+    Traced,
     TrialReport,
     Verdict,
     Verified,
@@ -60,6 +64,29 @@ def test_it_is_verified_and_measured(tmp_path: Path, levels: dict[str, str]) -> 
     assert report.measurement.effective_batch == 512
     assert len(report.measurement.rank_peaks) == int(levels["ranks"])
     assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("sharding", ["as_is", "zero1", "zero2", "full"])
+def test_its_trace_is_that_of_one_process(tmp_path: Path, sharding: str) -> None:
+    """Also if the plan has replaced the parameters by sharded ones: whole values are compared."""
+    alone = traced(tmp_path)
+    spread = traced(tmp_path, ranks="2", sharding=sharding)
+    assert spread.names == alone.names
+    found = compare(spread, alone, Fidelity.EXACT, splits=False)
+    assert (found.drifted, found.obstacle, found.steps) == (None, None, 3)
+
+
+def traced(folder: Path, **levels: str) -> Trace:
+    (folder / "train.py").write_text(TRAIN)
+    request = LaunchRequest(
+        script=Script(target="train.py", cwd=str(folder)),
+        plans=(Plan.of(levels),),
+        device="cpu",
+        budget=1 << 30,
+        timeout=120.0,
+    )
+    (found,) = (each.trace for each in launch(request) if isinstance(each, Traced))
+    return found
 
 
 def test_a_shortage_on_a_rank_is_that_of_the_trial(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class Tracer:
         self._stepped: set[int] = set()
         """Rows of the parameters that stepped during backward."""
         self._start: torch.Tensor | None = None
+        self._roots: list[HarnessRoot] = []
         self._names: dict[int, str] = {}
         self._epsilon = 0.0
         self._step = _Step()
@@ -140,6 +141,8 @@ class Tracer:
 
     def _note_names(self, root: HarnessRoot, first: bool) -> None:
         self._epsilon = max(self._epsilon, _epsilon(root.module))
+        if root not in self._roots:
+            self._roots.append(root)
         named = list(root.module.named_parameters())
         self._names |= {id(parameter): name for name, parameter in named}
         if first and self._start is None:
@@ -212,7 +215,7 @@ class Tracer:
             return
         self._note(row, parameter)
         self._stepped.add(row)
-        _add(self._step.gradients, row, self._fold(parameter.grad, row))
+        _add(self._step.gradients, row, self._fold(_whole(parameter.grad), row))
 
     def _note(self, row: int, parameter: torch.Tensor) -> None:
         held = self._values(parameter)
@@ -241,11 +244,11 @@ class Tracer:
                     self._fold(self._values(parameter), row) - self._before.pop(row),
                 )
             if parameter.grad is not None:
-                _add(step.gradients, row, self._fold(parameter.grad, row))
+                _add(step.gradients, row, self._fold(_whole(parameter.grad), row))
             self._stepped.discard(row)
 
     def _values(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter if self._views is None else self._views.script_values(parameter)
+        return _whole(parameter if self._views is None else self._views.script_values(parameter))
 
     def _fold(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
         assert self._sketcher is not None
@@ -253,6 +256,8 @@ class Tracer:
 
     def _parameters(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
         found = []
+        if any(id(each) not in self._rows for g in optimizer.param_groups for each in g["params"]):
+            self._note_new_names()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not parameter.is_floating_point() and not parameter.is_complex():
@@ -263,6 +268,12 @@ class Tracer:
                     self._described.append(_Row(name, parameter.numel()))
                 found.append((row, parameter))
         return found
+
+    def _note_new_names(self) -> None:
+        """Note the names of the parameters as they are now: a plan may have sharded them."""
+        for root in (each for each in self._roots if each.alive):
+            named = root.module.named_parameters()
+            self._names |= {id(parameter): name for name, parameter in named}
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -318,6 +329,15 @@ class Tracer:
 
 def _add(sums: dict[int, torch.Tensor], row: int, sketch: torch.Tensor) -> None:
     sums[row] = sums[row] + sketch if row in sums else sketch
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a tensor that a plan has sharded, and any other tensor as it is."""
+    if not hasattr(tensor, "_local_tensor"):
+        return tensor
+    from autofit.worker.harness.ranks.whole_tensors import whole_of
+
+    return whole_of(tensor)
 
 
 def _epsilon(module: nn.Module) -> float:

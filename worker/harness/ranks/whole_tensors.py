@@ -110,6 +110,15 @@ def whole_tensors(group: RankGroup, seams: Seams) -> WholeTensors:
     return _held[group]
 
 
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a tensor that a plan has sharded; all ranks must ask for them.
+
+    Returns any other tensor as it is, also one that the script itself has sharded.
+    """
+    held = next(iter(_held.values()), None)
+    return held.whole(tensor.detach()) if held and isinstance(tensor, DTensor) else tensor
+
+
 class WholeTensors:
     """Replaces ``DTensor``s by whole tensors in what the script computes."""
 
