@@ -1,8 +1,9 @@
 """A Ray cluster of several nodes on this machine, in a process of its own: this file, as a program.
 
 The program prints the address, a raylet's process id and a folder for each line it is told: what
-resources a new node has (``CPU=1 GPU=2``). Given an address and a folder, it is one more node
-itself. It ends, with all it started, at the end of its input.
+resources a new node has (``CPU=1 GPU=2``), and which GPU is its first (``FIRST=1``). Given an
+address and a folder, it is one more node itself. It ends, with all it started, at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def serve() -> None:
             words = (word.partition("=") for word in line.split())
             asked = {name: float(count) for name, _, count in words}
             # Ray gives away no more than CUDA would show
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(asked.get("GPU", 0)))))
+            first = int(asked.pop("FIRST", 0))
+            cards = range(first, first + int(asked.get("GPU", 0)))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, cards))
             node = cluster.add_node(
                 num_cpus=asked.pop("CPU", 1),
                 num_gpus=asked.pop("GPU", 0),

@@ -58,7 +58,8 @@ def verify(
     runs out of memory, or ends before its first step, refuses nothing: the real run can fall back.
 
     ``ranks`` is the number of processes, ``memory`` the budget in bytes for each device, and
-    ``storage`` the store that keeps the evidence. ``hosts``: where the plan's ranks run.
+    ``storage`` the store that keeps the evidence. ``hosts``: where the plan's ranks run. Raises
+    ``WorkerError`` if one of them is lost.
     """
     total = meter.hardware(device).total_bytes
     free = meter.free_bytes(device) if hosts is None else hosts.free
@@ -84,6 +85,8 @@ def verify(
                     report = event
     except WorkerError:
         return Checked()
+    if report is not None and report.verdict is Verdict.INTERRUPTED and report.killed:
+        raise WorkerError(f"the verification lost a rank: {report.reason}")
     if report is not None and _is_refused(report):
         found.append(evidence.revoke(plan))
     if found:

@@ -120,7 +120,7 @@ def run(
     name = context.hardware.name
     key = key_of(script, gpu=name, gpus=ranks, versions=versions())
     evidence = stored(storage, key, script)
-    environment = {**os.environ, **launched(script, device, ranks)}  # before Ray changes it
+    user = dict(os.environ)  # before Ray changes it
     spread = _on_hosts(address, script, device, plan, max(ranks, others + 1), say)
     with nullcontext() if spread is None else spread as placed:
         if placed is not None:
@@ -133,7 +133,7 @@ def run(
             script=script,
             device=device,
             budget=memory,
-            environment={**environment, **cards},
+            environment={**user, **cards, **launched(script, device, ranks)},
             ranks=ranks,
             hosts=None if placed is None else placed.hosts,
             resumes=resume is not None,
@@ -172,11 +172,15 @@ def _on_hosts(
     if address is None:
         return None
     replicas = count(plan["ranks"])
-    if replicas == 1 or processes > 1:
+    if processes > 1:
         raise UsageError(
-            f"--address {address}: it spreads the ranks of a plan over hosts, such as"
-            f' {{"ranks": "2"}}, and this is {plan} in {processes} of a launcher\'s processes;'
-            " leave it out"
+            f"--address {address}: it spreads the ranks of a plan over hosts, and a launcher starts"
+            f" {processes} ranks here; leave --address out"
+        )
+    if replicas == 1:
+        raise UsageError(
+            f"--address {address}: it spreads the ranks of a plan over hosts, and this plan has"
+            f' none: {plan}; add them, such as {{"ranks": "2"}}, or leave --address out'
         )
     return reserved(address, script, device, replicas, say)
 

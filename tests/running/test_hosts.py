@@ -45,7 +45,7 @@ sys.exit(3)
 SLOW = "time.sleep(0.01)"
 OF_RANK_1 = "if step == 6 and os.fstat(1).st_ino != os.stat('out').st_ino: "
 """Only rank 0 writes to the file."""
-PROGRAMS = ("harness/__main__.py", "autofit.worker.cluster.stand_in", "ray::RemoteRank")
+PROGRAMS = ("harness/__main__.py", "autofit.worker.cluster.stand_in")
 PARTS = ("autofit", "strategies", "worker", "storage")
 
 
@@ -76,7 +76,10 @@ def test_a_cluster_with_too_few_devices_is_refused() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("levels", "line"),
-    [({"checkpointing": "all"}, ["train.py"]), ({}, ["--", "torchrun", "--nproc-per-node=2", "t"])],
+    [
+        ({"checkpointing": "all"}, ["train.py"]),
+        ({}, ["--", "torchrun", "--nproc-per-node", "2", "t"]),
+    ],
     ids=["no ranks", "a launcher"],
 )
 def test_an_address_is_for_ranks_of_a_plan(
@@ -181,20 +184,36 @@ def of_runs(folder: Path) -> Iterator[psutil.Process]:
     for each in psutil.process_iter():
         try:
             words = " ".join(each.cmdline())
-            if any(name in words for name in PROGRAMS[:2]) and each.cwd() == str(folder):
+            if any(name in words for name in PROGRAMS) and each.cwd() == str(folder):
                 yield each
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
 
 
 def remote_rank(runs: Runs) -> psutil.Process:
-    """Return the process of the rank that a worker of Ray has started."""
-    (found,) = (
+    """Return the process of the rank that a worker of Ray has started; wait for it."""
+    deadline = time.monotonic() + 100
+    while not (found := remote_ranks(runs)):
+        assert time.monotonic() < deadline, runs.text("err")
+        time.sleep(0.05)
+    return found[0]
+
+
+def raylet_of(rank: psutil.Process) -> int:
+    """Return the process id of the raylet whose worker has started a rank."""
+    worker = rank.parent()
+    assert worker is not None
+    return int(worker.ppid())
+
+
+def remote_ranks(runs: Runs) -> list[psutil.Process]:
+    """Return the ranks of the last run that it has not started itself."""
+    return [
         each
         for each in of_runs(runs.folder)
-        if PROGRAMS[0] in " ".join(each.cmdline()) and each.ppid() != runs.started[-1].pid
-    )
-    return found
+        if PROGRAMS[0] in " ".join(each.cmdline())
+        and "ray::" in " ".join(psutil.Process(each.ppid()).cmdline())
+    ]
 
 
 @pytest.mark.full
@@ -257,12 +276,13 @@ def test_whoever_is_killed_all_ranks_end(runs: Runs, victim: str) -> None:
     process = runs.start(100_000, SLOW)
     runs.wait_for_step(process)
     rank = remote_rank(runs)
-    worker = rank.parent()
-    assert worker is not None
-    raylet = worker.parent()
-    assert raylet is not None
     (stand_in,) = (e for e in of_runs(runs.folder) if PROGRAMS[1] in e.cmdline())
-    pids = {"rank": rank.pid, "stand-in": stand_in.pid, "run": process.pid, "raylet": raylet.pid}
+    pids = {
+        "rank": rank.pid,
+        "stand-in": stand_in.pid,
+        "run": process.pid,
+        "raylet": raylet_of(rank),
+    }
     began = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
     code = process.wait(60)
@@ -275,6 +295,15 @@ def test_whoever_is_killed_all_ranks_end(runs: Runs, victim: str) -> None:
     }[victim]
     assert re.search(said, runs.text("err")), runs.text("err")
     assert code == {"run": -signal.SIGKILL, "raylet": 1}.get(victim, 128 + signal.SIGKILL)
+
+
+@pytest.mark.full
+def test_a_host_that_is_lost_during_the_verification_ends_the_run(runs: Runs) -> None:
+    process = runs.start(8, "time.sleep(0.3)")
+    os.kill(raylet_of(remote_rank(runs)), signal.SIGKILL)
+    assert process.wait(60) == 1
+    assert not runs.text("out")
+    assert "the verification lost a rank: rank 1: " in runs.text("err")
 
 
 @pytest.mark.full

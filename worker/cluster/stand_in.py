@@ -201,7 +201,8 @@ def _end_like(returncode: int) -> NoReturn:
     """End this process as the rank has ended."""
     if returncode < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(-returncode, signal.SIG_DFL) if returncode != -signal.SIGKILL else None
+        if returncode != -signal.SIGKILL:
+            signal.signal(-returncode, signal.SIG_DFL)
         os.kill(os.getpid(), -returncode)
     sys.exit(returncode)
 

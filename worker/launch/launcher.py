@@ -475,7 +475,7 @@ class _Account:
     def _raised(self, raised: Raised, end: _End) -> TrialReport:
         reason = raised.message.partition("\n")[0]
         if raised.kind == LOST:
-            return self._report(Verdict.INTERRUPTED, reason)
+            return replace(self._report(Verdict.INTERRUPTED, reason), killed=True)
         if raised.starved(end.oom_kills):
             shortage = replace(raised.out_of_memory, message=reason)
             return self._starved(shortage)

@@ -223,7 +223,8 @@ def _towards(address: str) -> Iterator[None]:
 
 def interface(address: str) -> str | None:
     """Return the name of the network interface that leads to ``address``, if it is known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # this sends nothing
         own = probe.getsockname()[0]
     for name, found in psutil.net_if_addrs().items():
