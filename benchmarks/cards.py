@@ -84,9 +84,9 @@ def rows(device: str) -> list[Row]:
         by_hand = f"{FAST} --checkpointing" if saved else FAST
         plan = {**FAST_PLAN, **saved, "ranks": "2"}
         most = ("--memory", "76GiB") if saved else ()
+        found.append(Row(work, "one card, by hand", f"{line} {by_hand}", 16))
         if not saved:
             found += [
-                Row(work, "one card, by hand", f"{line} {by_hand}", 16),
                 Row(work, "DDP, by hand", f"{TORCHRUN} {line} {by_hand} --parallel ddp", 16),
                 Row(work, "ranks 2", line, 16, plan),
                 Row(work, "ranks 2, zero2", line, 16, {**plan, "sharding": "zero2"}),
@@ -114,12 +114,12 @@ def offloaded() -> list[Row]:
     """Return rows of one card that keep weights or optimizer state in host memory or on disk."""
     hosted = {"sharding": "full_offload", "checkpointing": "all", "optimizer": "fused"}
     vit, decoder = {**hosted, "micro_batch": "4"}, {**hosted, "micro_batch": "1"}
-    six = ("--memory", "6GiB")
+    two, six = ("--memory", "2GiB"), ("--memory", "6GiB")
     disk = {"optimizer_offload": "disk", "checkpointing": "all"}
     streamed = {"optimizer_offload": "streamed", "checkpointing": "all"}
     return [
         Row("host ViT-L", "one card, as it is", VIT, 64),
-        Row("host ViT-L", "one card, full_offload", VIT, 64, vit),
+        Row("host ViT-L", "one card, full_offload", VIT, 64, vit, two),
         Row("host decoder", "one card, as it is", HOST, 16, {"checkpointing": "all"}),
         Row("host decoder", "one card, full_offload", HOST, 16, decoder, six),
         Row("host decoder", "one card, streamed", HOST, 16, streamed),
