@@ -1,10 +1,10 @@
 """Sums gradients over the ranks, while the backward pass still computes others.
 
 Gradients lie in *buckets*, vectors that are summed in one message each. A hook on each parameter
-moves its gradient into a bucket as soon as it is complete. Each rank starts the sums in the same
-order, so a full bucket waits for those before it. The order is that in which the gradients of the
-last backward pass were complete on rank 0. The gradients that autograd gets are views of the
-buckets.
+replaces its complete gradient by a place in a bucket. One copy fills the bucket once it has all of
+them. Each rank starts the sums in the same order, so a full bucket waits for those before it. The
+order is that in which the gradients of the last backward pass were complete on rank 0. The
+gradients that autograd gets are views of the buckets.
 
 Source: https://arxiv.org/abs/2006.15704, section 3.2.
 """
@@ -182,6 +182,8 @@ class _Bucket:
         self._values: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
         self._added: set[int] = set()
+        self._waiting: dict[int, torch.Tensor] = {}
+        """The gradients that are still to be copied to their places."""
         self._work: Any = None
 
     @property
@@ -190,15 +192,23 @@ class _Bucket:
         return len(self._added) == len(self.places)
 
     def add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient to its place, unless it is there; zeros for one that is missing."""
+        """Take a gradient, unless it is there; zeros for ``None``. The last one fills the places.
+
+        Only then do the places have values.
+        """
         if index in self._added:
             return
         self._added.add(index)
-        place = self.view(index)
         if gradient is None:
-            place.zero_()
+            self.view(index).zero_()
         else:
-            place.copy_(gradient)
+            self._waiting[index] = gradient
+        if self.full and self._waiting:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [self.view(each) for each in self._waiting], list(self._waiting.values())
+                )
+            self._waiting.clear()
 
     def view(self, index: int) -> torch.Tensor:
         """Return the place of a gradient, in the memory format of its tensor."""
