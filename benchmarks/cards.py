@@ -1,6 +1,7 @@
 """One script on one and on several cards: autofit's ranks beside DDP and FSDP2 written by hand.
 
-    python benchmarks/cards.py --out FILE [--work decoder ...] [--device cpu] [--seconds N]
+    python benchmarks/cards.py --out FILE [--cards 4] [--work decoder ...] [--run START]
+        [--device cpu] [--seconds N]
 
 A row is one run of a script: as it is on one card, under torchrun with its own DDP or FSDP2, and
 unmodified under ``autofit run`` with ``ranks``. Scripts print a line with their loss at each step.
@@ -71,42 +72,49 @@ class Row:
     """Options of ``autofit run``."""
 
 
-def rows(device: str) -> list[Row]:
+def rows(device: str, cards: int) -> list[Row]:
     """Return all rows. On the CPU the decoder is the tiny one, to try this file."""
-    small = device == "cpu"
-    found: list[Row] = []
-    presets = ("tiny",) if small else ("1.1b", "7b")
-    for preset in presets:
-        work = f"decoder {preset}"
-        saved = {"checkpointing": "all"} if preset == "7b" else {}
-        steps = LARGE_STEPS if saved else STEPS
-        line = f"{DECODER} --steps {steps} --preset {preset} --device {device}"
-        by_hand = f"{FAST} --checkpointing" if saved else FAST
-        plan = {**FAST_PLAN, **saved, "ranks": "2"}
-        most = ("--memory", "76GiB") if saved else ()
-        found.append(Row(work, "one card, by hand", f"{line} {by_hand}", 16))
-        if not saved:
-            found += [
-                Row(work, "DDP, by hand", f"{TORCHRUN} {line} {by_hand} --parallel ddp", 16),
-                Row(work, "ranks 2", line, 16, plan),
-                Row(work, "ranks 2, zero2", line, 16, {**plan, "sharding": "zero2"}),
-            ]
+    if device == "cpu":
+        return decoder("tiny", cards, device)
+    sizes = ["1.1b", "7b", *(["13b"] if cards >= 4 else []), *(["30b"] if cards >= 8 else [])]
+    found = [row for preset in sizes for row in decoder(preset, cards, device)]
+    for work, line, samples, plan in (
+        ("gpt2 trainer", TRAINER, 16, {"precision": "bf16"}),
+        ("resnet-50", RESNET, 256, FAST_PLAN),
+    ):
         found += [
-            Row(work, "FSDP2, by hand", f"{TORCHRUN} {line} {by_hand} --parallel fsdp2", 16),
-            Row(work, "ranks 2, full", line, 16, {**plan, "sharding": "full"}, most),
+            Row(work, "one card, plan", line, samples, plan),
+            Row(work, f"ranks {cards}", line, samples, {**plan, "ranks": str(cards)}),
         ]
-        if not saved:
-            found.append(Row(work, "ranks 2, zero1", line, 16, {**plan, "sharding": "zero1"}))
-    if not small:
-        found += [
-            Row("gpt2 trainer", "one card, plan", TRAINER, 16, {"precision": "bf16"}),
-            Row("gpt2 trainer", "ranks 2", TRAINER, 16, {"precision": "bf16", "ranks": "2"}),
-        ]
-        found += [
-            Row("resnet-50", "one card, plan", RESNET, 256, FAST_PLAN),
-            Row("resnet-50", "ranks 2", RESNET, 256, {**FAST_PLAN, "ranks": "2"}),
-        ]
-        found += offloaded()
+    return found + offloaded()
+
+
+def decoder(preset: str, cards: int, device: str) -> list[Row]:
+    """Return rows of one size of the decoder: by hand, and under autofit.
+
+    The largest sizes have none by hand, because each rank would create the whole model.
+    """
+    large, work = preset not in ("tiny", "1.1b"), f"decoder {preset}"
+    saved = {"checkpointing": "all"} if large else {}
+    steps = LARGE_STEPS if large else STEPS
+    line = f"{DECODER} --steps {steps} --preset {preset} --device {device}"
+    by_hand = f"{line} {FAST} --checkpointing" if large else f"{line} {FAST}"
+    found = []
+    if preset not in ("13b", "30b"):
+        found.append(Row(work, "one card, by hand", by_hand, 16))
+        for name in ("fsdp2",) if large else ("ddp", "fsdp2"):
+            parallel = f"{TORCHRUN} {by_hand} --parallel {name}"
+            found.append(Row(work, f"{name}, by hand", parallel, 16))
+    plan = {**FAST_PLAN, **saved, "ranks": str(cards)}
+    most = ("--memory", "76GiB") if large else ()
+    if not large:
+        found.append(Row(work, f"ranks {cards}", line, 16, plan))
+    for level in ("full",) if large else ("zero1", "zero2", "full"):
+        sharded = {**plan, "sharding": level}
+        found.append(Row(work, f"ranks {cards}, {level}", line, 16, sharded, most))
+    if cards >= 4 and preset in ("1.1b", "7b"):
+        hybrid = {**plan, "sharding": "hybrid"}
+        found.append(Row(work, f"ranks {cards}, hybrid", line, 16, hybrid, most))
     return found
 
 
@@ -231,7 +239,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no row later than this")
     options = parser.parse_args()
     end, found = time.monotonic() + options.seconds, []
-    for row in rows(options.device):
+    for row in rows(options.device, options.cards):
         wanted = not options.work or row.work.startswith(tuple(options.work))
         wanted = wanted and row.name.startswith(options.run)
         if wanted and time.monotonic() < end:
