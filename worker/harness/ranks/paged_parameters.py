@@ -150,7 +150,7 @@ class PagedParameters:
         self._there += page.size
         if self._there > self._limit:
             self._agree("the size of the parameters")
-            self._make_room(0, [page])
+            self._free_memory(0, [page])
 
     # --- use -------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class PagedParameters:
         self._page_in(pages)
         if watched:
             assert self._limit is not None, "something was paged out"
-            self._make_room(self._limit, pages)
+            self._free_memory(self._limit, pages)
             self._watch(False)
         try:
             yield
@@ -235,7 +235,7 @@ class PagedParameters:
                 del self._pages[address]
                 self._there -= 0 if page.out else page.size
 
-    def _make_room(self, size: int, keep: Iterable[_Page]) -> None:
+    def _free_memory(self, size: int, keep: Iterable[_Page]) -> None:
         """Page out what was used longest ago, until ``size`` bytes more are within the limit."""
         assert self._limit is not None, "the first page sets it"
         kept = set(keep)
@@ -253,7 +253,7 @@ class PagedParameters:
             self._pages[address] = self._pages.pop(address)
         if missing := [page for page in pages if page.out]:
             self._agree(f"the use of parameter {missing[0].number}")
-            self._make_room(sum(page.size for page in missing), pages)
+            self._free_memory(sum(page.size for page in missing), pages)
             with _unseen():
                 for page in missing:
                     self._gather(page)
