@@ -156,6 +156,8 @@ class _Placing:
             in_copied_folder(script, script.cwd, script.cwd)  # raises UsageError if it is outside
             copy = archive.send_folder(script.cwd)
         here = [n for n, node in self._bundles if node.id == self._own.id]
+        if not here:  # Ray 2.49 and older ignore the labels of bundles
+            raise WorkerError(f"Ray has reserved no device on {self._own.host}: update Ray")
         say(f"{len(here)} of {len(self._bundles)} ranks on this host, {self._others(hosts)}")
         ranks = [
             self._remote(number, node, copy if node.id in apart else None)
