@@ -214,6 +214,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 TOKENS = """
 torch.save([model.tokens.weight.detach().clone()], "out.pt")
 """
+STOPPED = """
+assert not any(pages.active for module in modules for pages in module._held.values())
+"""
 FULL = {"ranks": "2", "sharding": "full"}
 
 
@@ -245,3 +248,15 @@ def test_weights_may_be_loaded_and_copied_before(tmp_path: Path, levels: dict[st
 def test_a_model_may_be_larger_than_the_memory_of_a_rank(tmp_path: Path) -> None:
     large = MODEL.replace("256", "512").replace("128", "512").replace("range(8)", "range(24)")
     assert_same(tmp_path, large + FOUND + FROZEN + LOOP + TOKENS, FULL, memory="88MiB")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "levels", [FULL, FULL | {"checkpointing": "all"}], ids=["", "checkpointed"]
+)
+def test_another_kind_of_call_is_verified_on_a_copy_in_parts(
+    tmp_path: Path, levels: dict[str, str]
+) -> None:
+    later = LOOP.replace("model(x)", "(model(x=x) if step == 1 else model(x))")
+    text = MODEL + LIMIT + MADE + later + TAIL
+    assert_same(tmp_path, text + STOPPED, levels, memory="256MiB")

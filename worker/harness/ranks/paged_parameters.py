@@ -213,10 +213,10 @@ class PagedParameters:
                 self._watch(True)
 
     def settle(self) -> None:
-        """End the paging if the parameters that are left fit; a model was just sharded."""
+        """End the paging if the parameters that are left fit."""
         if not self.active:
             return
-        self._agree("the end of sharding")
+        self._agree("the call of a sharded model")
         assert self._limit is not None, "something was paged out"
         if sum(page.size for page in self._pages.values()) <= self._limit:
             self._page_in(list(self._pages.values()))

@@ -78,8 +78,6 @@ class ShardedWeights:
         self._called: list[int] = []
         """The blocks of the present forward, by their number, in the order of their calls."""
         self._undos: list[Undo] = []
-        self.were_paged = False
-        """The whole weights did not fit on the device."""
 
     @property
     def active(self) -> bool:
@@ -106,8 +104,11 @@ class ShardedWeights:
         self._whole.check()
         if shared.seams.compiles_functions:
             raise Refused(COMPILED, STRATEGY)
+        pages = paged_parameters(shared.seams)
         if not self.active:
-            self._shard(self._owner.module, paged_parameters(shared.seams))
+            self._shard(self._owner.module, pages)
+        if pages is not None:  # a copy may have been paged, on which a call was verified
+            pages.settle()
         self._refuse_other_parameters()
         if layout is not None:
             call = ShardedCall(shared, self, run, batch, layout)
@@ -226,7 +227,7 @@ class ShardedWeights:
             )
         classes = {each: type(each) for each in (*blocks, module)}
         gradients = {old: old.grad for _, old in before if old.grad is not None}
-        self.were_paged = is_paged(module)
+        paged = is_paged(module)
         with self._whole.by_parts():
             for each in (*blocks, module):
                 own = [old for old in each.parameters() if not isinstance(old, DTensor)]
@@ -241,7 +242,7 @@ class ShardedWeights:
                 assert isinstance(made, FSDPModule)
                 made.set_gradient_divide_factor(1.0)
                 made.set_force_sum_reduction_for_comms(True)
-                if self.were_paged:
+                if paged:
                     drop_values(own)
         for each, cls in classes.items():
             state = each._get_fsdp_state()  # type: ignore[operator]
@@ -264,8 +265,6 @@ class ShardedWeights:
         self._parameters = [weakref.ref(each) for each in module.parameters()]
         replace_parameters(new)
         self._wrap_blocks()
-        if pages is not None:
-            pages.settle()
 
     def _wrap_blocks(self) -> None:
         blocks = [each for each in self._states if each is not self._owner.module]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autofit.exceptions import Refused
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.ranks.paged_parameters import paged_parameters
 
 STRATEGY = "sharding"
 ATTRIBUTES_OF_PLACE = frozenset({"device", "is_cuda", "is_cpu"})
@@ -323,6 +324,8 @@ class WholeTensors:
             values = nn.Parameter(values, tensor.requires_grad)
         if name == "__reduce_ex__":
             return values.__reduce_ex__(other)
+        if (pages := paged_parameters(self._seams)) is not None:
+            pages.add(values)
         other[id(tensor)] = values
         return values
 

@@ -460,13 +460,12 @@ class HarnessRoot:
     def _find_layout(self, batch: Batch, gradients: bool, known: Layout | None) -> Layout:
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
-        if self._sharded is not None and self._sharded.were_paged:
-            raise Refused("the model is too large for a copy, on which to verify more calls")
         copies = self._policy.checks_on_copies and not is_paged(self.module)
         on_copy = copies or self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
             module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
+            leanly = self._leanly_on(module) if on_copy else self.leanly
             if known is not None and on_copy and known.updates:
                 known = replace(known, updates=places_at(module, map(key_of, known.updates)))
             found = find_layout(
@@ -475,13 +474,21 @@ class HarnessRoot:
                 batch,
                 gradients=gradients,
                 known=known,
-                leanly=None if on_copy else self.leanly,
+                leanly=leanly,
                 narrowly=self._narrowly,
                 doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),
             )
         if not on_copy or not found.updates:
             return found
         return replace(found, updates=places_at(self.module, map(key_of, found.updates)))
+
+    def _leanly_on(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return ``leanly`` for a copy of the model that is too large for the device."""
+        if not is_paged(module):
+            return None
+        root = HarnessRoot(module, self._seams, self._calls, self._on_shortage)
+        root.learn(self._facts)
+        return root.leanly
 
     def _by_sample(self) -> AbstractContextManager[None]:
         """Return a context in which BatchNorm does not join samples, if ranks divide the batch."""
