@@ -77,7 +77,12 @@ class Weights(Strategy):
     )
 
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
-        """``optimizer_offload`` moves the low bits to host memory with the optimizer state."""
+        """``optimizer_offload`` moves the low bits to host memory with the optimizer state.
+
+        ``sharding`` keeps float32 gradients.
+        """
+        if level == "bf16_master" and kind is Memory.GRADIENTS and SHARDING in levels:
+            return super().keeps(level, kind, levels) if levels[SHARDING] == AS_IS else 1.0
         if level == "bf16_master" and kind is Memory.WEIGHTS:
             return 1.0 if levels.get("optimizer_offload", AS_IS) == AS_IS else 0.5
         return super().keeps(level, kind, levels)

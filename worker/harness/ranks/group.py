@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -175,6 +176,12 @@ def _bytes_of_flags(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
+LAST_TENSORS = 0.05
+"""Seconds at the end in which gloo's threads can free the tensors of the last messages.
+
+They need the interpreter for it. If it ends first, they abort the process: 1 of 10 that ended just
+after a meeting.
+"""
 connected = False
 """Whether this process was connected to others, or to itself alone."""
 _of_one: list[RankGroup] = []
@@ -240,6 +247,7 @@ def _close(device: str, process: int) -> None:
     """
     if os.getpid() != process:  # a forked child of the script
         return
+    time.sleep(LAST_TENSORS)
     with suppress(Exception):
         if device == "cuda":
             dist.distributed_c10d._abort_process_group()
