@@ -115,6 +115,9 @@ def _known_fields() -> frozenset[str]:
     """Return the fields of the installed ``TrainingArguments``; none without transformers."""
     if importlib.util.find_spec("transformers") is None:
         return frozenset()
+    from autofit.strategies.optimizer.bitsandbytes_kernels import bitsandbytes
+
+    bitsandbytes()  # transformers imports it too, and would print its messages
     from transformers import TrainingArguments
 
     return frozenset(each.name for each in fields(TrainingArguments))
