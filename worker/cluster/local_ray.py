@@ -18,10 +18,10 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.launch.reaper import SESSION, Reaper
@@ -54,6 +54,8 @@ LEAST_OBJECT_STORE = 80 << 20
 
 TOKEN = "RAY_AUTH_TOKEN"
 """Variable with the token that a Ray requires."""
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Ray sets it if there is a token. A Ray that the program starts later would ask for one too."""
 
 
 def variables(session: str, token: str) -> dict[str, str]:
@@ -84,7 +86,8 @@ class RaySession:
         """The session's private folder; ``None`` with a Ray that autofit did not start."""
         self._reaper: Reaper | None = None
         self._guest = False
-        self._silenced = contextlib.ExitStack()
+        self._changes = contextlib.ExitStack()
+        """What Ray or this object changes in the process, undone at the end."""
 
     @property
     def ours(self) -> bool:
@@ -97,7 +100,8 @@ class RaySession:
         self._guest = ray.is_initialized()
         try:
             if not self._guest:
-                self._silenced.enter_context(_without_messages())
+                self._changes.enter_context(_without_messages())
+                self._changes.enter_context(_kept([AUTH_MODE]))
             if self._guest:
                 pass  # the calling program has started Ray itself
             elif self._address is not None:
@@ -147,7 +151,7 @@ class RaySession:
             if not self._guest:
                 ray.shutdown()
         finally:
-            self._silenced.close()
+            self._changes.close()
             if self._reaper is not None:
                 self._reaper.finish()
                 self._reaper = None
@@ -218,11 +222,13 @@ def _ask_ray(address: str) -> None:
 
 
 def _forget_token() -> None:
-    """Make Ray read its token again: Ray caches it, and autofit's is valid for one session."""
+    """Make Ray read its token again, and whether it needs one: autofit's is for one session."""
     import ray._raylet
 
-    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
+    core: Any = ray._raylet
+    loader = getattr(core, "AuthenticationTokenLoader", None)
     if loader is not None:  # old versions of Ray have no tokens
+        core.Config.initialize("")
         loader.instance().reset_cache()
 
 
@@ -261,8 +267,15 @@ def _own_sigterm() -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set ``variables`` in ``os.environ`` inside this context, and restore it afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    with _kept(variables):
+        os.environ.update(variables)
+        yield
+
+
+@contextlib.contextmanager
+def _kept(names: Iterable[str]) -> Iterator[None]:
+    """Restore the variables with these names in ``os.environ`` after this context."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
