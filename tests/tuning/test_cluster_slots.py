@@ -30,7 +30,7 @@ Trials = Callable[..., tuple[TrialRecord, ...]]
 COMMAND = [sys.executable, "-m", "autofit", "search", "train.py", "--address"]
 GONE_WITHIN = 30.0
 """Seconds after the end of a driver in which its workers are gone: Ray has to miss it first."""
-ENDS = ("Ray has ended on the machine where the search was started", "nothing else has run yet")
+ENDS = ("ended on the machine where the search was started", "nothing else has run yet")
 """What may be said last of a search that lost too much, and carries on when asked again."""
 KINDS = ("worker",) * 10 + ("raylet",) * 5 + ("driver",) * 5
 
