@@ -101,7 +101,7 @@ class RaySession:
         try:
             if not self._guest:
                 self._changes.enter_context(_without_messages())
-                self._changes.enter_context(_kept([AUTH_MODE]))
+                self._changes.enter_context(_restored([AUTH_MODE]))
             if self._guest:
                 pass  # the calling program has started Ray itself
             elif self._address is not None:
@@ -267,13 +267,13 @@ def _own_sigterm() -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set ``variables`` in ``os.environ`` inside this context, and restore it afterwards."""
-    with _kept(variables):
+    with _restored(variables):
         os.environ.update(variables)
         yield
 
 
 @contextlib.contextmanager
-def _kept(names: Iterable[str]) -> Iterator[None]:
+def _restored(names: Iterable[str]) -> Iterator[None]:
     """Restore the variables with these names in ``os.environ`` after this context."""
     before = {name: os.environ.get(name) for name in names}
     try:
