@@ -93,7 +93,7 @@ def _summed(size: float, ranks: int) -> float:
 def assumed(link: str, *, cuda: bool) -> Bandwidth:
     """Return the bandwidth of a machine on which it was not measured. ``link``: as in ``Hardware``.
 
-    Unlike a measured one, it includes what a training waits beside its messages.
+    It is lower than a measured one: a training also waits between its messages.
     """
     rate = BANDWIDTHS[link] if cuda else CPU_BANDWIDTH
     return Bandwidth(all_reduce=rate, all_gather=rate, reduce_scatter=rate)

@@ -42,8 +42,8 @@ def is_out(tensor: torch.Tensor) -> bool:
 def moves_together(module: nn.Module) -> bool:
     """Return whether using the weights of ``module`` takes all ranks: it is sharded or paged.
 
-    A way to run it is then chosen that is sure to fit. After a shortage on one rank in the middle
-    of a call, the ranks would no longer match.
+    Callers then choose a way to run it that surely fits. If one rank ran out of memory in the
+    middle of a call, the ranks would no longer match.
     """
     return is_sharded(module) or is_paged(module)
 
