@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from autofit.worker import meter
+from tests.harness.ranks.trainings import deep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-TRAIN = """\
+TRAIN = (
+    """\
 import sys
 import torch
 from torch import nn
@@ -21,30 +23,9 @@ from torch import nn
 torch.manual_seed(0)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(2048)
-        self.mlp = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(512, 2048)
-        self.blocks = nn.ModuleList([Block() for _ in range(32)])
-        self.head = nn.Linear(2048, 512, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x):
-        x = self.tokens(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
+"""
+    + deep(words=512, width=2048, inner=8192, blocks=32)
+    + """
 
 with torch.device("cuda"):
     model = Deep()
@@ -57,6 +38,7 @@ for step in range(5):
     optimizer.step()
     print(float(loss.detach()))
 """
+)
 """Its weights have 4.3 GB. Those of one block have 134 MB."""
 
 

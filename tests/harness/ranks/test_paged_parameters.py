@@ -9,40 +9,21 @@ from pathlib import Path
 import pytest
 
 from autofit.worker.launch.rank_environment import free_port
-from tests.harness.ranks.trainings import TAIL, assert_same
+from tests.harness.ranks.trainings import TAIL, assert_same, deep
 
-MODEL = """\
+MODEL = (
+    """\
 import copy
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(128)
-        self.mlp = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(97, 128)
-        self.blocks = nn.ModuleList([Block() for _ in range(8)])
-        self.head = nn.Linear(128, 97, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x):
-        x = self.tokens(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
+"""
+    + deep(words=97, width=128, inner=256, blocks=8)
+    + """
 
 with torch.device("meta"):
     WHOLE = sum(p.nbytes for p in Deep().parameters())
 """
+)
 HEAD = """\
 import sys
 import torch

@@ -7,39 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.ranks.trainings import TAIL, assert_same, run
+from tests.harness.ranks.trainings import TAIL, assert_same, deep, run
 
 pytestmark = pytest.mark.full
 
 FULL = {"ranks": "2", "sharding": "full"}
-MODEL = """\
+MODEL = (
+    """\
 import copy, pickle
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(17, 16)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(16, 17, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x):
-        x = self.tokens(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
+"""
+    + deep(words=17, width=16, inner=32, blocks=3)
+    + """
 
 def show(*values):
     print(*(f"{float(value):.8f}" for value in values))
@@ -50,6 +30,7 @@ named = list(model.named_parameters())
 params = [p for _, p in named]
 optimizer = torch.optim.AdamW(params, lr=1e-2)
 """
+)
 LOOP = """
 for step in range(12):
     x, y = torch.randint(17, (6, 5)), torch.randint(17, (6, 5))

@@ -36,6 +36,32 @@ class Noted(nn.Module):
 
 
 """
+_DEEP = """\
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm({width})
+        wide, narrow = nn.Linear({width}, {inner}), nn.Linear({inner}, {width})
+        self.mlp = nn.Sequential(wide, nn.GELU(), narrow)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding({words}, {width})
+        self.blocks = nn.ModuleList([Block() for _ in range({blocks})])
+        self.head = nn.Linear({width}, {words}, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+"""
 LANGUAGE = """\
 class Language(nn.Module):
     def __init__(self):
@@ -227,3 +253,8 @@ def assert_same(
     assert "cannot be used" not in ranked.err
     assert ranked.files == plain.files
     assert difference(plain, ranked) < 1e-9
+
+
+def deep(*, words: int, width: int, inner: int, blocks: int) -> str:
+    """Return the source of a model with repeated blocks, whose head has the embedding's weight."""
+    return _DEEP.format(words=words, width=width, inner=inner, blocks=blocks)
