@@ -1,11 +1,11 @@
 """Exported forms beside ``autofit run``: losses, peak memory and speed, each in its own process.
 
-    python benchmarks/exports.py [--steps 60] [--case patch] [--case trainer]
+    python benchmarks/exports.py [--steps 60] [--case patch] [--case trainer] [--out FOLDER]
 
 ``patch`` is a plain loop under the diff. ``trainer`` is a Llama-style model in the Trainer, with
 the exported arguments. ``accelerate`` is a loop with an ``Accelerator``, under the config file. The
 plan is given, so no search runs. Peaks are those of torch's allocator in the training process.
-Writes ``results/exports.json`` and ``results/exports.md``.
+Writes ``exports.json`` and ``exports.md`` after each case, and keeps what they hold of others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+from grid import RESULTS, merged
 
 from autofit.analysis.result import Result
 from autofit.export import render
@@ -31,8 +33,6 @@ from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
 ALLOWED = 1.05
 """Largest ratio of peaks and of speeds."""
 DROPPED = 10
@@ -277,13 +277,14 @@ def result(plan: Plan, folder: Path) -> Result:
     )
 
 
-def table(found: Sequence[Compared]) -> str:
+def table(found: Sequence[dict[str, Any]]) -> str:
     """Return the figures as a table in Markdown."""
     rows = [
         "| export | plan | largest difference of a loss | peak, ratio | speed, ratio |",
         "|---|---|---|---|---|",
         *(
-            f"| {e.name} | {e.plan} | {e.loss_difference:.1e} | {e.peak:.3f} | {e.speed:.3f} |"
+            f"| {e['name']} | {e['plan']} | {e['loss_difference']:.1e} | {e['peak']:.3f} "
+            f"| {e['speed']:.3f} |"
             for e in found
         ),
     ]
@@ -295,15 +296,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found = [compare(name, options.steps) for name in options.case or CASES]
-    text = table(found)
-    sys.stdout.write(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "exports.md").write_text(text)
-    (RESULTS / "exports.json").write_text(json.dumps([asdict(e) for e in found], indent=1) + "\n")
-    within = [1 / ALLOWED <= ratio <= ALLOWED for e in found for ratio in (e.peak, e.speed)]
-    return 0 if all(within) else 1
+    options.out.mkdir(exist_ok=True)
+    kept, within = options.out / "exports.json", True
+    for name in options.case or CASES:
+        each = compare(name, options.steps)
+        ratios = {
+            "loss_difference": each.loss_difference,
+            "peak": each.peak,
+            "speed": each.speed,
+        }
+        within &= all(1 / ALLOWED <= ratio <= ALLOWED for ratio in (each.peak, each.speed))
+        before = json.loads(kept.read_text()) if kept.exists() else []
+        found = merged(before, [asdict(each) | ratios], "name")
+        kept.write_text(json.dumps(found, indent=1) + "\n")
+        (options.out / "exports.md").write_text(table(found))
+        sys.stdout.write(table([asdict(each) | ratios]))
+        sys.stdout.flush()
+    return 0 if within else 1
 
 
 if __name__ == "__main__":

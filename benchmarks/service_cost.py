@@ -55,11 +55,16 @@ def main() -> int:
         )
         try:
             assert service.stdout is not None
-            told = (ADDRESS.search(line) for line in service.stdout)
-            address = next(found[0] for found in told if found)
+            told = []
+            for line in service.stdout:
+                told.append(line)
+                if address := ADDRESS.search(line):
+                    break
+            else:
+                sys.exit(f"the service ended with code {service.wait()}\n{''.join(told)}")
             starting = time.monotonic() - begun
             found: dict[str, object] = {"words": given.words, "service_starts": starting}
-            through = ["--server", address]
+            through = ["--server", address[0]]
             seconds: dict[str, list[float]] = {"foreground": [], "service": []}
             for _ in range(given.rounds):
                 seconds["foreground"].append(search(given.words, folder))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,21 @@ from autofit.client.http import Service
 from autofit.storage import Store
 from tests.service.live import WORDS, LiveService
 
+WITHOUT_GRPC = """\
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name == "grpc" else found(name, *more)
+"""
+"""Ray has its server for remote clients only with ``ray[client]``, which autofit does not need."""
 FAILS = "import torch\n\nprint('begins')\nraise ValueError('no such data')\n"
 
 
 @pytest.mark.quick
 @pytest.mark.timeout(600)
-def test_a_search_through_the_service() -> None:
-    with LiveService(searches=1) as live:
+def test_a_search_through_the_service(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_GRPC)
+    with LiveService(searches=1, PYTHONPATH=str(tmp_path)) as live:
         live.start()
         folder = live.folder(0)
         few = (*WORDS, "--trials", "2")

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from autofit.exceptions import UsageError, WorkerError
@@ -136,9 +137,10 @@ class DetachedRay:
             *(f"--num-cpus={searches}", f"--object-store-memory={LEAST_OBJECT_STORE}"),
             *(f"--temp-dir={self._of_ray}", f"--plasma-directory={self._of_ray}"),
             *("--no-monitor", "--include-log-monitor=false"),
-            # Ray's server for remote clients cannot be left out; its default port may be taken.
-            f"--ray-client-server-port={_free_port()}",
         ]
+        if find_spec("grpc") is not None:
+            # Then Ray starts its server for remote clients too; its default port may be taken.
+            line.append(f"--ray-client-server-port={_free_port()}")
         environment = {**os.environ, reaper.SESSION: self._session}
         environment.pop("AUTOFIT_ORIGIN", None)
         try:
