@@ -19,6 +19,7 @@ from tests.harness.ranks.trainings import (
     TAIL,
     Ran,
     assert_same,
+    deep,
     difference,
     run,
 )
@@ -98,6 +99,44 @@ torch.save({kind: sum(x.nbytes for x in parts[kind]) for kind in kinds}, "out.pt
 """
 """Stores how many bytes this rank keeps."""
 
+GATHERED = (
+    deep(words=17, width=32, inner=64, blocks=6)
+    + """
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+here, most = {}, 0.0
+
+
+def gathers(self):
+    global most
+    gather(self)
+    here[self] = self._unsharded_param.nbytes / BLOCK
+    most = max(most, sum(here.values()))
+
+
+def drops(self):
+    drop(self)
+    here.pop(self, None)
+
+
+gather, drop = FSDPParam.to_unsharded, FSDPParam.to_sharded
+FSDPParam.to_unsharded, FSDPParam.to_sharded = gathers, drops
+model = Deep()
+BLOCK = sum(p.nbytes for p in model.blocks[0].parameters())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(3):
+    x, y = torch.randint(17, (8, 5)), torch.randint(17, (8, 5))
+    nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
+    print(int(most))
+    most = 0.0
+"""
+)
+"""Prints for each step how many blocks were on the device at most."""
+
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
@@ -123,6 +162,17 @@ def test_weights_in_host_memory(tmp_path: Path, text: str, ranks: str) -> None:
 def test_weights_in_host_memory_and_a_smaller_batch(tmp_path: Path, micro_batch: str) -> None:
     levels = {"sharding": "full_offload", "micro_batch": micro_batch}
     assert_same(tmp_path, WHOLE + DOCUMENT, levels)
+
+
+@pytest.mark.parametrize("others", [{}, {"checkpointing": "all"}], ids=["", "checkpointed"])
+@pytest.mark.parametrize("micro_batch", ["as_is", "2"])
+def test_one_block_at_a_time_is_on_the_device(
+    tmp_path: Path, micro_batch: str, others: dict[str, str]
+) -> None:
+    levels = {"sharding": "full_offload", "micro_batch": micro_batch, **others}
+    found = run(tmp_path / "offloaded", GATHERED, levels)
+    assert found.code == 0, found.err
+    assert found.out.split() == ["1", "1", "1"]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -77,6 +77,8 @@ class ShardedWeights:
         """The versions of each module's weights when they were gathered."""
         self._called: list[int] = []
         """The blocks of the present forward, by their number, in the order of their calls."""
+        self._forwards = 0
+        """Forwards of the root that run now. A checkpoint that runs a block again is none."""
         self._undos: list[Undo] = []
 
     @property
@@ -139,8 +141,12 @@ class ShardedWeights:
             if not self.active:
                 return run(*args, **kwargs)
             self._called.clear()
-            with self._whole.in_model() if torch.is_grad_enabled() else nullcontext():
-                return self._gathered(self._owner.module, run, args, kwargs)
+            self._forwards += 1
+            try:
+                with self._whole.in_model() if torch.is_grad_enabled() else nullcontext():
+                    return self._gathered(self._owner.module, run, args, kwargs)
+            finally:
+                self._forwards -= 1
 
         return forward
 
@@ -172,7 +178,13 @@ class ShardedWeights:
         finally:
             _show_sharded(state)
         with self._whole.by_parts():
-            return state._post_forward(module, args, output)
+            output = state._post_forward(module, args, output)
+            if self._forwards and self._shards.gathers_twice:
+                # FSDP keeps what is gathered in a backward, because a checkpoint might run there.
+                # But a chunk runs its whole forward there, and would gather the whole model.
+                for group in _groups(state):
+                    group.reshard()
+        return output
 
     def _drop_outdated(self, module: nn.Module) -> None:
         """Drop gathered weights of ``module`` that were kept, if the weights have changed since.
