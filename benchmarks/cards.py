@@ -78,12 +78,13 @@ def rows(device: str, cards: int) -> list[Row]:
         return decoder("tiny", cards, device)
     sizes = ["1.1b", "7b", *(["13b"] if cards >= 4 else []), *(["30b"] if cards >= 8 else [])]
     found = [row for preset in sizes for row in decoder(preset, cards, device)]
-    for work, line, samples, plan in (
-        ("gpt2 trainer", TRAINER, 16, {"precision": "bf16"}),
-        ("resnet-50", RESNET, 256, FAST_PLAN),
+    for work, line, samples, plan, by_hand in (
+        ("gpt2 trainer", TRAINER, 16, {"precision": "bf16"}, "--bf16"),
+        ("resnet-50", RESNET, 256, FAST_PLAN, FAST),
     ):
         found += [
             Row(work, "one card, plan", line, samples, plan),
+            Row(work, "ddp, by hand", f"{TORCHRUN} {line} {by_hand}", samples),
             Row(work, f"ranks {cards}", line, samples, {**plan, "ranks": str(cards)}),
         ]
     return found + offloaded()
@@ -105,7 +106,8 @@ def decoder(preset: str, cards: int, device: str) -> list[Row]:
         for name in ("fsdp2",) if large else ("ddp", "fsdp2"):
             parallel = f"{TORCHRUN} {by_hand} --parallel {name}"
             found.append(Row(work, f"{name}, by hand", parallel, 16))
-    plan = {**FAST_PLAN, **saved, "ranks": str(cards)}
+    fast = {"weights": "bf16_master"} if preset in ("13b", "30b") else FAST_PLAN
+    plan = {**fast, **saved, "ranks": str(cards)}
     most = ("--memory", "76GiB") if large else ()
     if not large:
         found.append(Row(work, f"ranks {cards}", line, 16, plan))

@@ -1,6 +1,10 @@
-"""GPT-2 medium from its configuration, with the Trainer and its default dropout: 16 x 1024."""
+"""GPT-2 medium from its configuration, with the Trainer and its default dropout: 16 x 1024.
+
+Under torchrun the Trainer distributes it.
+"""
 
 import argparse
+import os
 import time
 
 import torch
@@ -10,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--profile", help="write a trace of steps 21 to 23 to this file")
+parser.add_argument("--bf16", action="store_true")
 options = parser.parse_args()
 
 
@@ -38,7 +43,7 @@ class Clock(TrainerCallback):
         if state.global_step == 10:
             torch.cuda.synchronize()
             self.start = time.perf_counter()
-        if state.global_step == options.steps:
+        if state.global_step == options.steps and state.is_world_process_zero:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - self.start
             print(f"speed {16 * (options.steps - 10) / seconds:.1f} samples/s", flush=True)
@@ -49,7 +54,8 @@ torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_layer=24, n_embd=1024, n_head=16))
 arguments = TrainingArguments(
     output_dir="out",
-    per_device_train_batch_size=16,
+    per_device_train_batch_size=16 // int(os.environ.get("WORLD_SIZE", 1)),
+    bf16=options.bf16,
     max_steps=options.steps,
     save_strategy="no",
     report_to=[],

@@ -5,12 +5,12 @@ Measured by ``benchmarks/split_memory.py``, one process a figure, on its small m
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import benchmark_modules
 
 ALLOWED = 1.05
 CASES = [
@@ -23,15 +23,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def benchmark(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "split_memory", root / "benchmarks" / "split_memory.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their names up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_modules.load(root, "split_memory")
 
 
 @pytest.mark.full
