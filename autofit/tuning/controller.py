@@ -513,7 +513,8 @@ class Search:
         facts = self._history.study.facts
         report = within(report, facts, self._options.allow)
         trace = self._history.reference.adopt(trial, report, trace, facts) or trace
-        judged = self._history.reference.compared(report, trace, facts)
+        runs = self._proposer.reference_running()
+        judged = self._history.reference.compared(report, trace, facts, runs=runs)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
         if judged is None:
             self._history.first_in_process |= {trial.plan}

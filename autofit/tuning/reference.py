@@ -80,15 +80,21 @@ class Reference:
             self._tell(OWN_LOSS)
 
     def compared(
-        self, report: TrialReport, trace: Trace | None, facts: Facts | None
+        self,
+        report: TrialReport,
+        trace: Trace | None,
+        facts: Facts | None,
+        *,
+        runs: bool = False,
     ) -> TrialReport | None:
         """Return the report, as ``drifted`` if its training is not the reference's.
 
         Returns ``None`` if the plan must be the first of a process to be judged. See
-        ``verdicts.compared``.
+        ``verdicts.compared``. ``runs``: whether the reference still runs. Then the plan is only
+        compared when it is confirmed.
         """
         found = compared(report, trace, self.training, facts)
-        if found.without_reference:
+        if found.without_reference and not runs:
             self._tell(NOTHING_EXACT)
         if found.obstacle:
             self._tell(f"The steps cannot be compared: {found.obstacle}. Only losses are compared.")

@@ -40,10 +40,11 @@ class FixedStarts:
     def due(self, launch: Launch | None) -> tuple[Plan | None, bool]:
         """Return the start for ``launch``, or for a new one; and whether others must wait.
 
-        Others wait for a start that runs, or that needs another launch.
+        Others wait for a start that runs, or that needs another launch. They do not wait for a
+        reference with a plan: it is slow, and the winner is compared with it when it is confirmed.
         """
         state = self._state
-        if launch is None and self.reference_runs:
+        if launch is None and Plan() in state.running:
             return None, True
         tried = state.running.union(trial.plan for trial in state.finished)
         if launch is None and Plan() not in tried:
@@ -54,10 +55,10 @@ class FixedStarts:
         if state.level_sets is not None and not state.fits:
             return None, True
         first = self._reference()
-        if first is None:
+        if first is None or first in state.running:
             return self._from_earlier(launch), False
         here = launch is None or (launch.fresh and _follows(first, launch))
-        return (first if here and first not in state.running else None), True
+        return (first if here else None), True
 
     def _from_earlier(self, launch: Launch | None) -> Plan | None:
         """Return the next plan of an earlier study; ``None`` if ``launch`` can measure none."""

@@ -61,15 +61,16 @@ def history(tmp_path: Path) -> Iterator[History]:
 
 
 def test_what_others_are_compared_with_is_launched_once(history: History) -> None:
-    """In small parts, as it cannot win: by the launch that asks first, not by a second card too."""
+    """In small parts, as it cannot win. A second card measures another plan meanwhile."""
     proposer = Proposer(history, GPU)
     first = proposer.next()
     assert first is not None
     assert first["micro_batch"] == str(32 // PARTS)
     history.store.add_trials(history.study, [first], launch=1, owner=Owner.current())
-    assert proposer.next() is None
-    assert proposer.next(Launch(fresh=True)) is None
-    assert proposer.next(Launch()) is None
+    for launch in (None, Launch(), Launch(fresh=True)):
+        second = proposer.next(launch)
+        assert second is not None
+        assert second.fidelity() is Fidelity.ROUNDING, "the reference would be exact"
 
 
 def test_what_drops_is_compared_as_well(history: History) -> None:
