@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofit.worker.harness.ranks.late_output import LateOutput
+from autofit.worker.harness.batch.late_output import LateOutput
 from tests.harness.ranks.trainings import LANGUAGE, TAIL, assert_same
 
 ENTRIES = torch.arange(6.0).reshape(3, 2)
+KEEPS_NOTHING = """\
+import sys
+
+for name, each in list(sys.modules.items()):
+    if name.endswith(".batch.late_rows"):
+        each.LARGE = 0
+"""
 CALL = """\
         _, loss = model(x, labels)
         (loss / 2).backward()
@@ -84,3 +91,17 @@ def test_a_first_use_without_gradients_keeps_the_graph(output: LateOutput) -> No
 def test_a_script_that_uses_them_trains_the_same(tmp_path: Path, plan: dict[str, str]) -> None:
     assert CALL in LANGUAGE
     assert_same(tmp_path, LANGUAGE.replace(CALL, USED) + TAIL, plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"ranks": "2", "micro_batch": "2"},
+        {"micro_batch": "2"},
+        {"sharding": "full_offload", "micro_batch": "2"},
+    ],
+    ids=["ranks", "alone", "sharded"],
+)
+def test_a_script_may_use_what_chunks_have_not_kept(tmp_path: Path, plan: dict[str, str]) -> None:
+    assert_same(tmp_path, KEEPS_NOTHING + LANGUAGE.replace(CALL, USED) + TAIL, plan)

@@ -86,6 +86,9 @@ assert all(map(torch.equal, values(model), values(plain)))
 for one, other in zip(model.parameters(), plain.parameters()):
     assert torch.equal(one.grad, other.grad)
 assert is_paged(model) and model.head.weight is model.tokens.weight
+with Watch() as later:
+    model(x).square().mean()
+assert later.most <= WHOLE / 12 + 2 * largest, (later.most, WHOLE)
 
 with torch.no_grad():
     norms = torch._foreach_norm(list(model.parameters()))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
@@ -46,6 +47,17 @@ def test_nothing_arrives_in_grad(model: nn.Sequential) -> None:
     assert not heard
     assert all(parameter.grad is None for parameter in parameters)
     assert not found[-1].any(), "an unused parameter has no gradient"
+
+
+def test_outputs_are_freed_before_the_gradients_come(model: nn.Sequential) -> None:
+    there: list[bool] = []
+    logits = model(torch.randn(4, 8)).expand(4, 16).clone()
+    output = StorageWeakRef(logits.untyped_storage())
+    outputs, one = [logits], torch.ones_like(logits)
+    del logits
+    next(model.parameters()).register_hook(lambda _: there.append(not output.expired()))
+    digest(outputs, [one], list(model.parameters()))
+    assert (there, outputs) == ([False], [])
 
 
 @pytest.mark.parametrize("shape", [(1024, 4096), (4096, 1024), (2048, 512), (768, 3072)], ids=str)

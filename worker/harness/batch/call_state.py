@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum, auto
 from typing import Protocol
 from weakref import WeakSet
 
 import torch
 
 from autofit.worker.harness.batch.loss_scale import LossScale
+
+
+class Rows(Enum):
+    """Where calls keep large outputs beside their loss."""
+
+    NOWHERE = auto()
+    """So far, the script has read none, and had none left in a backward or at a step."""
+    ON_DEVICE = auto()
+    """The script has read one, or had one left."""
+    ON_HOST = auto()
+    """The script had one left but has read none, and the device is too small for them."""
 
 
 class ActiveCall(Protocol):
@@ -32,6 +44,8 @@ class CallState:
         """So far, every backward came before the next call."""
         self.draws_elsewhere: bool | None = None
         """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
+        self.rows = Rows.NOWHERE
+        self._rows_were_read = False
         self.even = False
         """The last call ran in even chunks, because no chunk had to run again."""
         self.accumulated: set[int] = set()
@@ -67,6 +81,22 @@ class CallState:
     def missing(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Return the trainable ones of ``parameters`` without the running chunk's gradient."""
         return [p for p in parameters if p.requires_grad and id(p) not in self.accumulated]
+
+    def rows_held(self) -> None:
+        """Keep large outputs from the next call on: the script has one that it might read."""
+        if self.rows is Rows.NOWHERE:
+            self.rows = Rows.ON_DEVICE
+
+    def rows_read(self) -> None:
+        """Keep large outputs on the device from the next call on: the script reads them."""
+        self.rows, self._rows_were_read = Rows.ON_DEVICE, True
+
+    def rows_short(self) -> bool:
+        """Keep large outputs on the host after memory ran out; return whether that frees any."""
+        if self.rows is not Rows.ON_DEVICE or self._rows_were_read:
+            return False
+        self.rows = Rows.ON_HOST
+        return True
 
     def stop_delaying(self) -> None:
         """Run all later calls at once: the script uses more of the output than its loss."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,15 +15,19 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.batch.call_state import CallState
+from autofit.worker.harness.batch.call_state import CallState, Rows
+from autofit.worker.harness.batch.late_output import CHANGED as CHANGED_BEFORE_USE
+from autofit.worker.harness.batch.late_output import LateOutput
+from autofit.worker.harness.batch.late_rows import LateRows, is_large, outline, stand_in
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
 from autofit.worker.harness.batch.loss_scale import equal_factors
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
-from autofit.worker.harness.torch_state.host_saved import saved_on_host
+from autofit.worker.harness.torch_state.host_saved import copy_on_host, saved_on_host
 from autofit.worker.harness.torch_state.module_state import Attributes, FirstCallUpdates
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
+from autofit.worker.oom.attempt import is_shortage
 
 CHANGED = "the model's weights, buffers or mode changed between its forward and its backward"
 
@@ -140,6 +145,13 @@ class ChunkedCall:
         """The loss scale that ``_gradients`` already contain."""
         self._released = False
         """A later call has freed ``_gradients``."""
+        self._late: dict[int, torch.device] = {}
+        """The devices of the large outputs beside the loss, which are not kept, by position."""
+        self._outlines: dict[int, torch.Tensor] = {}
+        """Meta tensors like those outputs."""
+        self._hosted: dict[int, list[torch.Tensor]] = {}
+        """Their rows in host memory, if they are kept there."""
+        self._late_rows: weakref.ref[LateRows] | None = None
         self._outputs: list[Any] = []
         self._spec: TreeSpec | None = None
         self._tracked: list[int] = []
@@ -147,6 +159,7 @@ class ChunkedCall:
 
     def __call__(self) -> Any:
         """Run the chunks; return the root's output with its original structure."""
+        arguments = self.batch.leaves
         tracked = ChunkedFunction.apply(  # type: ignore[no-untyped-call]
             self, self.anchor, *(self.batch.leaves[i] for i in self.inputs)
         )
@@ -154,8 +167,20 @@ class ChunkedCall:
         self._drop_arguments()
         for index, tensor in zip(self._tracked, tracked, strict=True):
             outputs[index] = tensor
+        for index, late in self._late_outputs(arguments, outputs).items():
+            outputs[index] = late
         assert self._spec is not None
         return tree_unflatten(outputs, self._spec)
+
+    def _late_outputs(self, arguments: list[Any], outputs: list[Any]) -> dict[int, LateOutput]:
+        """Return what the script gets in the place of outputs that are not kept."""
+        if not self._outlines:
+            return {}
+        state, hosted, self._hosted = self.owner.state, self._hosted, {}
+        rows = LateRows(self, state, self.layout, self._cuts, arguments)
+        self._late_rows = weakref.ref(rows)
+        self.owner.seams.delayed_calls.add(rows)
+        return rows.outputs(self._outlines, outputs, hosted)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments."""
@@ -187,6 +212,8 @@ class ChunkedCall:
                 eager, again = False, True
             elif isinstance(error, UnknownGraph):
                 again = False
+            elif is_shortage(error) and self.owner.state.rows_short():
+                again = True
             else:
                 again = self.owner.shrink(error, "forward", size) and size > 1
             self._drop_attempt(error)
@@ -204,6 +231,9 @@ class ChunkedCall:
         elsewhere = start.elsewhere != end.elsewhere if looked else None
         self._mark = self.owner.mark()
         self.owner.state.end_forward(even=eager, draws_elsewhere=elsewhere)
+        self._outlines = {index: self._outputs[index] for index in self._late}
+        for index, like in self._outlines.items():
+            self._outputs[index] = stand_in(like, self._late[index])
         return tuple(self._outputs[index] for index in self._tracked)
 
     def _random_state(self) -> RandomState:
@@ -215,6 +245,7 @@ class ChunkedCall:
     def _attempt(self, eager: bool) -> Exception | None:
         self._cuts = self.owner.cut(self._size, eager)
         self._states = []
+        self._late, self._hosted = {}, {}
         try:
             with inside(self.owner.seams):
                 parts = [self._parts.collect(cut, self._chunk(cut, eager)) for cut in self._cuts]
@@ -238,7 +269,23 @@ class ChunkedCall:
             self._differentiate(outputs, cut)
         elif graph:
             self._graph = ChunkGraph(cut, leaves, list(outputs))
-        return [without_graph(out) for out in outputs]
+        return self._without_late([without_graph(out) for out in outputs], cut)
+
+    def _without_late(self, outputs: list[Any], cut: Cut) -> list[Any]:
+        """Replace the large outputs of a chunk by their outlines; copy their rows to the host if
+        the script may read them."""
+        joins, kept = self.layout.joins, self.owner.state.rows
+        if kept is Rows.ON_DEVICE or len(self._cuts) < 2 or len(outputs) != len(joins):
+            return outputs
+        if cut == self._cuts[0] and self._loss_outputs():
+            times = self._size / (cut[1] - cut[0])
+            pairs = enumerate(zip(joins, outputs, strict=True))
+            self._late = {i: o.device for i, (j, o) in pairs if j.rows and is_large(o, times)}
+        for index in self._late:
+            if kept is Rows.ON_HOST:
+                self._hosted.setdefault(index, []).append(copy_on_host(outputs[index]))
+            outputs[index] = outline(outputs[index])
+        return outputs
 
     def _recognize(self, outputs: list[Any]) -> None:
         """Raise ``UnknownGraph`` if the call's first graph has a shape that was not verified."""
@@ -267,6 +314,33 @@ class ChunkedCall:
                     outputs[loss],
                     cotangent if self._factor is None else cotangent.mul_(self._factor),
                 )
+
+    def rows_again(
+        self, arguments: Sequence[Any], wanted: Collection[int]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Run the chunks again without a graph; return the rows of the outputs ``wanted``, on the
+        host. Raises ``Refused`` if the model has changed."""
+        if self.owner.mark() != self._mark:
+            raise Refused(CHANGED_BEFORE_USE, "micro_batch")
+        found: dict[int, list[torch.Tensor]] = {index: [] for index in wanted}
+        present, before = self.batch, self._random_state()
+        self.batch = Batch([*arguments], present.spec)
+        try:
+            with inside(self.owner.seams), torch.inference_mode(False), torch.no_grad():
+                for cut, state in zip(self._cuts, self._states, strict=True):
+                    if self._drew:
+                        state.restore()
+                    with self._ambient.again(), self._attributes.again():
+                        outputs = self._forward(cut)[1]
+                    for index in wanted:
+                        found[index].append(copy_on_host(outputs[index]))
+                    del outputs
+        finally:
+            self.batch = present
+            torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
+            if self._drew:
+                before.restore()
+        return found
 
     def _forward(self, cut: Cut) -> tuple[list[Any], list[Any]]:
         """Run the root on the samples of ``cut``; return its flattened arguments and outputs."""
@@ -317,6 +391,9 @@ class ChunkedCall:
 
         ``saved`` returns the argument tensors. Autograd raises in it if the script changed one.
         """
+        rows = self._late_rows() if self._late_rows is not None else None
+        if rows is not None:  # parameters may step in this backward
+            rows.run_before_change()
         self.owner.state.begin_backward(self, released=self._released)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         present = [index for index, cotangent in incoming.items() if cotangent is not None]

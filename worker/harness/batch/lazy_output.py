@@ -23,32 +23,14 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch import loss_functions
 from autofit.worker.harness.batch.call_state import CallState
+from autofit.worker.harness.batch.late_output import CHANGED, METADATA, LateOutput
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import plain_backward
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
-CHANGED = "the model or its arguments changed between its call and the use of its output"
 TOO_LATE = "the script asks for the gradient of the model's output after it has made the loss"
 OTHER_OUTPUT = "the same arguments give an output of another shape or type than before"
 TENSOR = torch.Tensor
-METADATA: set[Any] = {
-    TENSOR.__hash__,
-    TENSOR.__len__,
-    TENSOR.device.__get__,
-    TENSOR.dim,
-    TENSOR.dtype.__get__,  # type: ignore[attr-defined]
-    TENSOR.is_cuda.__get__,  # type: ignore[attr-defined]
-    TENSOR.is_floating_point,
-    TENSOR.ndim.__get__,  # type: ignore[attr-defined]
-    TENSOR.nelement,
-    TENSOR.numel,
-    TENSOR.requires_grad.__get__,  # type: ignore[attr-defined]
-    TENSOR.shape.__get__,  # type: ignore[attr-defined]
-    TENSOR.size,
-    torch.is_floating_point,
-    torch.numel,
-}
-"""Functions that need only the shape, data type and device of an output."""
 RESHAPING: set[Any] = {
     TENSOR.__getitem__,
     TENSOR.contiguous,
@@ -177,6 +159,8 @@ class DelayedCall:
                 start.restore()
                 raise
         assert self._output is not None
+        if isinstance(self._output, LateOutput):
+            self._output = self._output.value()
         return self._output
 
     def loss(self, loss: Loss) -> torch.Tensor | None:
@@ -352,7 +336,9 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def materialize(value: Any) -> Any:
     """Return ``value`` with the actual tensors in the place of lazy outputs."""
-    return tree_map(lambda each: each.value() if isinstance(each, LazyOutput) else each, value)
+    return tree_map(
+        lambda each: each.value() if isinstance(each, LazyOutput | LateOutput) else each, value
+    )
 
 
 def refuse_gradient(value: Any) -> None:

@@ -37,6 +37,12 @@ SHARE = 0.5
 The first call checks the plan on the whole model. Its activations, and one gathered block with its
 gradient, need the rest.
 """
+WHILE_PAGED = 0.25
+"""Share of those bytes that parameters may fill once some are paged out.
+
+A model uses its parameters in turn, so more of them on the device would save no copy: those that
+come next are always those that were used longest ago.
+"""
 SMALL = 1 << 16
 """Bytes below which a parameter stays on the device: the norms of a model with 30 G parameters
 need 3 MB."""
@@ -95,8 +101,8 @@ class PagedParameters:
         self._group = group
         self._kind = kind
         self._capacity = capacity
-        self._limit: int | None = None
-        """Bytes of parameters that may be on the device; the same on all ranks."""
+        self._most: int | None = None
+        """Bytes of parameters that may all stay on the device; the same on all ranks."""
         self._pages: dict[int, _Page] = {}
         """By the address of the storage; those that were used longest ago come first."""
         self._count = 0
@@ -111,6 +117,12 @@ class PagedParameters:
     def active(self) -> bool:
         """Whether some parameters may be paged out, so that all operations are watched."""
         return bool(self._undos)
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of parameters that may be on the device while others are paged out."""
+        assert self._most is not None, "the first page sets it"
+        return int(self._most * WHILE_PAGED)
 
     def attach(self) -> Undo:
         """Count the parameters that modules register, receive or copy from now on."""
@@ -138,19 +150,20 @@ class PagedParameters:
             return
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._limit is None:
+        if self._most is None:
             if (capacity := self._capacity(tensor.device)) is None:
                 return
             if self._group is not None:
                 with _unseen():
                     capacity = min(self._group.meet("the first parameters", capacity))
-            self._limit = int(SHARE * capacity)
+            self._most = int(SHARE * capacity)
         page = self._pages[storage._cdata] = _Page(storage, self._count)
         self._count += 1
         self._there += page.size
-        if self._there > self._limit:
+        if self._there > (self._limit if self.active else self._most):
             self._agree("the size of the parameters")
-            self._free_memory(0, [page])
+            if self.active or self._there > self._most:
+                self._free_memory(0, [page])
 
     # --- use -------------------------------------------------------------------------------
 
@@ -203,7 +216,6 @@ class PagedParameters:
         pages, watched = self._used(parameters), self.active
         self._page_in(pages)
         if watched:
-            assert self._limit is not None, "something was paged out"
             self._free_memory(self._limit, pages)
             self._watch(False)
         try:
@@ -217,8 +229,8 @@ class PagedParameters:
         if not self.active:
             return
         self._agree("the call of a sharded model")
-        assert self._limit is not None, "something was paged out"
-        if sum(page.size for page in self._pages.values()) <= self._limit:
+        assert self._most is not None, "something was paged out"
+        if sum(page.size for page in self._pages.values()) <= self._most:
             self._page_in(list(self._pages.values()))
             self._stop()
 
@@ -237,7 +249,6 @@ class PagedParameters:
 
     def _free_memory(self, size: int, keep: Iterable[_Page]) -> None:
         """Page out what was used longest ago, until ``size`` bytes more are within the limit."""
-        assert self._limit is not None, "the first page sets it"
         kept = set(keep)
         for page in list(self._pages.values()):
             if self._there + size <= self._limit:

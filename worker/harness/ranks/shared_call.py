@@ -24,12 +24,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Deferred, Forward
+from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
 from autofit.worker.harness.batch.outputs import Gradients, Parts
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup
-from autofit.worker.harness.ranks.late_output import LateOutput
 from autofit.worker.harness.ranks.lockstep import (
     LabelCheck,
     own_draws,
@@ -324,7 +324,8 @@ class SharedCall:
         outlines = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in told]  # type: ignore[arg-type]
         like = joined(self._layout.joins[index], outlines, self._cuts, [])
         what = f"the use of output {index} of call {self._root.calls} of {self._root.name}"
-        own = own.detached() if isinstance(own, Deferred) else own.detach()
+        if not isinstance(own, LateOutput):
+            own = own.detached() if isinstance(own, Deferred) else own.detach()
         shapes = [each.shape for each in outlines]
         self._late[index] = like, partial(self._gather, index, own, shapes, what)
         stand_in = torch.empty((), dtype=like.dtype, device=own.device)  # type: ignore[union-attr]
@@ -334,7 +335,7 @@ class SharedCall:
         self, index: int, own: torch.Tensor | Deferred, shapes: Sequence[torch.Size], what: str
     ) -> torch.Tensor:
         """Return an output of the whole batch."""
-        tensor = own.value() if isinstance(own, Deferred) else own
+        tensor = own.value().detach() if isinstance(own, Deferred | LateOutput) else own
         group = self._root.group
         group.meet(what)
         column = group.gather(tensor, shapes)
@@ -356,6 +357,8 @@ class SharedCall:
         for i in shares:
             if isinstance(local[i], Deferred):
                 local[i] = local[i].value()
+            elif isinstance(local[i], LateOutput):
+                local[i] = local[i].in_graph()
         wanted = [
             i for i in shares if isinstance(local[i], torch.Tensor) and local[i].requires_grad
         ]

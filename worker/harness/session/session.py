@@ -23,6 +23,7 @@ from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
 from autofit.strategies.weights.while_made import device_capacity
+from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
@@ -336,7 +337,8 @@ class Session:
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with lazy outputs replaced by their tensors."""
-        return tuple(each.value() if isinstance(each, LazyOutput) else each for each in args)
+        late = (LazyOutput, LateOutput)
+        return tuple(each.value() if isinstance(each, late) else each for each in args)
 
     def module_changes(self) -> None:
         """Run delayed calls before an attribute of a module changes."""

@@ -31,14 +31,15 @@ Digest = list[torch.Tensor]
 
 
 def digest(
-    outputs: Sequence[torch.Tensor],
+    outputs: list[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> Digest:
     """Return the digest of the parameters' gradients, without changes of ``.grad`` or calls of its
     hooks.
 
-    Each gradient is folded and freed at once, so the gradients never exist together.
+    Each gradient is folded and freed at once, so the gradients never exist together. ``outputs``
+    is emptied: the graph of a language model does not need its logits.
     """
     found: dict[int, torch.Tensor] = {}
 
@@ -50,12 +51,14 @@ def digest(
 
     for device in {output.device for output in outputs}:
         _begin_backward(device)
+    edges = [get_gradient_edge(output) for output in outputs]
+    outputs.clear()
     hooks = [p.register_hook(partial(taken, n)) for n, p in enumerate(parameters)]
     # For tensors, torch.autograd.grad leaves the torch-function modes, and a checkpointed block
     # would draw other numbers when it runs again. For graph edges, it does not leave them.
     try:
         torch.autograd.grad(
-            [get_gradient_edge(output) for output in outputs],
+            edges,
             [get_gradient_edge(parameter) for parameter in parameters],
             cotangents,
             allow_unused=True,

@@ -641,10 +641,12 @@ def _gradients(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
         ]
         own = [p for p in root.module.parameters() if p.requires_grad]
         parameters = [*own, *gathered(root.module)]
-        found = digest(outputs, cotangents, parameters) if outputs else []
-        if outputs and not any(bool(each.any()) for each in found):
+        counts = bool(outputs)
+        del leaves, values
+        found = digest(outputs, cotangents, parameters) if counts else []
+        if counts and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
-        del leaves, values, outputs, cotangents
+        del outputs, cotangents
         return found, updates_since(start)
 
 

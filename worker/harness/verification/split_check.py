@@ -35,6 +35,7 @@ from autofit.worker.harness.verification.float64 import Twins, in_float64, widen
 from autofit.worker.harness.verification.gradient_digest import digest
 from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, rolled
 from autofit.worker.harness.verification.perturbation import at_other_weights, zeros_perturbed
+from autofit.worker.harness.verification.repeated_heads import RepeatedHeads
 from autofit.worker.harness.verification.side_effects import (
     refuse_changed_arguments,
     refuse_changes_in_backward,
@@ -170,7 +171,7 @@ def _find_paged(
 ) -> Layout:
     """Check with checkpointed blocks, or with autograd's saved tensors in host memory."""
     check.on_host = saved_on_host(check.module.parameters()) if leanly is None else None
-    with (leanly or nullcontext)(), check.on_host or nullcontext():
+    with (leanly or nullcontext)(), check.on_host or nullcontext(), RepeatedHeads():
         found, error = _try(check, layout, samples)
     if error is not None:
         raise error
@@ -357,9 +358,10 @@ class _SplitCheck:
         def step() -> None:
             made = tree_leaves(self.forward(*args, **kwargs))
             outputs = [each for each in made if is_number(each) and each.requires_grad]
+            del made
             if outputs:
                 digest(outputs, [torch.ones_like(each) for each in outputs], wanted)
-            del made, outputs
+            del outputs
             now = Snapshot(self.module, copies=False)
             self.with_graph = {key: now.values.get(key) for key in changes(start, now)}
 

@@ -470,10 +470,12 @@ class Comparison:
                 )
 
     def _check_gradients(self, layout: Layout, part: Batch, cuts: Sequence[Cut]) -> None:
-        expected = self._with_gradients(layout, part, (0, self.size))[1]
-        found = [self._with_gradients(layout, part, cut)[1] for cut in cuts]
-        self._compare_gradients(expected, found)
-        if part is self.part and expected is not None and not any(map(_reaches, expected)):
+        whole, *found = [
+            self._gradients(self.runner.run(part, cut), layout, part, cut)
+            for cut in [(0, self.size), *cuts]
+        ]
+        self._compare_gradients(whole, found)
+        if part is self.part and whole is not None and not any(map(_reaches, whole)):
             raise Undecided("no gradient reaches the weights, so the split cannot be verified")
 
     def _compare_gradients(self, expected: Digest | None, found: Sequence[Digest | None]) -> None:
@@ -490,6 +492,21 @@ class Comparison:
         """Return the output of some samples and the digest of their gradients; ``None`` if no
         output has a gradient."""
         output = self.runner.run(part, cut)
+        return output.without_graph(), self._gradients(output, layout, part, cut)
+
+    def _gradients(self, output: Output, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
+        """Return the digest of the gradients of some samples; empties their ``output``."""
+        outputs, cotangents = self._incoming(output, layout, part, cut)
+        output.leaves.clear()
+        if not outputs:
+            return None
+        arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
+        return digest(outputs, cotangents, [*self.parameters.values(), *arguments])
+
+    def _incoming(
+        self, output: Output, layout: Layout, part: Batch, cut: Cut
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the outputs with a gradient that count, and the incoming gradient of each."""
         outputs, cotangents = [], []
         for leaf, join in zip(output.leaves, layout.joins, strict=True):
             if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
@@ -503,12 +520,7 @@ class Comparison:
             else:
                 view, dim = join.by_sample(leaf, cut[1] - cut[0])
                 cotangents.append(join.flat(pattern(view, dim, cut[0])))
-        if not outputs:
-            return output.without_graph(), None
-        scaled = [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
-        arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
-        found = digest(outputs, scaled, [*self.parameters.values(), *arguments])
-        return output.without_graph(), found
+        return outputs, [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
 
 
 def _marked(leaf: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Outputs of a divided call that are gathered from the ranks only if the script uses them.
+"""Outputs of a divided call whose entries are there only if the script uses them.
 
 A model that gets labels returns its loss and its logits. Few scripts read the logits. Those of the
-whole batch may need as much memory as the weights, on every rank.
+whole batch may need as much memory as the weights. Chunks compute them again (``late_rows``), and
+ranks gather them (``ranks.shared_call``).
 """
 
 from __future__ import annotations
@@ -12,9 +13,26 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autofit.worker.harness.batch.lazy_output import METADATA
-
+CHANGED = "the model or its arguments changed between its call and the use of its output"
 TENSOR = torch.Tensor
+METADATA: set[Any] = {
+    TENSOR.__hash__,
+    TENSOR.__len__,
+    TENSOR.device.__get__,
+    TENSOR.dim,
+    TENSOR.dtype.__get__,  # type: ignore[attr-defined]
+    TENSOR.is_cuda.__get__,  # type: ignore[attr-defined]
+    TENSOR.is_floating_point,
+    TENSOR.ndim.__get__,  # type: ignore[attr-defined]
+    TENSOR.nelement,
+    TENSOR.numel,
+    TENSOR.requires_grad.__get__,  # type: ignore[attr-defined]
+    TENSOR.shape.__get__,  # type: ignore[attr-defined]
+    TENSOR.size,
+    torch.is_floating_point,
+    torch.numel,
+}
+"""Functions that need only the shape, data type and device of an output."""
 OWN: set[Any] = {
     *METADATA,
     TENSOR.element_size,
@@ -28,7 +46,7 @@ OWN: set[Any] = {
 
 
 class LateOutput(torch.Tensor):
-    """An output that is gathered at its first use. All ranks use it at the same point."""
+    """An output whose entries are found at its first use. Ranks use it at the same point."""
 
     _stand_in: torch.Tensor
     _gather: Callable[[], torch.Tensor] | None
@@ -45,6 +63,10 @@ class LateOutput(torch.Tensor):
         made: LateOutput = _Source.apply(stand_in, like.stride())  # type: ignore[no-untyped-call]
         made._stand_in, made._gather = stand_in, gather
         return made
+
+    def in_graph(self) -> torch.Tensor:
+        """Return a tensor without memory that has the shape and the graph of the output."""
+        return self._stand_in
 
     def value(self) -> torch.Tensor:
         """Return the actual tensor, with its graph."""
