@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -200,6 +201,28 @@ class ShardedWeights:
                 group.reshard()
             self._versions.pop(module, None)
 
+    def abandon_call(self) -> None:
+        """Forget the forward or backward that has failed, so that the call can run again.
+
+        Nothing of it is left: no gathered weights, and no gradient that is not yet summed.
+        """
+        root = self._states[self._owner.module]
+        root._device_handle.synchronize()
+        for state in self._states.values():
+            state._training_state = TrainingState.IDLE
+            for group in _groups(state):
+                group._training_state = TrainingState.IDLE
+                group._all_gather_result = None
+                group._post_forward_indices.clear()
+                for each in group.fsdp_params:
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
+                    each.to_sharded()
+                group.reshard()
+        root._comm_ctx.post_forward_order.clear()
+        root._state_ctx.iter_forward_root = None
+        root._state_ctx.post_backward_final_callback_queued = False
+
     def called(self) -> tuple[int, ...]:
         """Return the blocks that the last forward has called, in order."""
         return tuple(self._called)
@@ -252,7 +275,8 @@ class ShardedWeights:
                         offload_policy=policy,
                     )
                 assert isinstance(made, FSDPModule)
-                made.set_gradient_divide_factor(1.0)
+                if mesh.size() > 1:  # one rank alone has no mean, and would divide a copy
+                    made.set_gradient_divide_factor(1.0)
                 made.set_force_sum_reduction_for_comms(True)
                 if paged:
                     drop_values(own)
@@ -266,6 +290,8 @@ class ShardedWeights:
             _remove_hooks(state)
             for group in _groups(state):
                 _show_in_backward(group)
+                if mesh.size() == 1:
+                    _free_sums(group)
         for each in module.modules():
             for name in MEMBERS:
                 each.__dict__.pop(name, None)
@@ -379,6 +405,28 @@ def _show_in_backward(group: Any) -> None:
         _show_gathered(group)
 
     group.pre_backward = pre_backward
+
+
+def _free_sums(group: Any) -> None:
+    """Free the gradients of a module, as they were before the sum, when its backward has ended.
+
+    FSDP keeps them during the next module's backward, so that it need not wait for the message. One
+    rank alone sends none.
+    """
+    plain = group.post_backward
+
+    def post_backward(*args: Any) -> None:
+        plain(*args)
+        context = group.comm_ctx
+        if hasattr(context, "reduce_scatter_states"):
+            kept, context.reduce_scatter_states = context.reduce_scatter_states, []
+        else:  # before torch 2.13
+            kept, context.reduce_scatter_state = [context.reduce_scatter_state], None
+        for each in kept:
+            if each is not None and each.event is not None:
+                group.device_handle.current_stream().wait_event(each.event)
+
+    group.post_backward = post_backward
 
 
 def _show_sharded(state: Any) -> None:

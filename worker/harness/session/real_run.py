@@ -211,6 +211,11 @@ class RealRun(Session):
         """Whether other processes train with this one."""
         return self.facts.world_size > 1 or self._group is not None
 
+    @property
+    def _spread(self) -> bool:
+        """Whether several ranks train, or the plan shards the weights of one."""
+        return self._group is not None or self.plan["sharding"] != AS_IS
+
     def _follows(self, index: int) -> bool:
         return self._plans[index].follows(self._plans[0].fixed)
 
@@ -261,8 +266,7 @@ class RealRun(Session):
         gradients to the other ranks. Nor is a call with sharded weights, which it may have left
         gathered.
         """
-        spread = self._group is not None or self.plan["sharding"] != AS_IS
-        alone = not isinstance(module, DistributedDataParallel) and not spread
+        alone = not isinstance(module, DistributedDataParallel) and not self._spread
         return RunPolicy(
             checks_on_copies=True,
             rescues_evaluation=alone,
@@ -273,7 +277,7 @@ class RealRun(Session):
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass; a single process finishes it in chunks if memory runs out."""
         self._open_graphs = 0
-        if self._group is not None:
+        if self._spread:
             run()
             return
         self._standby.backward(tensors, run, keeps_graph=self.seams.keeps_graph)

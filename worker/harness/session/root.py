@@ -335,7 +335,7 @@ class HarnessRoot:
             micro_batch,
             find_layout=self.layout,
             layouts=self._layouts,
-            on_shortage=self._on_shortage,
+            on_shortage=self._shortage_in_chunk,
             ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
             whole_at_worst=self._policy.may_run_whole,
             one_size=self._one_size,
@@ -347,6 +347,17 @@ class HarnessRoot:
             self._elastic = None
 
         return undo
+
+    def _shortage_in_chunk(self, error: BaseException, phase: str, size: int) -> bool:
+        """Return whether a split call that ran out of memory continues in smaller chunks.
+
+        With sharded weights, a backward may have added some gradients already, so it fails.
+        """
+        if self._sharded is not None and self._sharded.active:
+            if phase == "backward":
+                raise error
+            self._sharded.abandon_call()
+        return self._on_shortage(error, phase, size)
 
     def share(self, ranks: int) -> Undo:
         """Divide each call among the ``ranks`` processes of the launch."""
