@@ -32,6 +32,7 @@ def replace_parameters(new: Mapping[nn.Parameter, torch.Tensor]) -> None:
     that run cannot be changed: to use the parameter in one raises ``Refused``. So does an object of
     another kind that holds a parameter, before anything has changed.
     """
+    gc.collect()  # cycles that nothing refers to hold parameters too, such as those of an error
     replaced: dict[int, tuple[Any, Any]] = {id(old): (old, each) for old, each in new.items()}
     ours = {id(replaced), id(new), *map(id, replaced.values())}
     wave: list[Any] = list(new)
