@@ -129,9 +129,13 @@ class _Step:
             yield self._copy(plain, each.size // 2, start, end, used, wanted, block=block)
 
     def _lowered(self, each: Allocation, plain: Life) -> Iterator[Life]:
-        """Yield a tensor of 16 bits; operations in float32 make copies of it."""
+        """Yield a tensor of 16 bits; operations in float32 make copies of it.
+
+        Backward may use a copy by the same operation: the gradient of ``pow`` is another ``pow``.
+        """
         forward = self._in(each, FORWARD, self._in_float32)
-        backward = self._in(each, BACKWARD, self._in_float32_backward)
+        again = {self._executed[index].name for index in forward}
+        backward = self._in(each, BACKWARD, self._in_float32_backward | again)
         only_full = bool(backward) and len(backward) == len(self._reads(each, BACKWARD))
         end = plain.used if only_full and forward else plain.end
         yield self._copy(plain, each.size // 2, plain.start, end, plain.used, plain.wanted)
