@@ -129,7 +129,8 @@ def test_weights_that_do_not_fit(runner: Runner) -> None:
     runner.write(LOSS)
     script = runner.folder / "train.py"
     script.write_text(script.read_text().replace("model = nn", "nn.Linear(4096, 4096)\nmodel = nn"))
-    (said,) = runner.tuned().said
+    first, said = runner.tuned().said
+    assert "attempt 2 starts from the beginning, under sharding full_offload" in first
     assert "train.py:9 (`nn.Linear(4096, 4096)`), before the model first ran, 128.0 MiB" in said
     assert "no technique lowers its weights further; what is left is a smaller model" in said
 

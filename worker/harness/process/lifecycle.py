@@ -29,6 +29,7 @@ from autofit.worker.records.trials import (
     CHECK,
     ChildSpec,
     Finished,
+    Learned,
     PlanEnded,
     Raised,
     TrialReport,
@@ -96,6 +97,9 @@ class ScriptLifecycle:
         out_of_memory = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
         if out_of_memory and self._session is not None:
             self._session.describe_uncalled_model(error)
+            if self._reporter.rank and self._session.roots:
+                # The leading rank may be killed before it reports what all have learned.
+                self._reporter.send(Learned(facts=self._session.facts))
         frames.strip_our_frames(error)
         text = _traceback_text(error)
         if isinstance(error, Refused):
