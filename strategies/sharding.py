@@ -150,6 +150,8 @@ class Sharding(Strategy):
             alone = name == "micro_batch" and levels["ranks"] == AS_IS
             if levels[name] != AS_IS and not alone:
                 return f"sharding: under {name} a block does not run once, with its own weights"
+        if shards and levels["precision"] == "fp16":
+            return "sharding: fp16 scales the gradients of whole weights"
         if levels["optimizer"] not in BESIDE:
             return f"sharding: the state of optimizer {levels['optimizer']} has a form of its own"
         return None

@@ -476,3 +476,6 @@ def _refuse_what_is_not_sharded(module: nn.Module) -> None:
             raise Refused(reason, STRATEGY)
     if len({each.dtype for each in parameters}) > 1:
         raise Refused("the model's parameters have different types", STRATEGY)
+    embeddings = (e for e in module.modules() if isinstance(e, nn.Embedding | nn.EmbeddingBag))
+    if any(each.sparse for each in embeddings):
+        raise Refused("an embedding has sparse gradients, which are not sharded", STRATEGY)
