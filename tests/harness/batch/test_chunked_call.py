@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy.random
@@ -21,34 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker import meter
-from autofit.worker.harness.session.real_run import RealRun
-from tests.roots import Notes, a_run
+from tests.harness.real_runs import running
+from tests.roots import Notes
 
 pytestmark = pytest.mark.quick
 
 Scenario = Callable[[], Any]
-
-
-class Silent:
-    """Takes the reports of a run."""
-
-    rank = 0
-
-    def send(self, event: Any) -> None:
-        """Drop it."""
-
-
-@contextmanager
-def running(micro_batch: int) -> Iterator[RealRun]:
-    """Split every root's batch, as ``autofit run`` does."""
-    plan = Plan.of({"micro_batch": str(micro_batch)})
-    run = RealRun(a_run(plan), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
-    run.start()
-    try:
-        yield run
-    finally:
-        run.stop()
+SPLIT = Plan.of({"micro_batch": "5"})
 
 
 class Scorer(nn.Module):
@@ -85,7 +63,7 @@ def both(scenario: Scenario, micro_batch: int) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = scenario()
     torch.manual_seed(0)
-    with running(micro_batch):
+    with running(Plan.of({"micro_batch": str(micro_batch)})):
         return scenario(), plain
 
 
@@ -570,14 +548,14 @@ def test_the_scripts_own_autocast(losing: bool, micro_batch: int) -> None:
 def test_gradients_of_gradients_are_refused() -> None:
     model = Scorer().double()
     x = batch()[0].requires_grad_()
-    with running(5), pytest.raises(Refused, match="create_graph"):
+    with running(SPLIT), pytest.raises(Refused, match="create_graph"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 def test_a_hook_on_a_parameter_is_refused() -> None:
     model = Losing().double()
     model.last.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    with running(5), pytest.raises(Refused, match="hook"):
+    with running(SPLIT), pytest.raises(Refused, match="hook"):
         model(*batch())
 
 
@@ -585,14 +563,14 @@ def test_an_optimizer_inside_backward_is_refused() -> None:
     model = Scorer().double()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: None)
-    with running(5), pytest.raises(Refused, match="hook"):
+    with running(SPLIT), pytest.raises(Refused, match="hook"):
         model(batch()[0])
 
 
 def test_a_hook_on_a_layers_gradient_is_refused() -> None:
     model = Scorer().double()
     model.last.register_full_backward_hook(lambda layer, into, out: None)
-    with running(5), pytest.raises(Refused, match="hook"):
+    with running(SPLIT), pytest.raises(Refused, match="hook"):
         model(batch()[0])
 
 
@@ -650,7 +628,7 @@ def test_what_a_forward_drew_its_backward_draws(draw: Callable[[Any], float], ag
             return x * self.scale * drawn
 
     model = Drawing()
-    with running(5):
+    with running(SPLIT):
         for step in range(4):
             model.zero_grad()
             model.late = step >= 2
@@ -705,7 +683,7 @@ def test_a_loss_that_takes_its_input_past_python(loss: Callable[[Tensor, Tensor]
         return left(model)
 
     model, batches = Scorer().double(), [batch() for _ in range(3)]
-    with running(5):
+    with running(SPLIT):
         found = train(model)
     for mine, expected in zip(found, train(model), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
@@ -722,7 +700,7 @@ def test_a_change_between_forward_and_backward_is_noticed() -> None:
 
     model = Shifted().double()
     x, _ = batch()
-    with running(5):
+    with running(SPLIT):
         loss = model(x).square().mean()
         with torch.no_grad():
             model.last.bias.add_(1)
@@ -752,7 +730,10 @@ def test_what_outlives_the_forward_is_refused() -> None:
     hooked, features = Scorer().double(), []
     hooked.first.register_forward_hook(lambda module, args, output: features.append(output))
     for model in (Balanced().double(), hooked):
-        with running(5), pytest.raises(Refused, match=r"for later|not tried out"):
+        with (
+            running(SPLIT),
+            pytest.raises(Refused, match=r"for later|not tried out"),
+        ):
             model(batch()[0])
 
 
@@ -763,14 +744,14 @@ def test_a_weight_from_elsewhere_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * elsewhere
 
-    with running(5), pytest.raises(Refused, match="not its parameters"):
+    with running(SPLIT), pytest.raises(Refused, match="not its parameters"):
         Borrowing().double()(batch()[0])
 
 
 @pytest.mark.parametrize("losing", [False, True])
 def test_the_batch_is_let_go_after_backward(losing: bool) -> None:
     model = Losing().double() if losing else Scorer().double()
-    with running(5):
+    with running(SPLIT):
         x, y = batch()
         seen = weakref.ref(x)
         loss = model(x, y) if losing else F.cross_entropy(model(x), y)
@@ -802,7 +783,7 @@ def test_calls_that_wait_for_one_backward_keep_one_graph() -> None:
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()
     most: list[int] = []
     model = Model().double()
-    with running(5):
+    with running(SPLIT):
         losses = [model(batch()[0]).square().mean() for _ in range(3)]
         graphs_before_backward = len(graphs)
         most.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker import meter
 from autofit.worker.harness.batch import late_rows
 from autofit.worker.harness.batch.call_state import CallState, Rows
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.session.real_run import RealRun
-from tests.roots import a_run
+from tests.harness.real_runs import running
 
 pytestmark = pytest.mark.quick
 
@@ -44,15 +42,6 @@ class Model(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-class Silent:
-    """Takes the reports of a run."""
-
-    rank = 0
-
-    def send(self, event: Any) -> None:
-        """Drop it."""
-
-
 class Live(TorchDispatchMode):
     """Notes the most bytes that operations have made and that exist together."""
 
@@ -70,17 +59,6 @@ class Live(TorchDispatchMode):
         self._made = {key: pair for key, pair in self._made.items() if not pair[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._made.values()))
         return found
-
-
-@contextmanager
-def running(plan: Plan) -> Iterator[RealRun]:
-    """Split every root's batch, as ``autofit run`` does."""
-    run = RealRun(a_run(plan), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
-    run.start()
-    try:
-        yield run
-    finally:
-        run.stop()
 
 
 def state_of(run: RealRun) -> CallState:

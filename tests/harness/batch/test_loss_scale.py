@@ -6,10 +6,8 @@ call must agree to the bit: the same parts, the same factor, the same sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -17,38 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autofit.plan import Plan
-from autofit.worker import meter
 from autofit.worker.harness.batch.loss_scale import LossScale
-from autofit.worker.harness.session.real_run import RealRun
 from autofit.worker.harness.torch_state.rng import Ambient
-from tests.roots import Notes, a_run
+from tests.harness.real_runs import running
+from tests.roots import Notes
 
 pytestmark = pytest.mark.quick
 
 BATCH, MICRO_BATCH, STEPS = 21, 7, 9
+SPLIT = Plan.of({"micro_batch": str(MICRO_BATCH)})
 CALLS: Notes[int] = Notes()
 """The samples of each forward; not in the model, which must keep nothing of one."""
-
-
-class Silent:
-    """Takes the reports of a run."""
-
-    rank = 0
-
-    def send(self, event: Any) -> None:
-        """Drop it."""
-
-
-@contextmanager
-def splitting() -> Iterator[RealRun]:
-    """Split every root's batch, as ``autofit run`` does."""
-    plan = Plan.of({"micro_batch": str(MICRO_BATCH)})
-    run = RealRun(a_run(plan), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
-    run.start()
-    try:
-        yield run
-    finally:
-        run.stop()
 
 
 class Losing(nn.Module):
@@ -118,7 +95,7 @@ def overflowing(step: int, scaler: torch.amp.GradScaler) -> None:
 @pytest.mark.parametrize("alter", [unaltered, overflowing])
 def test_the_gradients_of_a_loop_cut_by_hand(alter: Alter) -> None:
     by_hand = train(BATCH // MICRO_BATCH, alter)
-    with splitting():
+    with running(SPLIT):
         split = train(1, alter)
     assert split.scales == by_hand.scales
     assert len(set(split.scales)) > 1
@@ -127,7 +104,7 @@ def test_the_gradients_of_a_loop_cut_by_hand(alter: Alter) -> None:
 
 
 def test_it_is_eager_once_the_scale_has_settled() -> None:
-    with splitting():
+    with running(SPLIT):
         calls = train(1, unaltered).calls
     # Parts run again while the scale is not known; once it is, none. Then it doubles: the eager
     # gradients are in the old scale, so all run again; the one after that looks whether it stays.
@@ -151,7 +128,7 @@ def in_half(parts: int) -> list[Tensor]:
 
 def test_float16_weights_and_a_scale_of_the_scripts_own() -> None:
     by_hand = in_half(BATCH // MICRO_BATCH)
-    with splitting():
+    with running(SPLIT):
         split = in_half(1)
     for found, expected in zip(split, by_hand, strict=True):
         difference = (found - expected).float().norm() / expected.float().norm()

@@ -6,50 +6,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autofit.plan import Plan
-from autofit.worker import meter
-from autofit.worker.harness.session.real_run import RealRun
+from tests.harness.real_runs import running
 from tests.harness.session import hf_loops
-from tests.roots import a_run
 
 SPLIT = {"micro_batch": "2"}
 ROUNDING = 1e-5
 """Largest relative difference of a loss that another order of sums may make; 2e-7 was seen."""
 
 
-class Silent:
-    """Takes the reports of a run."""
-
-    rank = 0
-
-    def send(self, event: Any) -> None:
-        """Drop it."""
-
-
-@contextmanager
-def running(levels: dict[str, str]) -> Iterator[None]:
-    run = RealRun(a_run(Plan.of(levels)), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
-    run.start()
-    try:
-        yield
-    finally:
-        run.stop()
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("make", hf_loops.LOOPS, ids=lambda make: make.__name__)
 def test_it_is_the_same_training(make: Any) -> None:
     expected = hf_loops.losses(make)
-    with running({}):
+    with running(Plan()):
         assert hf_loops.losses(make) == expected
-    with running(SPLIT):
+    with running(Plan.of(SPLIT)):
         assert hf_loops.losses(make) == pytest.approx(expected, rel=ROUNDING)
 
 

@@ -6,11 +6,9 @@ the same gradients.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,31 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from autofit.plan import Plan
-from autofit.worker import meter
 from autofit.worker.harness.measurement.tracer import Tracer
-from autofit.worker.harness.session.real_run import RealRun
-from tests.roots import Rooted, a_run
+from tests.harness.real_runs import running
+from tests.roots import Rooted
 
 pytestmark = pytest.mark.quick
-
-
-class Silent:
-    """Takes the reports of a run."""
-
-    rank = 0
-
-    def send(self, event: Any) -> None:
-        """Drop it."""
-
-
-@contextlib.contextmanager
-def running() -> Iterator[None]:
-    run = RealRun(a_run(Plan()), Silent(), meter.for_device("cpu"))  # type: ignore[arg-type]
-    run.start()
-    try:
-        yield
-    finally:
-        run.stop()
 
 
 class Scorer(nn.Module):
@@ -232,7 +210,7 @@ def assert_alike(make: Any, named: Any = dict) -> list[str]:
     torch.manual_seed(0)
     expected = train(make(), named)
     torch.manual_seed(0)
-    with running(), warnings.catch_warnings(record=True) as said:
+    with running(Plan()), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = train(make(), named)
     assert all(map(torch.equal, found, expected))

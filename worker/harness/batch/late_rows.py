@@ -28,14 +28,14 @@ from autofit.worker.harness.batch.layout import Cut, Layout, joined
 LARGE = 1 << 24
 """The bytes of an output of the batch below which it is kept: to run again would cost more."""
 
-Rows = dict[int, list[torch.Tensor]]
+HostRows = dict[int, list[torch.Tensor]]
 """The rows of each chunk in host memory, by the position of the output."""
 
 
 class Call(Protocol):
     """What late rows need of their call (``chunked_call.ChunkedCall``)."""
 
-    def rows_again(self, arguments: Sequence[Any], wanted: Collection[int]) -> Rows:
+    def rows_again(self, arguments: Sequence[Any], wanted: Collection[int]) -> HostRows:
         """Run the chunks again without a graph; return the rows of the outputs ``wanted``.
 
         Raises ``Refused`` if the model has changed.
@@ -59,10 +59,10 @@ class LateRows:
         self._versions = self._present()
         self._outputs: WeakValueDictionary[int, LateOutput] = WeakValueDictionary()
         """Those that the script still has."""
-        self._rows: Rows | None = None
+        self._rows: HostRows | None = None
 
     def outputs(
-        self, outlines: Mapping[int, torch.Tensor], outputs: Sequence[Any], rows: Rows
+        self, outlines: Mapping[int, torch.Tensor], outputs: Sequence[Any], rows: HostRows
     ) -> dict[int, LateOutput]:
         """Return the outputs at the positions of ``outlines``, which are meta tensors like them.
 
@@ -98,12 +98,12 @@ class LateRows:
         )
         return found.to(device, copy=True)
 
-    def _again(self) -> Rows:
+    def _again(self) -> HostRows:
         if self._present() != self._versions:
             raise Refused(CHANGED, "micro_batch")
         return self._call.rows_again(self._arguments, [*self._outputs])
 
-    def _have(self, rows: Rows) -> None:
+    def _have(self, rows: HostRows) -> None:
         self._rows, self._arguments = rows, []
 
     def _present(self) -> list[int]:
