@@ -87,10 +87,10 @@ def mean(loss: Tensor, ranks: Ranks) -> float:
 
 
 def leave() -> None:
-    """Part from the other ranks.
+    """End the process group, after the model is freed.
 
-    Before that all wait: gloo's threads may not be done with the last reduction, and would need the
-    interpreter's lock to let go of it while the main thread, which has it, waits for them.
+    A gloo thread may still hold a tensor of the last reduction, and needs the GIL to free it. A
+    DDP model that owns the group would wait for that thread, and would hold the GIL meanwhile.
     """
     if dist.is_initialized():
         dist.barrier()

@@ -190,8 +190,8 @@ def train(arguments: argparse.Namespace) -> None:
     rate = arguments.steps * len(batch) * ranks.world / seconds
     if speaks:
         print(f"done: {rate:.2f} samples/s, {seconds / arguments.steps:.3f} s a step")
-    leave()
 
 
 if __name__ == "__main__":
     train(parse_arguments())
+    leave()
