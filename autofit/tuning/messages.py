@@ -73,9 +73,12 @@ def _why(again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon
     same = margin(old, new)
     if slower > same:
         return f"which was {100 * slower:.0f} % slower in the confirmation runs"
-    more = format_size(max(0, old.peak_device - new.peak_device))
-    within = f"within {100 * same:.0f} %"
-    return f"which was as fast in its confirmation run ({within}) and needs {more} more"
+    spread = f"{100 * same:.0f} %"
+    more = old.peak_device - new.peak_device
+    if more <= 0:
+        return f"which was slower in the confirmation runs, by less than their spread ({spread})"
+    as_fast = f"which was as fast in its confirmation run (within {spread})"
+    return f"{as_fast} and needs {format_size(more)} more"
 
 
 _NOT_KEPT: dict[Verdict | None, str] = {
