@@ -183,9 +183,9 @@ def exit_codes() -> Iterator[tuple[str, str]]:
 
 def strategies() -> str:
     """Return ``strategies.md``: what each strategy says of itself, and which levels combine."""
-    told = ["# Strategies", NOTICE, "", LEVELS, ""]
+    told = ["# Techniques", NOTICE, "", LEVELS, ""]
     told += table(
-        ("strategy", "lowers", "what it does"),
+        ("technique", "lowers", "what it does"),
         ((f"[`{s.name}`](#{s.name})", _lowered(s), s.summary) for s in REGISTRY),
     )
     for strategy in REGISTRY:
@@ -204,8 +204,9 @@ def strategies() -> str:
 
 
 LEVELS = """\
-A plan holds one level of every strategy. The level `as_is` changes nothing and is left out below.
-The fidelity of a level says how much it may change the training:
+A plan holds one level of every technique. Python and JSON call a technique a *strategy*. The level
+`as_is` changes nothing and is left out below. The fidelity of a level says how much it may change
+the training:
 
 | fidelity | what may differ |
 |---|---|
@@ -220,7 +221,7 @@ Some levels change more in some scripts. In a model with dropout, `micro_batch` 
 `redraw`. In a script that computes in half precision, `compile`, `loss`, `memory_format` and fused
 optimizers are `rounding`."""
 PAIRS = """\
-The matrix says which strategies combine in one plan, and the lines below it say why others do not.
+The matrix says which techniques combine in one plan. The lines below it say why others do not.
 `autofit techniques --pairs` prints the same."""
 
 

@@ -3,12 +3,12 @@
 ::
 
     AutofitError
-    ├── UsageError      what was asked cannot be done as asked         (exit code 2)
-    ├── ScriptError     the user's script failed by itself             (exit code 1)
+    ├── UsageError      the request is not possible                    (exit code 2)
+    ├── ScriptError     the script fails without a plan too            (exit code 1)
     ├── NothingFits     no plan fits the budget                        (exit code 3)
     ├── StorageError    the store cannot be read or written            (exit code 1)
-    ├── WorkerError     a worker, not the script, broke                (exit code 1)
-    ├── CannotRetry     starting over would not be the same training   (exit code 1)
+    ├── WorkerError     a worker process failed, not the script        (exit code 1)
+    ├── CannotRetry     a retry would not be the same training         (exit code 1)
     └── Refused         a strategy cannot keep its promise here        (a verdict, never an exit)
 
 A message says what was given, what is allowed and what to do, in one line.
@@ -22,13 +22,13 @@ class AutofitError(Exception):
 
 
 class UsageError(AutofitError):
-    """What was asked cannot be done as asked: a bad size, an unknown strategy, a missing file."""
+    """The request is not possible: a bad size, an unknown technique, a missing file."""
 
     exit_code = 2
 
 
 class ScriptError(AutofitError):
-    """The user's script failed under the neutral plan too, so the fault is its own.
+    """The script fails without a plan too.
 
     ``traceback`` is what Python itself would have printed (empty when the script raised nothing).
     """
@@ -49,18 +49,18 @@ class StorageError(AutofitError):
 
 
 class WorkerError(AutofitError):
-    """A worker broke, not the script it ran."""
+    """A worker process failed, not the script."""
 
 
 class CannotRetry(AutofitError):
-    """Memory ran out where starting over in place would not be the same training.
+    """Memory ran out, and a retry would not be the same training.
 
     Its ``__cause__`` is the allocator's own error.
     """
 
 
 class Refused(AutofitError):
-    """A strategy cannot keep its promise on this script; the message is the reason.
+    """A technique would not keep this training the same; the message is the reason.
 
     ``strategy`` names it, where it is known.
     """

@@ -21,7 +21,7 @@ class Kind(StrEnum):
     COUNT = "a number from 1"
     PERCENT = "a number from 0, below 100"
     FIDELITY = "the name of a fidelity"
-    STRATEGIES = "names of strategies, one an option"
+    STRATEGIES = "names of techniques, one for each option"
     TEXT = "any text"
     SWITCH = "no value"
 

@@ -63,7 +63,7 @@ def get(name: str) -> Strategy:
         if strategy.name == name:
             return strategy
     hint = did_you_mean(name, NAMES) or f"there are {', '.join(NAMES)}"
-    raise UsageError(f"there is no strategy {name!r}; {hint}")
+    raise UsageError(f"there is no technique {name!r}; {hint}")
 
 
 __all__ = [

@@ -282,7 +282,7 @@ def _plan(given: object) -> Plan | None:
         return Plan.of(given)
     if isinstance(given, str | os.PathLike):
         return load_plan(Path(given))
-    raise UsageError(f"plan={given!r}: write a plan, its levels by strategy, or a file's path")
+    raise UsageError(f"plan={given!r}: write a plan, its levels by technique, or a file's path")
 
 
 def _say(quiet: bool) -> Callable[[str], None]:

@@ -71,7 +71,7 @@ def _fidelity(value: object) -> Fidelity:
 def _strategies(value: object) -> frozenset[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Iterable):
-        raise UsageError("write the name of a strategy, or a list of names")
+        raise UsageError("write the name of a technique, or a list of names")
     return frozenset(get(str(name)).name for name in names)
 
 

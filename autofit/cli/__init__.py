@@ -39,7 +39,10 @@ INTERRUPTED = 130
 )
 @click.version_option(__version__, prog_name="autofit")
 def cli() -> None:
-    """Find the fastest way to run the same training inside a memory budget."""
+    """Find the fastest way to run the same training within a memory budget.
+
+    Begin with: autofit search train.py --memory 24GiB
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from autofit.export import FORMATS, SUFFIXES, lost, render
     "--format",
     "form",
     type=types.Choice(FORMATS),
-    help="Export format (default: by the suffix of -o, else a summary in plain text).",
+    help="Export format (default: by the suffix of FILE, else a summary as text).",
 )
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False), help="Write to this file."
@@ -27,15 +27,15 @@ from autofit.export import FORMATS, SUFFIXES, lost, render
 @click.option(
     "--partial",
     is_flag=True,
-    help="Export also if the format cannot carry the whole plan; the file names what is left out.",
+    help="Export what the format can carry; the file names what is left out.",
 )
 @click.option(
     "--memory",
     metavar="SIZE",
     callback=types.size,
-    help="The fastest known plan whose peak fits this budget per device, such as 16GiB.",
+    help="Show the fastest measured plan that fits this budget, such as 16GiB.",
 )
-@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
+@click.option("--storage", metavar="URL", help="Store, a file or a URL (default: ./autofit.db).")
 def command(
     script: str | None,
     module: str | None,
@@ -45,7 +45,10 @@ def command(
     memory: int | None,
     storage: str | None,
 ) -> None:
-    """Show or export the best plan found for SCRIPT (default: the newest study's)."""
+    """Show or export the best plan for SCRIPT.
+
+    Without SCRIPT, it takes the newest search.
+    """
     form = form or _form_of(output)
     launch = some_launch(script, module)
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 @click.command("check", cls=ScriptCommand)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
 def command(script: str | None, module: str | None, as_json: bool, **given: Any) -> int:
-    """Check whether SCRIPT fits a budget, and show what grew since the last check that fitted.
+    """Check whether SCRIPT fits a memory budget.
 
-    Runs the script for a few steps and prints one line. Exits with 3 if the script does not fit.
+    Runs the script for a few steps, and prints one line that names the layers that grew since the
+    last check. Exits with 3 if the script does not fit.
     """
     launch = the_launch(script, module)
 

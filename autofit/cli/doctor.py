@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 @click.option(
     "--storage",
     metavar="URL",
-    help="The store with what searches measured of this machine (default: ./autofit.db).",
+    help="Store with measurements of this machine, a file or a URL (default: ./autofit.db).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 def command(storage: str | None, as_json: bool) -> None:
-    """Show versions, devices, the processes that use their memory, and what is missing."""
+    """Show devices, who uses their memory, and what is missing.
+
+    Also shows the versions of the packages that a search needs.
+    """
     from autofit.doctor import as_document, examine
 
     found = examine(storage)

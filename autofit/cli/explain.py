@@ -18,10 +18,10 @@ from autofit.inspection.options import ExplainOptions
 @click.command("explain", cls=ScriptCommand)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
 def command(script: str | None, module: str | None, as_json: bool, **given: Any) -> None:
-    """Show what holds the memory of SCRIPT at its peak, and what each technique would free.
+    """Show what holds the memory of SCRIPT at its peak.
 
-    Runs the script for a few steps. No search is needed. What a search has measured replaces
-    predictions.
+    Also shows what each technique would free. Runs the script for a few steps; no search is
+    needed. If a search has measured a technique, the measurement replaces the prediction.
     """
     launch = the_launch(script, module)
 

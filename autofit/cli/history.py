@@ -24,9 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _options(function: F) -> F:
     """Give a command the options that all commands of the history have."""
     store = click.option(
-        "--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db)."
+        "--storage", metavar="URL", help="Store, a file or a URL (default: ./autofit.db)."
     )
-    as_json = click.option("--json", "as_json", is_flag=True, help="Write it as JSON.")
+    as_json = click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
     return store(as_json(function))
 
 
@@ -36,7 +36,8 @@ def _options(function: F) -> F:
 def command(context: click.Context, storage: str | None, as_json: bool) -> None:
     """List the stored studies, the newest first.
 
-    STUDY is the identifier of a study, or the beginning of it. A trial is written STUDY/NUMBER.
+    A study is a stored search. STUDY is its identifier, or the beginning of it. A trial is written
+    STUDY/NUMBER.
     """
     if context.invoked_subcommand is not None:
         if as_json or storage is not None:
@@ -60,7 +61,7 @@ def command(context: click.Context, storage: str | None, as_json: bool) -> None:
 @click.argument("study", required=False)
 @_options
 def show_study(study: str | None, storage: str | None, as_json: bool) -> None:
-    """Show the trials of STUDY (default: the newest) with their verdicts and reasons."""
+    """Show the trials of STUDY (default: the newest)."""
     from autofit.analysis.studies import stored_study, study_named
     from autofit.export.records import history_document
     from autofit.view import history, words
@@ -80,7 +81,10 @@ def show_study(study: str | None, storage: str | None, as_json: bool) -> None:
 @click.argument("b")
 @_options
 def compare(a: str, b: str, storage: str | None, as_json: bool) -> None:
-    """Compare A and B: two trials, written STUDY/NUMBER, or the best plans of two studies."""
+    """Compare two trials, or the best plans of two studies.
+
+    Each of A and B is a trial, written STUDY/NUMBER, or a study.
+    """
     from autofit.analysis.studies import side_named
     from autofit.export.records import comparison_document
     from autofit.view.history import comparison, conclusion
@@ -99,7 +103,7 @@ def compare(a: str, b: str, storage: str | None, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Delete without asking.")
 @_options
 def delete(study: str, yes: bool, storage: str | None, as_json: bool) -> None:
-    """Delete STUDY with its trials. What was verified of the script is kept."""
+    """Delete STUDY with its trials. The plans that were verified stay known."""
     from autofit.analysis.studies import stored_study, study_named
     from autofit.export.records import study_document
     from autofit.tuning.study import delete_study

@@ -24,11 +24,14 @@ DEFAULT = "autofit-report.html"
     help="Write to this file.",
 )
 @click.option("--study", metavar="STUDY", help="The study to show, as autofit history lists it.")
-@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
+@click.option("--storage", metavar="URL", help="Store, a file or a URL (default: ./autofit.db).")
 def command(
     script: str | None, module: str | None, output: str, study: str | None, storage: str | None
 ) -> None:
-    """Write a report on the search of SCRIPT (default: the newest study) as one HTML file."""
+    """Write one HTML file that shows the search of SCRIPT.
+
+    Without SCRIPT and --study, it shows the newest search.
+    """
     launch = some_launch(script, module)
     if launch is not None and study is not None:
         raise UsageError("give SCRIPT or --study, not both")

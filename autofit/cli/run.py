@@ -17,36 +17,39 @@ from autofit.cli.script import ScriptCommand, script_argument, the_launch
     "--plan",
     metavar="FILE",
     type=click.Path(dir_okay=False),
-    help="A plan exported as json or toml, instead of the best stored plan.",
+    help="Use the plan in this file (json or toml), not the best stored plan.",
 )
 @click.option(
-    "--memory", metavar="SIZE", callback=types.size, help="Limit on each device, such as 24GiB."
+    "--memory",
+    metavar="SIZE",
+    callback=types.size,
+    help="Memory budget per device, such as 24GiB (default: that of the search).",
 )
 @click.option(
     "--resume-arg",
     "resume",
     metavar="ARGS",
-    help="Arguments that let SCRIPT resume when it is started again after it ran out of memory,"
-    ' such as "--resume {checkpoint}"; {folder} is the checkpoint\'s folder.',
+    help="If memory runs out and SCRIPT starts again, add these arguments to resume, such as"
+    ' "--resume {checkpoint}"; {folder} is the folder of the checkpoint.',
 )
 @click.option(
     "--gpus-per-trial",
     "ranks",
     metavar="K",
     type=click.IntRange(min=1),
-    help="Ranks to start (default: those of the launch line, or of the search).",
+    help="Ranks to start (default: as the launch line says, else as in the search).",
 )
 @click.option(
     "--address",
     metavar="RAY",
-    help="A Ray cluster, auto or host:port: the plan's ranks are spread over its hosts.",
+    help="Spread the plan's ranks over the hosts of this Ray cluster: auto or host:port.",
 )
 @click.option(
     "--verify-only",
     is_flag=True,
-    help="Verify the plan in a short launch and stop; exits with 1 if it does not hold.",
+    help="Only verify the plan in a short launch; exit with 1 if it fails.",
 )
-@click.option("--storage", metavar="URL", help="Where trials are kept (default: ./autofit.db).")
+@click.option("--storage", metavar="URL", help="Store, a file or a URL (default: ./autofit.db).")
 def command(
     script: str | None,
     module: str | None,
@@ -58,9 +61,10 @@ def command(
     verify_only: bool,
     storage: str | None,
 ) -> int:
-    """Run SCRIPT under the best plan; exits with the script's own code.
+    """Train: run SCRIPT to its end under the best plan.
 
-    Instead of SCRIPT, a launch line may follow --, such as: torchrun --nproc-per-node 2 train.py.
+    Exits with the script's own code. Instead of SCRIPT, a launch line may follow --, such as:
+    torchrun --nproc-per-node 2 train.py.
     """
     launch = the_launch(script, module)
 

@@ -25,17 +25,29 @@ if TYPE_CHECKING:
 @types.options_of(SearchOptions)
 @click.command("search", cls=ScriptCommand)
 @click.option(
-    "--submit", metavar="URL", help="Search as a job of the Ray cluster whose dashboard is there."
+    "--submit",
+    metavar="URL",
+    help="Run the search as a job on the Ray cluster with this dashboard.",
 )
-@click.option("--server", metavar="URL", help="Search through the service there: autofit serve.")
+@click.option("--server", metavar="URL", help="Run the search on this service (autofit serve).")
 @click.option(
-    "--shared", is_flag=True, help="With --server: it sees this folder; do not upload it."
+    "--shared",
+    is_flag=True,
+    help="With --server: the service sees this folder, so do not upload it.",
 )
-@click.option("--priority", type=int, help="With --server: a higher one starts first.")
-@click.option("--deadline", metavar="DUR", help="With --server: end in 2h, the wait included.")
+@click.option("--priority", type=int, help="With --server: a higher number starts first.")
+@click.option(
+    "--deadline",
+    metavar="DUR",
+    help="With --server: end after this time, such as 2h, waiting included.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON to stdout.")
-@click.option("--verbose", is_flag=True, help="Show also what cannot be tried here, and why.")
-@click.option("--dry-run", is_flag=True, help="Show what would be tried, and start nothing.")
+@click.option(
+    "--verbose", is_flag=True, help="Also list the techniques that cannot be tried here, and why."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="List the plans that would be tried, and start nothing."
+)
 def command(
     script: str | None,
     module: str | None,
@@ -49,10 +61,11 @@ def command(
     dry_run: bool,
     **given: Any,
 ) -> int | None:
-    """Find the fastest plan that trains the same SCRIPT within a memory budget.
+    """Find the fastest plan for SCRIPT within a memory budget.
 
-    The script is not changed. Its own arguments follow --. Instead of SCRIPT, a launch line may
-    follow --, such as: torchrun --nproc-per-node 2 train.py.
+    A plan is a combination of techniques under which the training stays the same. The script's own
+    arguments follow --. Instead of SCRIPT, a launch line may follow --, such as: torchrun
+    --nproc-per-node 2 train.py.
     """
     options = _options(the_launch(script, module), **given)
     if server is not None and (submit is not None or dry_run):

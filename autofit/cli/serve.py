@@ -9,48 +9,61 @@ from autofit.cli.out import say, show
 
 
 @click.command("serve")
-@click.option("--storage", metavar="URL", help="Where everything is kept (default: ./autofit.db).")
+@click.option("--storage", metavar="URL", help="Store, a file or a URL (default: ./autofit.db).")
 @click.option(
-    "--address", metavar="RAY", help="A running Ray cluster (default: a Ray on this machine)."
+    "--address", metavar="RAY", help="Address of a running Ray cluster (default: start Ray here)."
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8600, show_default=True, help="0: a free one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8600,
+    show_default=True,
+    help="The port; 0 takes a free one.",
 )
 @click.option(
     "--searches",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Searches at a time on a machine without GPUs.",
+    help="Searches that run at the same time, on a machine without GPUs.",
 )
-@click.option("--tls-certificate", metavar="FILE", help="PEM file of a certificate: use HTTPS.")
-@click.option("--tls-key", metavar="FILE", help="PEM file of its private key.")
-@click.option("--max-upload", metavar="SIZE", callback=types.size, help="Default: 100MiB.")
+@click.option("--tls-certificate", metavar="FILE", help="Use HTTPS with this certificate (PEM).")
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate (PEM).")
+@click.option(
+    "--max-upload",
+    metavar="SIZE",
+    callback=types.size,
+    help="Largest folder that is accepted (default: 100MiB).",
+)
 @click.option(
     "--max-requests",
     type=click.FloatRange(min=0, min_open=True),
     default=20.0,
     show_default=True,
-    help="Requests a second of each user.",
+    help="Requests that a user may send per second.",
 )
 @click.option(
     "--keep-uploads",
     metavar="DUR",
     callback=types.duration,
-    help="Delete a folder so long after its last search (default: 168h).",
+    help="Delete an uploaded folder this long after its last search (default: 168h).",
 )
 @click.option(
     "--log-format",
     type=types.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="json: a line for each event and request.",
+    help="json writes a line for each event and each request.",
 )
 @click.option(
-    "--trusted-users", is_flag=True, help="Let several users in, who can read each other's files."
+    "--trusted-users",
+    is_flag=True,
+    help="Accept several users although they can read each other's files.",
 )
-@click.option("--stop", is_flag=True, help="End the service here, and the Ray that it started.")
+@click.option(
+    "--stop", is_flag=True, help="Stop the service with this store, and the Ray that it started."
+)
 def command(
     storage: str | None,
     address: str | None,
@@ -68,7 +81,7 @@ def command(
 ) -> None:
     """Run a service that searches for several users.
 
-    Searches are sent with: autofit search --server URL train.py. They go on when the service ends,
+    To send a search: autofit search --server URL train.py. Searches go on when the service ends,
     and the next service takes them up.
     """
     from autofit.client.archive import LIMIT

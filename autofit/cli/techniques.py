@@ -20,10 +20,14 @@ EVERY, SOME, NONE = "+", "~", "-"
 
 
 @click.command("techniques")
-@click.option("--pairs", "as_pairs", is_flag=True, help="Show which levels combine in one plan.")
-@click.option("--json", "as_json", is_flag=True, help="Write the catalogue, or the pairs, as JSON.")
+@click.option("--pairs", "as_pairs", is_flag=True, help="Show which levels can be in one plan.")
+@click.option("--json", "as_json", is_flag=True, help="Write the list, or the pairs, as JSON.")
 def command(as_pairs: bool, as_json: bool) -> None:
-    """List the techniques a search may try, and what each may change."""
+    """List the techniques that a search may try.
+
+    A technique has levels. exact, redraw, rounding or recipe says how much a level may change the
+    training, see --allow of autofit search.
+    """
     from autofit.space.pairs import pairs
     from autofit.strategies import NAMES, REGISTRY
 

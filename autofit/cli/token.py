@@ -10,13 +10,15 @@ from autofit.cli.out import say, write
 from autofit.printable import printable
 
 _storage = click.option(
-    "--storage", metavar="URL", help="The store of the service (default: ./autofit.db)."
+    "--storage",
+    metavar="URL",
+    help="Store of the service, a file or a URL (default: ./autofit.db).",
 )
 
 
 @click.group("token", cls=Group)
 def command() -> None:
-    """Make tokens for the users of autofit serve, and show what they did."""
+    """Make tokens for the users of autofit serve."""
 
 
 @command.command("create")
@@ -25,9 +27,9 @@ def command() -> None:
 @click.option("--gpus", type=click.IntRange(min=1), help="GPUs that USER may hold at a time.")
 @click.option("--priority", type=int, help="The highest priority of USER's searches (default: 0).")
 def create(user: str, storage: str | None, gpus: int | None, priority: int | None) -> None:
-    """Make a token for USER and show it; the store keeps its digest alone.
+    """Make a token for USER and show it once.
 
-    --gpus or --priority set both limits of USER anew, also for tokens that exist.
+    If --gpus or --priority is given, both limits of USER are set again, also for earlier tokens.
     """
     from autofit.service.users import create_token
     from autofit.storage import Limits, Store
@@ -42,10 +44,16 @@ def create(user: str, storage: str | None, gpus: int | None, priority: int | Non
 
 @command.command("audit")
 @_storage
-@click.option("--user", metavar="USER", help="Show what this user did alone.")
-@click.option("--lines", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--user", metavar="USER", help="Show only what this user did.")
+@click.option(
+    "--lines",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Show so many lines.",
+)
 def audit(storage: str | None, user: str | None, lines: int) -> None:
-    """Show who did what in the service, and when; the newest last."""
+    """Show what users did in the service, the newest last."""
     from autofit.storage import Accounts, Store
 
     with Store(types.url_of(storage), create=False) as store:

@@ -20,12 +20,15 @@ class ExplainOptions:
 
     script: Script
     memory: int | None = field(
-        default=None, metadata=flag("Budget of the device, such as 24GiB.", Kind.SIZE, "SIZE")
+        default=None,
+        metadata=flag(
+            "Memory budget, such as 24GiB (default: the free memory).", Kind.SIZE, "SIZE"
+        ),
     )
     """Bytes; ``None`` for what the device has free, less a headroom."""
     leak: bool = field(
         default=False,
-        metadata=flag("Follow more steps, and name the lines that keep tensors.", Kind.SWITCH),
+        metadata=flag("Follow eight steps, and name the lines that keep tensors.", Kind.SWITCH),
     )
     snapshot: str | None = field(
         default=None,
@@ -36,7 +39,7 @@ class ExplainOptions:
         ),
     )
     storage: str = field(
-        metadata=flag("Where trials are kept (default: ./autofit.db).", Kind.TEXT, "URL")
+        metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
     )
     """SQLAlchemy URL of the store, whose measurements replace predictions."""
 
@@ -48,7 +51,7 @@ class CheckOptions:
     script: Script
     memory: int = field(
         metadata=flag(
-            "The device must not hold more than this, such as 24GiB.",
+            "Memory budget, such as 24GiB.",
             Kind.SIZE,
             "SIZE",
             required=True,
@@ -60,6 +63,6 @@ class CheckOptions:
         metadata=flag("Write the result as JUnit XML to this file.", Kind.TEXT, "FILE"),
     )
     storage: str = field(
-        metadata=flag("Where the last check is kept (default: ./autofit.db).", Kind.TEXT, "URL")
+        metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
     )
     """SQLAlchemy URL."""

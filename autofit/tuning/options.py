@@ -36,35 +36,40 @@ class SearchOptions:
 
     script: Script
     memory: int | None = field(
-        default=None, metadata=flag("Budget per device, such as 24GiB.", Kind.SIZE, "SIZE")
+        default=None,
+        metadata=flag(
+            "Memory budget per device, such as 24GiB (default: the free memory).", Kind.SIZE, "SIZE"
+        ),
     )
     """Bytes per device; ``None`` for the bytes that the device has free."""
     allow: Fidelity = field(
         default_factory=_rounding,
         metadata=flag(
-            "The most a plan may change in the training; each includes those before it.",
+            "What a plan may change in the training; each value includes those before it.",
             Kind.FIDELITY,
             show_default=True,
         ),
     )
-    trials: int | None = field(default=None, metadata=flag("End after so many trials.", Kind.COUNT))
+    trials: int | None = field(
+        default=None, metadata=flag("End after so many trials.", Kind.COUNT, "N")
+    )
     """Trials in the study at which the search ends, those of earlier searches included."""
     timeout: float | None = field(
-        default=None, metadata=flag("End after 10m, 1h30m, ...", Kind.DURATION, "DUR")
+        default=None, metadata=flag("End after this time, such as 1h30m.", Kind.DURATION, "DUR")
     )
     """Seconds."""
     only: frozenset[str] = field(
         default=frozenset(),
-        metadata=flag("Try this strategy alone (repeatable).", Kind.STRATEGIES, "STRATEGY"),
+        metadata=flag("Try only this technique (repeatable).", Kind.STRATEGIES, "TECHNIQUE"),
     )
     without: frozenset[str] = field(
         default=frozenset(),
-        metadata=flag("Leave this strategy out (repeatable).", Kind.STRATEGIES, "STRATEGY"),
+        metadata=flag("Do not try this technique (repeatable).", Kind.STRATEGIES, "TECHNIQUE"),
     )
     horizon: int = field(
         default_factory=_horizon,
         metadata=flag(
-            "Optimizer steps over which the time to compile is charged.",
+            "Optimizer steps over which compile time is spread.",
             Kind.COUNT,
             "STEPS",
             show_default=True,
@@ -73,7 +78,7 @@ class SearchOptions:
     sampler: str = field(
         default="autofit",
         metadata=flag(
-            "What chooses the plans: autofit, tpe, gp, random, or module:Class of a sampler.",
+            "What proposes plans: autofit, tpe, gp, random, or module:Class of a sampler.",
             Kind.TEXT,
             "NAME",
             show_default=True,
@@ -83,26 +88,34 @@ class SearchOptions:
     headroom: float = field(
         default=5.0,
         metadata=flag(
-            "Percent of the device to leave free when no --memory is given.",
+            "Without --memory: percent of the device to leave free.",
             Kind.PERCENT,
             "PCT",
             show_default=True,
         ),
     )
-    gpus: int | None = field(default=None, metadata=flag("GPUs that may be used.", Kind.COUNT, "N"))
+    gpus: int | None = field(
+        default=None, metadata=flag("GPUs that the search may use.", Kind.COUNT, "N")
+    )
     gpus_per_trial: int | None = field(
-        default=None, metadata=flag("GPUs each training spans.", Kind.COUNT, "K")
+        default=None,
+        metadata=flag(
+            "GPUs of each trial (default: by the launch line, else the search chooses).",
+            Kind.COUNT,
+            "K",
+        ),
     )
     storage: str = field(
-        metadata=flag("Where trials are kept (default: ./autofit.db).", Kind.TEXT, "URL")
+        metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
     )
     """SQLAlchemy URL."""
     address: str | None = field(
-        default=None, metadata=flag("A running Ray cluster.", Kind.TEXT, "RAY")
+        default=None,
+        metadata=flag("Use this running Ray cluster: auto or host:port.", Kind.TEXT, "RAY"),
     )
     """Address of a running Ray cluster; ``None`` for this machine."""
     fresh: bool = field(
-        default=False, metadata=flag("Open a new study; the old one is kept.", Kind.SWITCH)
+        default=False, metadata=flag("Start a new study, and keep the old one.", Kind.SWITCH)
     )
     lines: tuple[str, ...] = ()
     """Lines that the search shows first: how autofit understood the launch line."""

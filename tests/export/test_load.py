@@ -39,7 +39,7 @@ def test_a_plan_by_hand(text: str, tmp_path: Path) -> None:
         ('{"plan": {"precision": true}}', "holds no plan"),
         ('{"plan": ' + '{"a": ' * 100_000, "neither JSON nor TOML"),
         ('{"plan": {"micro_batch": "' + "9" * 5_000 + '"}}', "plan.txt"),
-        ('{"plan": {"precison": "bf16"}}', "there is no strategy 'precison'"),
+        ('{"plan": {"precison": "bf16"}}', "there is no technique 'precison'"),
         ('{"plan": {"precision": "bf17"}}', "precision has no level 'bf17'"),
         ('{"plan": {"optimizer": "paged"}}', "'paged': it was removed in 0.2: use fused"),
         ('{"plan": {"checkpointing": "selective"}}', "it was removed in 0.2: use all"),

@@ -347,7 +347,7 @@ def test_methods_and_coroutines() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     resilient: Any = autofit.resilient
-    with pytest.raises(UsageError, match="there is no strategy 'x'"):
+    with pytest.raises(UsageError, match="there is no technique 'x'"):
         resilient(plan={"x": "y"})(lambda plan: None)
     with pytest.raises(UsageError, match="micro_batch auto"):
         resilient(plan={"micro_batch": "auto"})(lambda plan: None)

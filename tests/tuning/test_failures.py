@@ -289,8 +289,8 @@ def test_memory_that_runs_out_outside_the_model(
     [
         (["train.py", "--memory", "banana"], "banana"),
         (["train.py", "--memory", "900TiB"], "give less"),
-        (["train.py", "--only", "magic"], "there is no strategy 'magic'; there are "),
-        (["train.py", "--without", "magic"], "there is no strategy 'magic'"),
+        (["train.py", "--only", "magic"], "there is no technique 'magic'; there are "),
+        (["train.py", "--without", "magic"], "there is no technique 'magic'"),
         (["train.py", "--trials", "0"], "--trials"),
         (["train.py", "--timeout", "soon"], "not a duration"),
         (["missing.py"], "there is no script 'missing.py'"),
