@@ -34,7 +34,7 @@ _SECONDS = 60.0
 _LINKS = {
     "": "",
     "nvlink": "; NVLink to the others",
-    "pcie": "; PCIe to others: a training over several waits longer for their gradients",
+    "pcie": "; PCIe to the others: a training on several GPUs waits longer for gradients",
 }
 
 
@@ -123,7 +123,7 @@ def _torch(device: str) -> Iterator[Finding]:
     sees = torch.cuda.device_count() if torch.version.cuda else 0
     text = f"{torch.__version__}, built for {built}, sees {sees} GPUs"
     if device == "cuda" and not sees:
-        text += ": the driver has some; this torch or its CUDA version does not fit the driver"
+        text += ": the driver has some, so this torch or its CUDA version does not fit the driver"
     yield Finding(name="torch", ok=device == "cpu" or sees > 0, text=text)
 
 
@@ -135,7 +135,7 @@ def _driver(cards: tuple[meter.Card, ...]) -> Iterator[Finding]:
     yield Finding(name="NVML", ok=ok, text=text)
     if not cards:
         hidden = f"{nvml.VISIBLE} shows none" if nvml.visible() is not None else "none"
-        text = f"{hidden}: searches use the CPU as a stand-in device"
+        text = f"{hidden}: searches use the CPU"
         yield Finding(name="GPUs", ok=False, text=text)
 
 
@@ -147,7 +147,7 @@ def _card(card: meter.Card) -> Finding:
         free = f"{total}; without NVML the free memory is unknown"
     text = f"{card.hardware.name}, {free}{_LINKS[card.hardware.link]}"
     if card.mig:
-        text += "; a MIG instance: trials see this instance alone"
+        text += "; a MIG instance: trials see only this instance"
     return Finding(name=card.label, ok=card.measured and card.held <= SLACK, text=text)
 
 
@@ -184,5 +184,5 @@ def _tools() -> Iterator[Finding]:
         contained = subprocess.run(overlay, capture_output=True, timeout=_SECONDS).returncode == 0
     written = "files that a trial writes are discarded"
     if not contained:
-        written = "not allowed here: trials really write the script's files"
+        written = "this system allows no overlay, so trials write the script's files"
     yield Finding(name="overlay", ok=contained, text=written)

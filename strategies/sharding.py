@@ -138,22 +138,22 @@ class Sharding(Strategy):
         """There must be ranks, and the state must have the form that the script gives it."""
         shards = WEIGHTS.get(level)
         if levels["ranks"] == AS_IS and not (shards and shards.on_host):
-            return "sharding: one process has nobody to share with: it needs ranks"
+            return "sharding: it needs several ranks"
         groups = shards.groups if shards else 1
         if groups > 1 and (int(levels["ranks"]) % groups or int(levels["ranks"]) == groups):
             return f"sharding: {level} needs an even number of ranks, four at least"
         for name in NOT_BESIDE:
             gathered_in_half = shards and (name, levels[name]) == HALF
             if levels[name] != AS_IS and not gathered_in_half:
-                return f"sharding: {name} keeps weights or state in a form of its own"
+                return f"sharding: it cannot divide the weights or the state that {name} keeps"
         for name in NOT_BESIDE_WEIGHTS if shards else ():
             alone = name == "micro_batch" and levels["ranks"] == AS_IS
             if levels[name] != AS_IS and not alone:
-                return f"sharding: under {name} a block does not run once, with its own weights"
+                return f"sharding: each block must run once with its weights; {name} changes that"
         if shards and levels["precision"] == "fp16":
             return "sharding: fp16 scales the gradients of whole weights"
         if levels["optimizer"] not in BESIDE:
-            return f"sharding: the state of optimizer {levels['optimizer']} has a form of its own"
+            return f"sharding: it cannot divide the state of optimizer {levels['optimizer']}"
         return None
 
     def on_process(self, level: str, process: Process) -> Undo | None:

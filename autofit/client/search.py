@@ -155,7 +155,7 @@ class _Following:
             raise messages.error_of(from_json(found["error"], Outcome))
         if found["state"] == "cancelled":
             raise UsageError(
-                f"search {self._number} was cancelled: the same command searches on from its"
+                f"search {self._number} was cancelled: the same command continues from its"
                 " finished trials"
             )
         assert self._study is not None, "a finished search has a study"

@@ -94,7 +94,7 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
     say(f"following the memory of {options.script.target} for {inspection.steps + 1} steps")
     outcome = whole = inspect(target, Plan(), inspection)
     if outcome.uncontained:
-        say("this system allows no scratch folder: files that the script writes are real")
+        say("this system allows no overlay: files that the script writes stay")
     failed = None
     if not whole.fits:
         failed = whole.inspected.moments[0] if whole.inspected else None
@@ -157,7 +157,7 @@ def _check_snapshot(hardware: Hardware, path: Path) -> None:
 def _leaner(target: Target, whole: Outcome, inspection: Inspection, say: Say) -> Outcome:
     """Return the outcome under the first leaner plan that fits, or what held the memory."""
     for plan in leaner_plans(whole.facts, target.hardware):
-        say(f"out of memory; following it under a leaner plan: {plan}")
+        say(f"out of memory; following the script under a plan that needs less: {plan}")
         found = inspect(target, plan, inspection)
         if found.fits:
             return found

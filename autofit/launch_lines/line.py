@@ -11,7 +11,7 @@ from autofit.exceptions import UsageError
 
 MEETING = "not used, autofit connects the ranks on this machine and chooses the port"
 RESTARTS = "not used, `autofit run` restarts a script only if memory runs out or its plan fails"
-CARDS = "not used, --gpus sets the number of cards, CUDA_VISIBLE_DEVICES which ones"
+CARDS = "not used, --gpus sets the number of GPUs, CUDA_VISIBLE_DEVICES which ones"
 OURS = "not used, autofit starts the ranks itself"
 
 

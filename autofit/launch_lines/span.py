@@ -29,14 +29,14 @@ def span(
     if per_trial is not None:
         if gpus is not None and gpus < per_trial:
             raise UsageError(
-                f"--gpus {gpus} --gpus-per-trial {per_trial}: allow {per_trial} at least"
+                f"--gpus {gpus} --gpus-per-trial {per_trial}: give --gpus {per_trial} or more"
             )
         return per_trial, differing(launch, per_trial)
     if launch.ranks is not None:
         if gpus is not None and gpus < launch.ranks:
             raise UsageError(
                 f"--gpus {gpus}: the launch line sets up {launch.ranks} ranks;"
-                " allow as many, or say --gpus-per-trial"
+                " give as many, or --gpus-per-trial"
             )
         return launch.ranks, (_as_the_line_says(launch.ranks),) * (launch.ranks > 1)
     if gpus is None or gpus == 1:
@@ -57,7 +57,7 @@ def differing(launch: Launch, per_trial: int) -> tuple[str, ...]:
 
 
 def _as_the_line_says(ranks: int) -> str:
-    return f"{ranks} ranks a training, as the launch line says"
+    return f"each training has {ranks} ranks, as the launch line says"
 
 
 def _mentioned(launch: Launch) -> str:

@@ -203,7 +203,7 @@ class Call:
             raise CannotRetry(objection) from error
         if values is None:
             raise error or CannotRetry(
-                f"{self.protected.name}: nothing leaner is left on another rank"
+                f"{self.protected.name}: another rank has no attempt left that needs less memory"
             )
         self.ranks.join_again()
         if setting is not None and self.ranks.first:

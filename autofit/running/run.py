@@ -207,7 +207,7 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
     if len(cards) <= ranks:
         return {}
     entries = [card.entry for card in cards[:ranks]]
-    say(f"{len(cards)} GPUs are visible; the script is shown {', '.join(entries)}, as searched")
+    say(f"{len(cards)} GPUs are visible; the script sees {', '.join(entries)}, as searched")
     return {VISIBLE: ",".join(entries)}
 
 
@@ -269,7 +269,10 @@ class _Attempts:
         """Verify ``plan`` in a launch of its own, unless there is evidence."""
         if not self.verifies or self.evidence.holds(plan):
             return Checked()
-        self.say(f"{plan} is verified first, in a short launch: there is no evidence for it here")
+        self.say(
+            f"{plan} is verified first, in a short launch: the store has no check of it for this"
+            " script and device"
+        )
         return verify(
             self.script,
             plan,
@@ -361,14 +364,16 @@ class _Attempts:
             who, of = (f"rank {number}: ", {"rank": number}) if several else ("", {})
             match event:
                 case Pressed(micro_batch=size):
-                    self.say(f"{who}the allocator keeps retrying: {size} samples at a time")
+                    self.say(
+                        f"{who}memory is nearly full; continuing with {size} samples at a time"
+                    )
                     self.diary.keep("pressed", asdict(event) | of)
                 case Silent():
                     self.say(f"{who}{SILENT}")
                 case Ran():
                     self.diary.keep("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
-                    self.say(f"{who}{where(found)}; smaller from here on")
+                    self.say(f"{who}{where(found)}; continuing with smaller parts of the batch")
                     self.diary.short_of_memory(found, fatal=False)
                 case Learned():
                     if number == 0 or heard.facts is None:

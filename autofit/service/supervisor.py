@@ -88,7 +88,7 @@ class Supervisor:
     def _step(self, queue: Queue) -> None:
         """Queue searches again that were lost, and start an actor if a search can start."""
         if lost := queue.reclaim():
-            self._say(f"{lost} lost searches are taken up again")
+            self._say(f"{lost} lost searches continue")
         if late := queue.expire():
             self._say(f"the deadline of {late} waiting searches has passed")
         if time.monotonic() - self._tidied > TIDY:

@@ -63,7 +63,7 @@ def choose(cards: Sequence[Card], count: int, memory: int | None) -> Choice:
                 lines.append(f"{card.label}: {state}{who(card)}")
     if not chosen:
         raise UsageError(
-            f"--memory {format_size(memory or 0)}: no GPU has as much free; ask for less. "
+            f"--memory {format_size(memory or 0)}: no GPU has this much free memory; ask for less. "
             + "; ".join(lines)
         )
     return Choice(cards=tuple(chosen), lines=tuple(lines))

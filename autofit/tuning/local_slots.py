@@ -26,13 +26,13 @@ MAX_INTERRUPTED = 5
 """Launches that may lose their memory to other processes before the search gives up."""
 
 BLIND = (
-    "NVML is missing, so that the memory of other processes is unknown."
-    " The search takes the whole card to be free."
+    "NVML is missing, so the memory of other processes is unknown."
+    " The search assumes that the whole GPU is free."
 )
 
 ONE_FIRST = (
-    "The search finds techniques on one device each, then spreads the training over {0}"
-    " (--gpus-per-trial 1: it does not)."
+    "The search first runs each trial on one device, then tries the best plan on up to {0}"
+    " (not with --gpus-per-trial 1)."
 )
 
 Say = Callable[[str], None]

@@ -23,7 +23,7 @@ PARTS = 16
 SLOW = 0.6
 """A plan cannot win if another's expected step time is this share of its own, or less."""
 NOTHING_EXACT = (
-    "No exact plan fits, so that there is no reference to compare plans with."
+    "No exact plan fits, so there is no reference to compare plans with."
     " Only losses that are not finite are noticed."
 )
 OWN_LOSS = "The script's own loss becomes infinite or NaN. The losses of plans are not compared."
@@ -109,7 +109,7 @@ class Reference:
         if not repeats:
             why = other.drifted or other.obstacle
             self._tell(
-                f"The script does not repeat itself ({why}). The steps of plans are not compared."
+                f"Two runs of the script differ ({why}). The steps of plans are not compared."
             )
 
     def run_longer(self, report: TrialReport) -> None:

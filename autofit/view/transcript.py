@@ -71,7 +71,7 @@ class Transcript:
                 text = f"stopped early: {plan}: it is no longer expected to be the fastest"
                 return [StyledLine(text, "dim")]
             case Remeasuring(plan=plan):
-                return [StyledLine(f"confirming in a fresh process: {plan}", "dim")]
+                return [StyledLine(f"confirming in a new process: {plan}", "dim")]
             case Confirmed():
                 return [StyledLine(self._confirmed(notice), "dim")]
             case Line(text=text):

@@ -90,7 +90,7 @@ def test_a_wrong_value_starts_nothing(study: StudyRecord, script: str) -> None:
         ({"memory": "banana"}, "memory='banana': not a size"),
         ({"only": "precision", "without": ["precision"]}, "drop one"),
         ({"args": "--lr 1"}, r"write a list of words, such as \['--lr', '1'\]"),
-        ({"gpus": 1, "gpus_per_trial": 2}, "allow 2 at least"),
+        ({"gpus": 1, "gpus_per_trial": 2}, "give --gpus 2 or more"),
     ):
         with pytest.raises(UsageError, match=said):
             autofit.search(script, **given)

@@ -329,7 +329,10 @@ def test_a_launcher_is_no_script(module: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.quick
 def test_the_option_wins_over_the_launch_line(launched: Callable[[int | None], Launch]) -> None:
-    assert span(launched(2), 4, None) == (2, ("2 ranks a training, as the launch line says",))
+    assert span(launched(2), 4, None) == (
+        2,
+        ("each training has 2 ranks, as the launch line says",),
+    )
     asked, (line,) = span(launched(2), 4, 4)
     assert (asked, line) == (4, "--gpus-per-trial 4 is used; the launch line says 2")
     assert span(launched(2), None, 2) == (2, ())
@@ -353,7 +356,7 @@ def test_a_launch_line_is_shown_while_it_says_the_ranks(asked: int | None, shown
 def test_a_launch_line_needs_the_gpus_it_names(launched: Callable[[int | None], Launch]) -> None:
     with pytest.raises(UsageError, match="--gpus 1: the launch line sets up 2 ranks"):
         span(launched(2), 1, None)
-    with pytest.raises(UsageError, match="--gpus 1 --gpus-per-trial 2: allow 2 at least"):
+    with pytest.raises(UsageError, match="--gpus 1 --gpus-per-trial 2: give --gpus 2 or more"):
         span(PLAIN, 1, 2)
 
 

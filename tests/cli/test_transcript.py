@@ -100,7 +100,7 @@ not tried: tf32, fp16: no use here
 ##############   fits  <- best
   2  bf16, checkpointing, micro 8                            20.3 ±0.0    +13 %     12.0 \
 #######          fits  <- best
-confirming in a fresh process: bf16, checkpointing, micro 8
+confirming in a new process: bf16, checkpointing, micro 8
 confirmed: 20.1 ±0.0 samples/s (20.3 ±0.0 in the search) in 12.0 of 24.0 GiB: bf16, \
 checkpointing, micro 8
 the search ended

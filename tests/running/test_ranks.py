@@ -233,7 +233,7 @@ def test_what_a_launch_line_was_searched_with_is_what_runs(runner: Runner) -> No
     options = ("--memory", "1GiB", "--only", "micro_batch", "--trials", "2")
     done = runner.run(autofit, "search", *options, "--", *TORCHRUN, "100")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks a training, as the launch line says" in done.stdout
+    assert "each training has 2 ranks, as the launch line says" in done.stdout
     commands = [line for line in done.stdout.splitlines() if line.startswith("   autofit")]
     run, best = (shlex.split(line.rstrip().split("   ")[1]) for line in commands[:2])
     assert run == ["autofit", "run", "--", *TORCHRUN, "100"]

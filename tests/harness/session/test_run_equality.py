@@ -174,7 +174,7 @@ def assert_goes_on_smaller(said: list[str], sizes: Sequence[int]) -> None:
     assert len(said) == len(sizes)
     for line, size in zip(said, sizes, strict=True):
         assert f"out of memory in forward with {size} samples at a time" in line
-        assert line.endswith("smaller from here on")
+        assert line.endswith("continuing with smaller parts of the batch")
 
 
 @pytest.mark.quick
