@@ -187,7 +187,7 @@ def run(
         args: Arguments of the script.
         module: As for ``search``.
         cwd: As for ``search``.
-        plan: A plan, its levels by strategy, or the path of an exported plan; by default the best
+        plan: A plan, its levels by technique, or the path of an exported plan; by default the best
             stored one.
         memory: Limit on each device, in bytes or as ``"24GiB"``.
         resume_arg: Arguments to add when the script is started again after it ran out of memory,

@@ -135,7 +135,7 @@ class Resilient:
         next size after one that does not fit. A function with a parameter ``accumulation`` receives
         the number of batches that keeps the effective batch.
 
-        *Plan*: attempts start with ``plan`` (levels by strategy), or with the best stored plan of
+        *Plan*: attempts start with ``plan`` (levels by technique), or with the best stored plan of
         the running script, and continue with plans that need less memory. No level above ``allow``
         is tried. ``effective_batch`` is the samples in an optimizer step, for loops that cut their
         own batches.
