@@ -31,7 +31,7 @@ PART = "0.8"
 """Of what a step needs with 128 samples at a time: less than that, more than 64 need."""
 SAID = re.compile(
     r"autofit: out of memory in (forward|backward) with 128 samples at a time, "
-    r"[\d.]+ \w+ asked; continuing with smaller parts of the batch"
+    r"[\d.]+ \w+ requested; continuing with smaller parts of the batch"
 )
 # Not here: scripts whose peak is not the model's (LBFGS's history, a loss over all pairs of the
 # batch or all of its logits), and transformers' Trainer, which was not seen to reach this cap.
