@@ -105,20 +105,24 @@ def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
 
 
 def clashing(found: Iterable[Pair]) -> list[str]:
-    """Return lines for each reason why levels cannot be combined, in the strategies' own words."""
-    by_reason: dict[tuple[str, str, str], list[set[str]]] = {}
+    """Return lines for each reason why levels cannot be combined, in the strategies' own words.
+
+    A line names levels of two strategies, each of which clashes with each of the other.
+    """
+    clashes: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for pair in found:
         if pair.reason is not None:
-            key = (pair.one[0], pair.other[0], pair.reason)
-            for levels, (_, level) in zip(
-                by_reason.setdefault(key, [set(), set()]), (pair.one, pair.other), strict=True
-            ):
-                levels.add(level)
-    return [
-        line
-        for (one, other, reason), (ones, others) in by_reason.items()
-        for line in ("", f"{one} {_listed(ones)} with {other} {_listed(others)}:", f"  {reason}")
-    ]
+            (one, level), (other, beside) = pair.one, pair.other
+            by_level = clashes.setdefault((one, other, pair.reason), {})
+            by_level.setdefault(level, []).append(beside)
+    text = []
+    for (one, other, reason), by_level in clashes.items():
+        alike: dict[str, list[str]] = {}
+        for level, others in by_level.items():
+            alike.setdefault(_listed(others), []).append(level)
+        for others_listed, ones in alike.items():
+            text += ["", f"{one} {_listed(ones)} with {other} {others_listed}:", f"  {reason}"]
+    return text
 
 
 def _cell(stand: Sequence[bool]) -> str:

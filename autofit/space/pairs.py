@@ -10,9 +10,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import AS_IS, REGISTRY, Strategy
+
+FOUR = "4"
+"""The fewest ranks that form two groups of several."""
 
 StrategyLevel = tuple[str, str]
 """``(strategy, level)``."""
@@ -50,8 +54,17 @@ def _needed(level: StrategyLevel, registry: Sequence[Strategy]) -> tuple[Strateg
     """Return the level that ``level`` needs beside it; most need none."""
     if clash(Plan.of(dict([level]))) is None:
         return ()
-    others = (each for s in registry for each in _changed(s) if s.name != level[0])
+    others = (each for s in registry for each in _tried(s) if s.name != level[0])
     return tuple(each for each in others if clash(Plan.of(dict((level, each)))) is None)[:1]
+
+
+def _tried(strategy: Strategy) -> list[StrategyLevel]:
+    """Return the changed levels, and ``FOUR`` if every number is a level of the strategy."""
+    try:
+        strategy.level(FOUR)
+    except UsageError:
+        return _changed(strategy)
+    return [*_changed(strategy), (strategy.name, FOUR)]
 
 
 def _changed(strategy: Strategy) -> list[StrategyLevel]:

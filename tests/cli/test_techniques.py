@@ -7,7 +7,7 @@ import json
 import pytest
 
 from autofit.cli import main
-from autofit.cli.techniques import NOTHING
+from autofit.cli.techniques import NOTHING, clashing
 from autofit.space.pairs import pairs
 from autofit.strategies import NAMES, REGISTRY, Memory
 
@@ -48,6 +48,19 @@ def test_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     reasons = {pair.reason for pair in found if pair.reason is not None}
     assert reasons
     assert all(f"\n  {reason}\n" in printed for reason in reasons)
+
+
+def test_a_line_of_clashes_names_no_pair_that_can_be_combined() -> None:
+    found = pairs()
+    named = set()
+    for line in filter(None, clashing(found)):
+        if not line.startswith(" "):
+            one, _, other = line.removesuffix(":").partition(" with ")
+            (first, *ones), (second, *others) = (
+                each.replace(",", "").split() for each in (one, other)
+            )
+            named |= {((first, a), (second, b)) for a in ones for b in others}
+    assert named == {(pair.one, pair.other) for pair in found if pair.reason is not None}
 
 
 def test_pairs_as_json(capsys: pytest.CaptureFixture[str]) -> None:
