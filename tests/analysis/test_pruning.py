@@ -154,7 +154,7 @@ def test_of_several_devices_every_plan_has_ranks() -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no strategy 'magic'; there are adapters"):
+    with pytest.raises(UsageError, match=r"no technique 'magic'; there are adapters"):
         Plan.of({"magic": "on"})
 
 

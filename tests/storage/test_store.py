@@ -327,7 +327,7 @@ def test_a_failure_inside_a_transaction_leaves_nothing(
 
 def test_a_plan_of_another_version_is_a_clear_error(store: Store, study: StudyRecord) -> None:
     unknown = Plan((("telepathy", "on"),))
-    with pytest.raises(StorageError, match=r"no strategy 'telepathy'.*--fresh"):
+    with pytest.raises(StorageError, match=r"no technique 'telepathy'.*--fresh"):
         store.add_trials(study, [unknown], launch=0, owner=Owner.current())
     assert store.trials(study) == ()
 
