@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autofit.analysis.verdicts import Training, compared, losses_of
+from autofit.analysis.verdicts import Training, compared, losses_of, refused, tainted
 from autofit.equivalence.compare import compare, finite
 from autofit.plan import Plan
+from autofit.space.catalogue import Space
 from autofit.space.order import by_cost, expected
+from autofit.space.static_memory import freed_bytes, least_bytes
 from autofit.storage import Purpose, TrialRecord
-from autofit.strategies import Facts, Fidelity
+from autofit.strategies import AS_IS, Facts, Fidelity
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import TrialReport, Verdict
@@ -22,8 +24,10 @@ PARTS = 16
 """Number of chunks for a reference that is too slow to win: small chunks are more likely to fit."""
 SLOW = 0.6
 """A plan cannot win if another's expected step time is this share of its own, or less."""
+LEANER = 2
+"""Plans that are tried as the reference after the leanest one ran out of memory: a launch each."""
 NOTHING_EXACT = (
-    "No exact plan fits, so there is no reference to compare plans with."
+    "The leanest exact plans do not fit, so there is no reference to compare plans with."
     " Only losses that are not finite are noticed."
 )
 OWN_LOSS = "The script's own loss becomes infinite or NaN. The losses of plans are not compared."
@@ -63,8 +67,11 @@ class Reference:
         The trial must be exact, measured, and the first of its process. Returns ``None`` if the
         trial does not become the reference.
         """
-        exact = trial.plan.fidelity(facts) <= Fidelity.REDRAW
-        able = exact and trial.purpose is Purpose.SEARCH and report.verdict is Verdict.MEASURED
+        able = (
+            _exact(trial.plan, facts)
+            and trial.purpose is Purpose.SEARCH
+            and report.verdict is Verdict.MEASURED
+        )
         if self.trace is not None or trace is None or not able:
             return None
         self._take(trial.plan, report, trace)
@@ -144,11 +151,9 @@ def leading(
     Returns ``None`` if there is no exact candidate, or if an exact plan ran out of memory.
     """
     finished = tuple(finished)
-    for trial in finished:
-        exact = trial.plan.fidelity(facts) <= Fidelity.REDRAW
-        if exact and not trial.plan.neutral and trial.verdict is Verdict.OUT_OF_MEMORY:
-            return None
-    exact_plans = [plan for plan in candidates if plan.fidelity(facts) <= Fidelity.REDRAW]
+    if _short(finished, facts):
+        return None
+    exact_plans = [plan for plan in candidates if _exact(plan, facts)]
     shared = [plan for plan in exact_plans if plan.fixed.neutral]
     first = max(shared or exact_plans, key=by_cost, default=None)
     batch = facts.batch if facts is not None else None
@@ -157,6 +162,49 @@ def leading(
     small = first.replace(micro_batch=str(max(1, batch // PARTS)))
     tried = any(trial.plan == small for trial in finished)
     return small if cuda and slow(first, candidates) and not tried else first
+
+
+def leaner_reference(
+    space: Space, finished: Iterable[TrialRecord], facts: Facts | None, budget: int, *, cuda: bool
+) -> Plan | None:
+    """Return the plan to launch as the reference after the leanest exact plan ran out of memory.
+
+    It has one refining level more, which is exact and is expected to free most of ``budget``.
+
+    Returns ``None`` if no exact plan ran out of memory, or if no such plan is left of ``LEANER``.
+    """
+    finished = tuple(finished)
+    short = _short(finished, facts)
+    if facts is None or not short:
+        return None
+    base, ended = short[0].searched, refused(finished)
+    leaner = [plan for plan in space.refinements(base) if _exact(plan, facts)]
+    tried = {trial.plan.searched for trial in finished}.intersection(leaner)
+    possible = [
+        plan
+        for plan in leaner
+        if plan not in tried
+        and not tainted(plan, ended, finished)
+        and least_bytes(plan, facts, cuda=cuda) <= budget
+    ]
+    if len(tried) >= LEANER:
+        return None
+
+    def freed(plan: Plan) -> float:
+        whole, other = (each.replace(micro_batch=AS_IS) for each in (base, plan))
+        return freed_bytes(whole, other, facts, budget)
+
+    return max(possible, key=freed, default=None)
+
+
+def _short(finished: Iterable[TrialRecord], facts: Facts | None) -> list[Plan]:
+    """Return the exact plans that ran out of memory, without the neutral one."""
+    short = [trial.plan for trial in finished if trial.verdict is Verdict.OUT_OF_MEMORY]
+    return [plan for plan in short if _exact(plan, facts) and not plan.neutral]
+
+
+def _exact(plan: Plan, facts: Facts | None) -> bool:
+    return plan.fidelity(facts) <= Fidelity.REDRAW
 
 
 def slow(plan: Plan, others: Iterable[Plan]) -> bool:

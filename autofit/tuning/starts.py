@@ -14,7 +14,7 @@ from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.feasibility import LevelSet, level_sets_within, next_level_set
 from autofit.analysis.verdicts import refused, tainted
 from autofit.plan import Plan
-from autofit.tuning.reference import leading
+from autofit.tuning.reference import leading, leaner_reference
 from autofit.worker.records.trials import Verdict
 
 MAX_SHORT = 5
@@ -75,17 +75,31 @@ class FixedStarts:
         """Whether the neutral plan, or the plan chosen as the reference, is running."""
         running = self._state.running
         exact = [plan for plan in running if self._first([plan], ended=False)]
-        return Plan() in running or bool(exact and self._leading(exact))
+        return Plan() in running or bool(
+            exact and (self._leading(exact) or self._leaner() in running)
+        )
 
     def _reference(self) -> Plan | None:
         """Return the plan to launch as the reference; ``None`` if no reference is missing."""
         candidates = set(self._state.situation().candidates)
-        return self._leading([plan for plan in self._state.space.plans() if plan in candidates])
+        plans = [plan for plan in self._state.space.plans() if plan in candidates]
+        return self._leading(plans) or self._leaner()
+
+    @property
+    def _reference_missing(self) -> bool:
+        no_baseline = self._state.baseline in (None, Verdict.MEASURED)
+        return not (self._has_reference or no_baseline)
 
     def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
-        if self._has_reference or self._state.baseline in (None, Verdict.MEASURED):
+        return self._first(candidates, ended=True) if self._reference_missing else None
+
+    def _leaner(self) -> Plan | None:
+        state = self._state
+        if not self._reference_missing:
             return None
-        return self._first(candidates, ended=True)
+        return leaner_reference(
+            state.space, state.finished, state.facts, state.budget, cuda=state.cuda
+        )
 
     def _first(self, candidates: Sequence[Plan], *, ended: bool) -> Plan | None:
         state = self._state

@@ -52,7 +52,7 @@ def test_a_budget_decides_what_is_enough() -> None:
     cards = [card(0, held=120), card(1, held=100)]
     assert entries(choose(cards, 2, 24 * GIB).cards) == "1"
     assert entries(choose(cards, 2, 16 * GIB).cards) == "0 1"
-    with pytest.raises(UsageError, match=r"no GPU has as much free; .* 4711 .* 4712 "):
+    with pytest.raises(UsageError, match=r"no GPU has this much free memory; .* 4711 .* 4712 "):
         choose(cards, 1, 60 * GIB)
     assert entries(choose([card(0)], 1, 140 * GIB).cards) == "0", "the driver keeps some"
 

@@ -18,9 +18,10 @@ from autofit.analysis.verdicts import culprit
 from autofit.cli import main
 from autofit.equivalence.compare import compare, divergence
 from autofit.plan import Plan
+from autofit.space.catalogue import space
 from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import Facts, Fidelity, RootFacts
-from autofit.tuning.reference import NOTHING_EXACT, Reference, leading
+from autofit.tuning.reference import NOTHING_EXACT, Reference, leading, leaner_reference
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.traces import Trace, TracedStep
 from autofit.worker.records.trials import (
@@ -31,6 +32,7 @@ from autofit.worker.records.trials import (
     TrialReport,
     Verdict,
 )
+from tests.tuning.simulated import H200
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 Write = Callable[..., Path]
@@ -638,6 +640,39 @@ def test_the_leanest_exact_plan_leads_until_it_has_run_out_of_memory() -> None:
     lean = Plan.of({"checkpointing": "all", "precision": "bf16"})
     assert leading([some, lean, CHECKPOINTING, BF16], (), None, cuda=True) == CHECKPOINTING
     assert leading([BF16], (), None, cuda=True) is None
+
+
+@pytest.mark.quick
+def test_after_that_two_plans_with_one_level_more_are_tried(
+    finished: Callable[[TrialReport], TrialRecord],
+) -> None:
+    budget = 700 << 20
+    root = RootFacts(
+        name="net",
+        parameters=44 << 20,
+        parameter_bytes=176 << 20,
+        trainable=44 << 20,
+        dtype="float32",
+        batch=8,
+        blocks=12,
+    )
+    facts = Facts(roots=(root,), optimizers=("Adam",))
+    plans = space(H200, facts, allow=Fidelity.ROUNDING)
+
+    def next_after(*ended_as: tuple[Plan, Verdict]) -> Plan | None:
+        reports = (TrialReport(index=0, plan=plan, verdict=verdict) for plan, verdict in ended_as)
+        return leaner_reference(plans, map(finished, reports), facts, budget, cuda=True)
+
+    base = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "auto"})
+    short, rounds = (base, Verdict.OUT_OF_MEMORY), (BF16, Verdict.OUT_OF_MEMORY)
+    assert next_after(rounds) is None
+    first = next_after(rounds, short)
+    assert first is not None
+    assert first == base.replace(optimizer_offload="streamed"), "the state is half of the memory"
+    assert first.fidelity(facts) <= Fidelity.REDRAW
+    second = next_after(short, (first, Verdict.OUT_OF_MEMORY))
+    assert second == base.replace(gradient_release="hosted")
+    assert next_after(short, (first, Verdict.OUT_OF_MEMORY), (second, Verdict.REFUSED)) is None
 
 
 @pytest.mark.quick
