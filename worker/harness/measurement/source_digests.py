@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from autofit.worker.harness.torch_state.frames import LIBRARIES, OURS
+from autofit.worker.harness.torch_state.frames import OURS, is_library
 
 MOST = 2000
 """Limit of the number of files."""
@@ -21,7 +21,7 @@ def digests(folder: str) -> tuple[tuple[str, str], ...]:
         if not isinstance(name, str) or not name.endswith(".py"):
             continue
         path = os.path.abspath(name)
-        if path.startswith((*OURS, *LIBRARIES)) or not path.startswith(folder + os.sep):
+        if path.startswith(OURS) or is_library(path) or not path.startswith(folder + os.sep):
             continue
         if (digest := digest_of(path)) and len(found) < MOST:
             found[os.path.relpath(path, folder)] = digest

@@ -24,7 +24,9 @@ OURS = tuple(
 DISPATCHER, DISPATCHED = "handle_torch_function", "__torch_function__"
 """torch's function and our method through which a function of torch calls itself again."""
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-"""Folders without code of the user."""
+"""Folders of this Python without code of the user."""
+PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Folders of packages anywhere. torch may be that of another environment."""
 
 
 def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -63,7 +65,12 @@ def place(error: BaseException) -> Place | None:
 
 def is_users(name: str) -> bool:
     """Return whether the file called ``name`` is the user's own: no library's, and not ours."""
-    return not name.startswith((*OURS, *LIBRARIES, "<"))
+    return not (name.startswith((*OURS, "<")) or is_library(name))
+
+
+def is_library(name: str) -> bool:
+    """Return whether the file called ``name`` is part of Python or of an installed package."""
+    return name.startswith(LIBRARIES) or any(folder in name for folder in PACKAGES)
 
 
 def place_at(name: str, number: int) -> Place:

@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from autofit.worker.harness.torch_state.frames import LIBRARIES
+from autofit.worker.harness.torch_state.frames import is_library
 from autofit.worker.harness.torch_state.modules import is_sharded
 from autofit.worker.harness.torch_state.state_kinds import (
     DICT,
@@ -48,10 +48,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autofit", "builtins"}
 """Packages whose objects are not entered, except those with a ``Kind``."""
-
-
-_PACKAGES = ("site-packages", "dist-packages")
-"""Folder names in the paths of libraries, wherever they are installed."""
 
 
 class Absent(Enum):
@@ -686,8 +682,7 @@ def _is_users(namespace: Mapping[str, Any]) -> bool:
     """Return whether a module's code is the user's own, not a library's or autofit's."""
     if str(namespace.get("__name__", "")).partition(".")[0] in _CLOSED:
         return False
-    file = str(namespace.get("__file__"))
-    return not file.startswith(LIBRARIES) and not any(each in file for each in _PACKAGES)
+    return not is_library(str(namespace.get("__file__")))
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:
