@@ -10,6 +10,8 @@ from autofit.exceptions import UsageError
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(?P<h>[\d.]+)h)?(?:(?P<m>[\d.]+)m)?(?:(?P<s>[\d.]+)s?)?", re.IGNORECASE)
 _PREFIXES = "kmgtp"
+PLAIN = 1 << 20
+"""Bytes that may be written without a unit: no smaller number is meant as bytes."""
 _FACTORS = (
     {"": 1, "b": 1}
     | {f"{p}ib": 1024**power for power, p in enumerate(_PREFIXES, 1)}
@@ -22,12 +24,13 @@ def parse_size(text: str) -> int:
     """Return the bytes in ``text``: ``24GiB``, ``1.5GB``, ``800M`` or plain bytes.
 
     ``GiB`` and ``G`` are powers of 1024, ``GB`` powers of 1000; case does not matter.
-    Raises ``UsageError`` for anything else, zero included.
+    Raises ``UsageError`` for anything else, zero included, and for a number below ``PLAIN`` without
+    a unit: in ``--memory 24`` the unit was forgotten.
     """
     match = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(match["unit"].lower()) if match else None
     size = int(float(match["number"]) * factor) if match and factor else 0
-    if size < 1:
+    if size < 1 or (match and not match["unit"] and size < PLAIN):
         raise UsageError(
             f"not a size: {text!r}; write a number with a unit such as 24GiB, 800MiB or 16GB"
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autofit import strategies
 from autofit.analysis.acquisition import (
     GAIN,
     GAIN_BEFORE_SPREAD,
@@ -157,7 +158,8 @@ def within_reach(
     """Return the plans that a search considers now, whether or not they were measured.
 
     These are the plans of the space, and the fastest fitting plans with one refining level added.
-    While no plan fits, refining levels are added to the leanest plans that were tried.
+    While no plan fits, refining levels are added to the leanest plans that were tried. If only
+    plans with refining levels fit, all plans of the space are considered with these levels too.
 
     Args:
         space: The space of the search.
@@ -173,4 +175,13 @@ def within_reach(
     refined = [each for base in bases[:REFINED] for each in space.refinements(base.searched)]
     level_sets = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
     core = [p for each in level_sets for p in each.plans(space)] if holds else space.plans()
+    if fitting and not holds and not any(base.searched in core for base in fitting):
+        needed = dict.fromkeys(_refining(base) for base in fitting[:REFINED])
+        core = (*core, *(plan for each in needed for plan in space.plans(dict(each))))
     return (*dict.fromkeys(filter(holds, (*core, *refined))),)
+
+
+def _refining(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Return the refining levels of a plan."""
+    changes = plan.searched.changes
+    return tuple((s, level) for s, level in changes if strategies.get(s).level(level).refines)

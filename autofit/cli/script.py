@@ -26,11 +26,15 @@ class ScriptCommand(click.Command):
         """Parse the words before ``--``; keep the rest for :func:`the_launch`."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[_ARGS] = tuple(args[cut + 1 :])
+        hint = "options and arguments for the script go after --"
         try:
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
             if error.option_name and _follows_a_script(args[:cut], error.option_name):
-                hint = "options for the script go after --"
+                raise click.UsageError(f"{error.format_message()} ({hint})", ctx) from None
+            raise
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.format_message():
                 raise click.UsageError(f"{error.format_message()} ({hint})", ctx) from None
             raise
 

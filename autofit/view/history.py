@@ -54,11 +54,18 @@ def studies(found: Iterable[StoredStudy]) -> Table:
             device(study),
             format_size(study.budget),
             str(each.searched),
-            "no plan fits" if result is None else str(result.plan),
+            _nothing(each) if result is None else str(result.plan),
             "-" if result is None else words.rate(result.measurement.samples_per_second),
             day(study.opened),
         )
     return made
+
+
+def _nothing(found: StoredStudy) -> str:
+    """Return why a study has no best plan."""
+    if any(trial.verdict is Verdict.SCRIPT_FAILED for trial in found.trials):
+        return "the script failed"
+    return "no plan fits" if found.searched else "nothing measured"
 
 
 def device(study: StudyRecord) -> str:

@@ -187,6 +187,23 @@ def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) 
     assert {*found.refinements(ALL)} <= {*within_reach(found, short, measured.budget)}
 
 
+def test_if_only_a_plan_with_such_a_level_fits_the_others_get_it_too(ended: Ended) -> None:
+    found = tried(replace(FACTS, roots=(replace(ROOT, classes=32_000),)), hardware=GPU)
+    core = {*found.plans()}
+    lean = max(core, key=by_cost)
+    released = lean.replace(gradient_release="released")
+    trials = [
+        ended(lean, verdict=Verdict.OUT_OF_MEMORY),
+        ended(released, 4, verdict=Verdict.MEASURED),
+    ]
+    reached = {*within_reach(found, trials, budget=100)}
+    with_it = {*found.plans({"gradient_release": "released"})}
+    assert with_it
+    assert with_it <= reached
+    trials += [ended(lean.replace(precision="bf16"), 4, verdict=Verdict.MEASURED)]
+    assert not with_it <= {*within_reach(found, trials, budget=100)}
+
+
 # --- the ladder -----------------------------------------------------------------------------
 
 

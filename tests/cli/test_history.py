@@ -79,14 +79,23 @@ def test_the_list_names_each_study(
     store: Store, study: StudyRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = opened(store, memory=None)
+    failed = opened(store, memory=2 * GIB)
+    add(store, failed, TrialReport(index=0, plan=Plan(), verdict=Verdict.SCRIPT_FAILED))
+    short = opened(store, memory=GIB)
+    add(store, short, TrialReport(index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY))
     assert main(["history"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4, "a head, a line, and a row for each study"
+    assert len(printed) == 6, "a head, a line, and a row for each study"
     (row,) = [line for line in printed if line.startswith(study.id)]
     for text in ("train.py --lr 1", "NVIDIA H200", "24.0 GiB", "  4  ", str(FUSED), "14.0"):
         assert text in row
-    (row,) = [line for line in printed if line.startswith(other.id)]
-    assert "no plan fits" in row
+    for each, said in (
+        (other, "nothing measured"),
+        (failed, "the script failed"),
+        (short, "no plan fits"),
+    ):
+        (row,) = [line for line in printed if line.startswith(each.id)]
+        assert said in row
 
 
 def test_an_empty_store_says_what_to_do(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

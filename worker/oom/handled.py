@@ -71,7 +71,12 @@ def raised_in_python(error: BaseException) -> bool | None:
 
 
 def formatted(error: BaseException) -> str:
-    """Return ``Type: message`` as Python prints it, also if the user's ``__str__`` fails."""
+    """Return ``Type: message`` as Python prints it, also if the user's ``__str__`` fails.
+
+    Python prints the place of a syntax error before its message; here the place follows.
+    """
+    if type(error) in (SyntaxError, IndentationError, TabError):
+        return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception_only(error)).strip()
 
 

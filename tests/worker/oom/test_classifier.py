@@ -27,6 +27,7 @@ from autofit.worker.oom.classifier import (
     first_cause,
     oom_kills,
 )
+from autofit.worker.oom.handled import formatted
 from autofit.worker.oom.signatures import FOLLOWERS, SIGNATURES, TRAPS
 
 pytestmark = pytest.mark.quick
@@ -588,3 +589,10 @@ def test_a_real_bad_alloc_in_torch(tmp_path: Path) -> None:
 def test_an_uncaught_bad_alloc_kills_the_process() -> None:
     output = "terminate called after throwing an instance of 'std::bad_alloc'\n  what(): x\n"
     assert classify_exit(-6, output).kind is Kind.OOM
+
+
+def test_the_line_of_a_syntax_error_begins_with_its_message() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        compile("print((1", "train.py", "exec")
+    assert formatted(caught.value) == "SyntaxError: '(' was never closed (train.py, line 1)"
+    assert formatted(ValueError("two\nlines")) == "ValueError: two\nlines"

@@ -11,7 +11,6 @@ import io
 import os
 import random
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from autofit.exceptions import Refused
@@ -25,6 +24,7 @@ from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
 from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.handled import formatted
 from autofit.worker.records.trials import (
     CHECK,
     ChildSpec,
@@ -112,7 +112,7 @@ class ScriptLifecycle:
             )
             self._reporter.send(PlanEnded(report=report))
             return
-        summary = "".join(traceback.format_exception_only(error)).strip()
+        summary = formatted(error)
         self._reporter.send(
             Raised(
                 index=index,
