@@ -54,9 +54,8 @@ _REDRAWN = Tolerance(
     row_length=math.inf,
 )
 _CHAOTIC = replace(_REDRAWN, loss=_ROUNDED.loss, scale=0.6, length=0.6)
-_CHAOTIC_LATER = replace(
-    _REDRAWN
-)  # an object of its own: a step is redrawn if it has _REDRAWN itself
+# An object of its own: a step is redrawn if it has _REDRAWN itself.
+_CHAOTIC_LATER = replace(_REDRAWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

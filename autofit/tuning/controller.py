@@ -148,9 +148,7 @@ class Search:
         self._proposer.tell_limit()
         last = Confirmation(history, self._proposer, self._confirm, self._slots.count)
         last.confirm()
-        while (
-            self._proposer.wants_launch()
-        ):  # a failed confirmation can make other plans worthwhile
+        while self._proposer.wants_launch():  # a failed confirmation can make others worthwhile
             self._drive(self._proposer.next)
             last.confirm()
         self._proposer.tell_limit()

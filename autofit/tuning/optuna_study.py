@@ -121,11 +121,7 @@ class OptunaStudy:
         for _ in range(KNOWN):
             if self.should_stop(launch):
                 return None
-            levels = (
-                {"fixed": plan_to_json(launch.fixed), "fresh": launch.fresh} if launch else None
-            )
-            self._study.enqueue_trial({}, user_attrs={Attribute.LAUNCH: levels})
-            trial = self._study.ask()
+            trial = self._ask_for(launch)
             plan = self._suggested(trial)
             if not self._settled(trial, plan, state):
                 assert plan is not None, "a plan that can be measured"

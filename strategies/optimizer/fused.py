@@ -128,8 +128,11 @@ def fused_step(optimizer: Any, step: Callable[[], None]) -> None:
 
 
 def _three_ways(optimizer: Optimizer) -> tuple[set[int], set[int], set[int]]:
-    """Return the parameters (by ``id``) that step plainly, those whose momentum an SGD makes in
-    this step, and the rest."""
+    """Return three sets of parameters, by ``id``.
+
+    The first step plainly. An SGD makes the momentum of the second in this step. The third is the
+    rest.
+    """
     plain, new, rest = set[int](), set[int](), set[int]()
     makes_momentum = type(optimizer) is torch.optim.SGD
     for group in optimizer.param_groups:

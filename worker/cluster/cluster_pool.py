@@ -203,9 +203,8 @@ class ClusterPool(Pool):
         if what not in self._sent and what == "code":
             self._sent[what] = archive.send_code()
         elif what not in self._sent:
-            in_copied_folder(
-                self._script, self._script.cwd, self._script.cwd
-            )  # raises UsageError if the script is outside
+            # Raises UsageError if the script is outside.
+            in_copied_folder(self._script, self._script.cwd, self._script.cwd)
             self._sent[what] = archive.send_folder(self._script.cwd)
         return self._sent[what]
 

@@ -36,7 +36,6 @@ __all__ = [
     "classify_exit",
     "classify_retries",
     "classify_text",
-    "first_cause",
     "oom_kills",
     "pressed",
 ]
@@ -325,14 +324,6 @@ def classify_retries(retries: Sequence[int]) -> Diagnosis:
     if pressed(later > earlier for earlier, later in itertools.pairwise(retries)):
         return Diagnosis(Kind.SUSPECT, "allocator retries", None, "the allocator keeps retrying")
     return NOTHING
-
-
-def first_cause(ranks: Iterable[Diagnosis]) -> Diagnosis:
-    """Return the diagnosis of the rank that failed first; ``ranks`` are in order of failure.
-
-    Ranks that only noticed another's end, such as a watchdog's time-out, are skipped.
-    """
-    return next((rank for rank in ranks if not rank.follows), NOTHING)
 
 
 def _worst(found: Sequence[Diagnosis]) -> Diagnosis:

@@ -272,8 +272,10 @@ class ChunkedCall:
         return self._without_late([without_graph(out) for out in outputs], cut)
 
     def _without_late(self, outputs: list[Any], cut: Cut) -> list[Any]:
-        """Replace the large outputs of a chunk by their outlines; copy their rows to the host if
-        the script may read them."""
+        """Replace the large outputs of a chunk by their outlines.
+
+        Their rows are copied to the host if the script may read them.
+        """
         joins, kept = self.layout.joins, self.owner.state.rows
         if kept is Rows.ON_DEVICE or len(self._cuts) < 2 or len(outputs) != len(joins):
             return outputs
@@ -318,8 +320,10 @@ class ChunkedCall:
     def rows_again(
         self, arguments: Sequence[Any], wanted: Collection[int]
     ) -> dict[int, list[torch.Tensor]]:
-        """Run the chunks again without a graph; return the rows of the outputs ``wanted``, on the
-        host. Raises ``Refused`` if the model has changed."""
+        """Run the chunks again without a graph; return rows of the outputs ``wanted``, on the host.
+
+        Raises ``Refused`` if the model has changed.
+        """
         if self.owner.mark() != self._mark:
             raise Refused(CHANGED_BEFORE_USE, "micro_batch")
         found: dict[int, list[torch.Tensor]] = {index: [] for index in wanted}

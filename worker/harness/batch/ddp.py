@@ -42,8 +42,10 @@ class Ranks:
 
     @property
     def finds_unused(self) -> bool:
-        """Whether the wrapper looks for unused parameters: only a real backward may mark one as
-        used."""
+        """Whether the wrapper looks for unused parameters.
+
+        Then only a real backward may mark one as used.
+        """
         return bool(self._wrapper.find_unused_parameters)
 
     def forward(self, run: Callable[[], Any]) -> Any:
@@ -69,8 +71,10 @@ class Ranks:
         self._received.add(id(parameter))
 
     def backward_done(self) -> None:
-        """Queue the reduction; called in the script's own backward when a call's backward has
-        ended."""
+        """Queue the reduction.
+
+        Called in the script's own backward when a call's backward has ended.
+        """
         if self._expected and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._reduce)
@@ -100,8 +104,7 @@ class _Visit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[None, ...]:
-        """Visit the parameters without a gradient: their hooks run, and ``.grad`` stays as it
-        is."""
+        """Visit the parameters without a gradient: their hooks run, ``.grad`` does not change."""
         return (None,) * int(ctx.count)
 
 
@@ -141,8 +144,7 @@ def _wrapped_out_of_reach(root: nn.Module) -> str | None:
 
 
 def _unsupported(wrapper: DistributedDataParallel) -> str | None:
-    """Return the setting of the wrapper that does not work with a split; ``None`` if there is
-    none."""
+    """Return the setting of the wrapper that does not work with a split, if there is one."""
     if wrapper.static_graph:
         return "with static_graph: it counts the gradients that arrive in the first step"
     if wrapper.mixed_precision is not None:
@@ -185,7 +187,5 @@ def _collectives() -> dict[str, int]:
     return {
         name: int(group._get_sequence_number_for_group())
         for group, name in groups.items()
-        if hasattr(
-            group, "_get_sequence_number_for_group"
-        )  # groups without this rank do not have it
+        if hasattr(group, "_get_sequence_number_for_group")  # only groups with this rank have it
     }

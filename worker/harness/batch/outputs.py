@@ -72,8 +72,7 @@ class Parts:
     def shares(
         self, batch: Batch, incoming: Mapping[int, torch.Tensor | None], cut: Cut
     ) -> dict[int, torch.Tensor]:
-        """Return the part of each output's incoming gradient that belongs to the samples in
-        ``cut``."""
+        """Return the part of each output's incoming gradient that belongs to ``cut``."""
         found = {}
         for index, cotangent in incoming.items():
             join = self._layout.joins[index]
@@ -160,8 +159,7 @@ class _Rows:
 
 
 def _like(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    """Return empty memory for ``rows`` rows, with the memory format that ``torch.cat`` would
-    use."""
+    """Return empty memory for ``rows`` rows, in the memory format that ``torch.cat`` would use."""
     shape = [*part.shape]
     shape[dim] = rows
     last = part.ndim == 4 and not part.is_contiguous()

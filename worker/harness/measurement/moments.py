@@ -63,10 +63,8 @@ def _kind(each: Allocation, peak: Operation, backwards: Backwards) -> Kind:
         begins = next((first for first, _ in backwards if first >= each.born), None)
         needed = each.died is None or begins is None or each.died >= begins
         return Kind.ACTIVATIONS if needed else Kind.TEMPORARY
-    if each.phase == BACKWARD:
-        return (
-            Kind.ACTIVATIONS if each.module else Kind.TEMPORARY
-        )  # a checkpointed block runs again
+    if each.phase == BACKWARD:  # a module that runs there is a checkpointed block
+        return Kind.ACTIVATIONS if each.module else Kind.TEMPORARY
     return Kind.TEMPORARY if each.phase == STEP else Kind.OTHER
 
 

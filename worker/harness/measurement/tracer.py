@@ -146,9 +146,8 @@ class Tracer:
         named = list(root.module.named_parameters())
         self._names |= {id(parameter): name for name, parameter in named}
         if first and self._start is None:
-            self._start = self._sum(
-                self._values(parameter) for _, parameter in named
-            )  # one at a time
+            # A generator: gathered parameters exist one at a time.
+            self._start = self._sum(self._values(parameter) for _, parameter in named)
 
     def _arguments(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         tensors = [leaf for leaf in Batch.of(args, kwargs).leaves if isinstance(leaf, torch.Tensor)]

@@ -275,9 +275,8 @@ class Session:
         known = self.known.of(module)
         self._leader.met(module)
         self._proofs -= sum(each.proof.proofs for each in self.roots if not each.alive)
-        self.roots = [
-            each for each in self.roots if each.alive
-        ]  # drop the roots of an earlier training
+        # The roots of an earlier training are gone.
+        self.roots = [each for each in self.roots if each.alive]
         policy = self.policy(module)
         root = HarnessRoot(module, self.seams, self.calls, self.runner.on_shortage, known, policy)
         self.roots.append(root)

@@ -79,10 +79,7 @@ def _made_again(frame: FrameType) -> nn.Module | None:
     kwargs = {name: given.locals[name] for name in given.args[count:]}
     kwargs |= given.locals[given.keywords] if given.keywords else {}
     made: nn.Module | None = None
-    with (
-        suppress(Exception),
-        redirect_stdout(StringIO()),
-        torch.device("meta"),
-    ):  # the user's own code may fail
+    # The user's own code may fail.
+    with suppress(Exception), redirect_stdout(StringIO()), torch.device("meta"):
         made = type(given.locals["self"])(*args, **kwargs)
     return made

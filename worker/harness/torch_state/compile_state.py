@@ -30,8 +30,7 @@ class CompileClock:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules without their compiled code, so that other shapes do not recompile
-    them."""
+    """Run compiled modules without their compiled code: other shapes do not recompile them."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -93,8 +93,10 @@ class Change:
         versions: int,
         deviation: torch.Tensor | None = None,
     ) -> Change:
-        """Return the change in double precision; ``deviation``: the norm of the standard
-        deviations."""
+        """Return the change in double precision.
+
+        ``deviation``: the norm of the standard deviations.
+        """
         old = before.double()
         size = old.norm() if deviation is None else torch.maximum(old.norm(), deviation)
         return cls(tensor.detach().double() - old, size, versions)

@@ -265,8 +265,7 @@ class Snapshot:
         return left
 
     def places(self, changed: Iterable[Key], after: Snapshot) -> tuple[Place, ...]:
-        """Return the places of ``changed``, and the places on the way from a module's attribute to
-        them."""
+        """Return the places of ``changed``, and those on the way from a module's attribute."""
         found: dict[tuple[int, str], Place] = {}
         for key in changed:
             snapshot = self if key in self.node_of else after

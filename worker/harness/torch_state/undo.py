@@ -32,8 +32,7 @@ class UndoStack:
         take_back(self._undos)
 
     def clear(self) -> None:
-        """Drop every undo without calling it, because the objects that it would restore are
-        gone."""
+        """Drop every undo without calling it: the objects that it would restore are gone."""
         self._undos.clear()
 
 

@@ -61,8 +61,10 @@ class FixedDraws(TorchDispatchMode):
         return fixed(self, func, args, kwargs)
 
     def numbers(self, like: torch.Tensor) -> torch.Tensor:
-        """Return numbers between 0 and 1 in the shape of ``like``: one for each sample, or all
-        equal."""
+        """Return numbers between 0 and 1 in the shape of ``like``.
+
+        Each sample has one number; all numbers are equal if ``like`` has no rows for samples.
+        """
         first, stop = self.cut
         if like.ndim == 0 or like.shape[0] != stop - first:
             return torch.full_like(like, 0.5, dtype=torch.float64)
@@ -222,8 +224,7 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
 
 @contextmanager
 def silenced(module: nn.Module) -> Iterator[None]:
-    """Set all dropout rates in ``module`` to zero, so that calls with other draws are
-    comparable."""
+    """Set all dropout rates in ``module`` to zero: calls with other draws are then comparable."""
     rates = [(vars(each), dropout_rates(each)) for each in module.modules()]
     for values, found in rates:
         values.update(dict.fromkeys(found, 0.0))

@@ -184,8 +184,10 @@ class _Below(TorchDispatchMode):
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with ``change`` applied to each value, also in lists. Faster than torch's
-    pytree."""
+    """Return arguments with ``change`` applied to each value, also in lists.
+
+    It is faster than torch's pytree.
+    """
     if type(value) in (list, tuple):
         return type(value)(_changed(each, change) for each in value)
     if type(value) is dict:

@@ -35,11 +35,11 @@ def digest(
     cotangents: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> Digest:
-    """Return the digest of the parameters' gradients, without changes of ``.grad`` or calls of its
-    hooks.
+    """Return the digest of the parameters' gradients.
 
-    Each gradient is folded and freed at once, so the gradients never exist together. ``outputs``
-    is emptied: the graph of a language model does not need its logits.
+    ``.grad`` does not change, and its hooks are not called. Each gradient is folded and freed at
+    once, so the gradients never exist together. ``outputs`` is emptied: the graph of a language
+    model does not need its logits.
     """
     found: dict[int, torch.Tensor] = {}
 
@@ -87,8 +87,10 @@ def _begin_backward(device: torch.device) -> None:
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` folded into at most ``BUCKETS`` float64 sums; real and imaginary parts
-    alternate."""
+    """Return ``tensor`` folded into at most ``BUCKETS`` float64 sums.
+
+    Real and imaginary parts alternate.
+    """
     tensor = tensor.detach()
     if tensor.is_sparse:
         return _fold_sparse(tensor.coalesce())
@@ -202,10 +204,10 @@ def largest_factor(found: Digest, expected: Digest) -> float:
 
 
 def pattern(like: torch.Tensor, dim: int, first: int) -> torch.Tensor:
-    """Return a fixed incoming gradient for rows ``first`` and following: smooth, with no two rows
-    equal.
+    """Return a fixed incoming gradient for rows ``first`` and following.
 
-    It is a product of one wave for each dimension, so it needs no more memory than ``like``.
+    It is smooth, and no two of its rows are equal. It is a product of one wave for each dimension,
+    so it needs no more memory than ``like``.
     """
     real = torch.ones(like.shape, dtype=like.dtype.to_real(), device=like.device)
     for axis, size in enumerate(like.shape):

@@ -90,8 +90,10 @@ class Layouts:
         self._plan = plan
 
     def of(self, batch: Batch, *, gradients: bool = True) -> Layout:
-        """Return the layout of ``batch``; raise ``Refused`` if there is none, with the same reason
-        each time."""
+        """Return the layout of ``batch``.
+
+        Raises ``Refused`` if there is none, with the same reason each time.
+        """
         key = self._signatures.of(batch, gradients=gradients)
         kind = self._kinds.get(key)
         if kind is None:
@@ -123,8 +125,10 @@ class Layouts:
         return None
 
     def verify_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
-        """Verify a kind on ``batch``, whose graph has the new ``shape``; raise ``Refused`` if it
-        fails."""
+        """Verify a kind on ``batch``, whose graph has the new ``shape``.
+
+        Raises ``Refused`` if the split does not hold on it.
+        """
         if (self._plan, shape) in kind.refused:
             raise Refused(kind.refused[self._plan, shape])
         try:
@@ -178,9 +182,8 @@ class Layouts:
         try:
             layout = self._find(batch, gradients, None)
         except Refused as refusal:
-            return CallKind(
-                key, type(refusal)(str(refusal))
-            )  # the original's traceback refers to the batch
+            # A copy: the traceback of the original refers to the batch.
+            return CallKind(key, type(refusal)(str(refusal)))
         kind = CallKind(key, layout, fresh=True)
         if layout.fits(batch):
             kind.traits, kind.ranges = _traits(batch, layout)

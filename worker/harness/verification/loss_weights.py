@@ -51,8 +51,7 @@ class Observer(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def labels(self, part: Batch, layout: Layout) -> list[Labels]:
-        """Return the arguments that were a cross-entropy's target, as they are or shifted by
-        one."""
+        """Return the arguments that were a cross-entropy's target, as they are or shifted."""
         found = []
         for index in layout.batched:
             leaf = part.leaves[index]
@@ -93,8 +92,7 @@ def is_mask(leaf: torch.Tensor) -> bool:
 
 
 def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Labels]:
-    """Return other possible divisors of a mean: masks, lengths, weights, entries other than
-    padding."""
+    """Return other possible divisors of a mean: masks, lengths, weights, unpadded entries."""
     found: list[Labels] = []
     for index in layout.batched:
         leaf = part.leaves[index]
@@ -156,8 +154,7 @@ def _would_show(labels: torch.Tensor, ignore: int) -> bool:
 
 
 def rolled(part: Batch, layout: Layout, seen: Observer) -> Batch:
-    """Return a batch in which the numbers and the words of each sample are rolled by another
-    amount.
+    """Return a batch in which each sample's numbers and words are rolled by another amount.
 
     If one entry was the largest in all samples, it no longer is. Masks and labels stay, because
     their meaning depends on their position.

@@ -110,8 +110,7 @@ def at_other_weights(module: nn.Module, *, larger: bool = True) -> Iterator[None
 
 
 def _scalable(chosen: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Divide tensors into matrices whose entries stay finite when ``_factors`` multiply them, and
-    the others."""
+    """Return the matrices that stay finite when ``_factors`` multiply them, and the others."""
     largest = torch._foreach_norm(chosen, torch.inf) if chosen else []
     matrices: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -122,8 +121,7 @@ def _scalable(chosen: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torc
 
 
 def _move(values: torch.Tensor, *, larger: bool) -> None:
-    """Multiply a matrix by ``_factors``. A tensor without rows, such as a bias, changes a
-    little."""
+    """Multiply a matrix by ``_factors``; change a tensor without rows, such as a bias, a little."""
     if values.ndim < 2:
         size = values.norm() / max(1, values.numel()) ** 0.5
         values.add_(pattern(values, 0, 0).mul_(0.5 * size + 0.1))

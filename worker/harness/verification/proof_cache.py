@@ -29,8 +29,10 @@ class Known:
         tell: Callable[[Proven], None] = lambda proven: None,
         of: object = None,
     ) -> None:
-        """``held``: earlier results; ``tell``: called with each new one; ``of``: added to every
-        key."""
+        """Create a cache.
+
+        ``held``: earlier results; ``tell``: called with each new one; ``of``: part of every key.
+        """
         self._held = {} if held is None else held
         self._tell = tell
         self._of = _digest(of)
@@ -53,8 +55,7 @@ class Known:
         self._held.update({each.key: each.content for each in proven})
 
     def get(self, *key: object) -> Any:
-        """Return the value stored under ``key`` by this or an earlier process; ``None`` if there is
-        none."""
+        """Return the value that this or an earlier process stored under ``key``, or ``None``."""
         content = self._held.get(_digest((self._of, key)))
         try:
             return None if content is None else json.loads(content)

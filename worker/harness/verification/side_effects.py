@@ -82,9 +82,9 @@ def _fraction(tensor: torch.Tensor) -> bool:
 def state_updates(
     start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot, *, draws: bool
 ) -> tuple[Place, ...]:
-    """Return the state that each call updates; raise ``Refused`` if the update depends on the
-    samples.
+    """Return the state that each call updates.
 
+    Raises ``Refused`` if the update depends on the samples.
     ``after`` is the state after ``whole`` has run from ``start``. A table that only the first call
     creates, such as one of positions, does not count; a switch that the first call sets does.
     ``draws``: the forward draws random numbers, so that another call may update something else.

@@ -89,9 +89,9 @@ def find_layout(
     narrowly: Leanly | None = None,
     doubted: bool = False,
 ) -> Layout:
-    """Return how calls like this one are split; raise ``Refused`` with the reason if they cannot
-    be.
+    """Return how calls like this one are split.
 
+    Raises ``Refused`` with the reason if they cannot be split.
     Without ``gradients`` (evaluation), only outputs are compared. ``known``: the layout of an
     earlier call of this kind; if it holds here, the rules are not searched again. ``leanly`` and
     ``narrowly`` save memory if the check does not fit otherwise; the latter runs in half precision.
@@ -262,9 +262,8 @@ class _SplitCheck:
                 except Undecided:
                     if not stirring:
                         raise
-            return self._look(
-                layout, part, start
-            )  # without the perturbation, the weights may tell the samples apart
+            # Without the perturbation, the weights may tell the samples apart.
+            return self._look(layout, part, start)
 
     def _look(self, layout: Layout, part: Batch, start: Snapshot) -> Layout:
         start.restore()
@@ -488,8 +487,7 @@ class _SplitCheck:
         return found
 
     def _draws(self, part: Batch) -> tuple[bool, Batch]:
-        """Run once without a graph; return whether that drew numbers, and the arguments
-        afterwards."""
+        """Run once without a graph; return whether it drew numbers, and the arguments after it."""
         before = RandomState.now()
         args, kwargs = part.call(part.leaves)
         with torch.no_grad():
@@ -606,8 +604,10 @@ def pointing(batch: Batch, layout: Layout) -> str | None:
 
 
 def _need_gradients(part: Batch, batch: Batch) -> None:
-    """Let the copies require gradients if the script's arguments do, as another root's output
-    does."""
+    """Let the copies require gradients if the script's arguments do.
+
+    The output of another root does, for example.
+    """
     for copy, leaf in zip(part.leaves, batch.leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             copy.requires_grad_()
@@ -641,6 +641,5 @@ def preserved(module: nn.Module) -> Iterator[Snapshot]:
 
 
 def tolerance(epsilon: float) -> float:
-    """Return the relative difference that an output may have in a data type with this
-    ``epsilon``."""
+    """Return the relative difference that an output may have in a type with this ``epsilon``."""
     return min(TOLERANCES.coarse, TOLERANCES.epsilons * epsilon)

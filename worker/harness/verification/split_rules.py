@@ -167,8 +167,10 @@ class Comparison:
         criterion: Criterion,
         seen: Observer,
     ) -> None:
-        """``part``: a few samples of ``whole``. Without ``parameters``, only outputs are
-        compared."""
+        """Create a comparison of ``part``, a few samples of ``whole``.
+
+        Without ``parameters``, only outputs are compared.
+        """
         self.runner = runner
         self.layout = runner.layout
         self.part = part
@@ -489,8 +491,10 @@ class Comparison:
     def _with_gradients(
         self, layout: Layout, part: Batch, cut: Cut
     ) -> tuple[Output, Digest | None]:
-        """Return the output of some samples and the digest of their gradients; ``None`` if no
-        output has a gradient."""
+        """Return the output of some samples, and the digest of their gradients.
+
+        The digest is ``None`` if no output has a gradient.
+        """
         output = self.runner.run(part, cut)
         return output.without_graph(), self._gradients(output, layout, part, cut)
 
