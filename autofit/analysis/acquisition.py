@@ -31,11 +31,11 @@ A spread training is far faster, and a launch of it can still measure what was l
 """
 GAIN_SPREAD = 0.1
 """The same once plans run on all devices, so that every trial holds all of them."""
-START = 20.0
+START_SECONDS = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""
 PAYBACK = 1.5
 """A plan is measured if it is expected to save so many times the seconds of its trial."""
-CHECK = 2.0
+CHECK_SECONDS = 2.0
 """Seconds to verify a plan and to switch to it, beside its steps."""
 CLOSING = 2.0
 """A plan that adds a fixed level comes first if it gains this many times as much per second."""
@@ -117,7 +117,7 @@ class Situation:
         """Seconds until a new launch calls the model: the median of those that were timed."""
         reports = (trial.report for trial in self.finished)
         timed = [r.startup_seconds for r in reports if r is not None and r.startup_seconds]
-        return statistics.median(timed) if timed else START
+        return statistics.median(timed) if timed else START_SECONDS
 
 
 def prospects(situation: Situation) -> list[Prospect]:
@@ -172,7 +172,7 @@ def _seconds(
     steps = SOLVED_STEPS if plan["checkpointing"] == AUTO else SEARCHED_STEPS
     steps = SIZED_STEPS if plan.unsized != plan else steps
     starts = (0.0 if here else 1.0) + (1.0 - likely)
-    return starts * start + CHECK + model.compile_seconds(plan) + steps * step
+    return starts * start + CHECK_SECONDS + model.compile_seconds(plan) + steps * step
 
 
 def worthwhile(situation: Situation) -> list[Prospect]:

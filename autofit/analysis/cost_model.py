@@ -86,7 +86,7 @@ SHARES = tuple(part / 6 for part in range(7))
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Observation:
     """The measurement of one plan at one micro-batch size."""
 
     plan: Plan
@@ -169,7 +169,7 @@ class CostModel:
     ) -> None:
         self._facts = facts = facts or Facts()
         self._finished = finished = tuple(finished)
-        points = [point for trial in finished for point in _points(trial, facts)]
+        points = [point for trial in finished for point in _observations(trial, facts)]
         self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
         bounds = [bound for trial in finished for bound in self._bounds(trial)]
         self._budget = float(budget)
@@ -543,12 +543,12 @@ def _compile_seconds(finished: Sequence[TrialRecord], facts: Facts) -> Array:
     return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
 
 
-def _points(trial: TrialRecord, facts: Facts) -> list[Point]:
+def _observations(trial: TrialRecord, facts: Facts) -> list[Observation]:
     """Return a point for each plan that a trial measured; its last measurement counts."""
     report = trial.report
     found = {each.plan(trial.plan): each for each in report.measurements} if report else {}
     return [
-        Point(
+        Observation(
             plan=trial.plan.searched,
             blocks=CHECKPOINTING.block_share(plan[CHECKPOINTING.name], facts),
             samples=float(each.micro_batch),

@@ -30,14 +30,14 @@ MIN_EXTRA = 0.05
 """After a set ran out of memory, the next must leave this share of the budget more free."""
 MAX_SHORT = 2
 """Sets that may run out of memory before the search turns to those that leave the most free."""
-NAMES = tuple(
+STATIC_STRATEGIES = tuple(
     strategy.name
     for strategy in strategies.REGISTRY
     if any(
         strategy.keeps(each.name, kind, {}) < 1 for each in strategy.levels[1:] for kind in KINDS
     )
 )
-"""Strategies that lower static memory."""
+"""Names of the strategies that lower static memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LevelSet:
     """A set of levels under which the static memory fits the budget."""
 
     levels: tuple[tuple[str, str], ...]
-    """A level for each of ``NAMES``, and whether the batch is split."""
+    """A level for each of ``STATIC_STRATEGIES``, and whether the batch is split."""
     free_bytes: float
     """Expected bytes left for activations. Zero or less if the set may not fit."""
     own_process: bool = False
@@ -55,7 +55,9 @@ class LevelSet:
     def of(cls, plan: Plan) -> LevelSet:
         """Return the level set that a plan contains. Its ``free_bytes`` is 0, for unknown."""
         split = AS_IS if plan["micro_batch"] == AS_IS else AUTO
-        return cls((*((name, plan[name]) for name in NAMES), ("micro_batch", split)), 0.0)
+        return cls(
+            (*((name, plan[name]) for name in STATIC_STRATEGIES), ("micro_batch", split)), 0.0
+        )
 
     def plans(self, space: Space) -> tuple[Plan, ...]:
         """Return the plans of a search that contain this set.
@@ -180,12 +182,12 @@ def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord])
 
 
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:
-    """Yield every combination of levels of ``NAMES``, with the batch split and whole."""
+    """Yield every combination of their levels, with the batch split and whole."""
     choices = dict(space.levels)
     splits = [AUTO, AS_IS] if AUTO in choices["micro_batch"] else [AS_IS]
-    each = [_lowering(name, space.choices(name)) for name in NAMES]
+    each = [_lowering(name, space.choices(name)) for name in STATIC_STRATEGIES]
     for split, levels in itertools.product(splits, itertools.product(*each)):
-        yield {**dict(zip(NAMES, levels, strict=True)), "micro_batch": split}
+        yield {**dict(zip(STATIC_STRATEGIES, levels, strict=True)), "micro_batch": split}
 
 
 def _lowering(name: str, choices: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,7 +23,13 @@ from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
 from autofit.tuning.confirmation import Confirmation
 from autofit.tuning.history import History
-from autofit.tuning.launches import MOMENT, Doubt, RunningLaunch, RunningLaunches, one_by_one
+from autofit.tuning.launches import (
+    NEXT_REQUEST_SECONDS,
+    Doubt,
+    RunningLaunch,
+    RunningLaunches,
+    one_by_one,
+)
 from autofit.tuning.notices import (
     FactsKnown,
     Line,
@@ -223,7 +229,9 @@ class Search:
                 self._prepare()
             if len(self._launches.waiting) == len(self._launches):
                 return
-            for slot, event in self._workers().events(timeout=MOMENT if soon else HEARTBEAT):
+            for slot, event in self._workers().events(
+                timeout=NEXT_REQUEST_SECONDS if soon else HEARTBEAT
+            ):
                 self._handle_event(slot, event)
             self._store.heartbeat(self._owner)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autofit.analysis.acquisition import CHECK, SIZED_STEPS, START
+from autofit.analysis.acquisition import CHECK_SECONDS, SIZED_STEPS, START_SECONDS
 from autofit.analysis.ranking import (
     baseline_was_faster,
     faster_unconfirmed,
@@ -335,7 +335,7 @@ class History:
         starts = [each.startup_seconds for each in known if each and each.startup_seconds]
         measured = winner.measurement
         steps = SIZED_STEPS * measured.seconds + measured.compile_seconds
-        return (statistics.median(starts) if starts else START) + CHECK + steps
+        return (statistics.median(starts) if starts else START_SECONDS) + CHECK_SECONDS + steps
 
     def late(self) -> bool:
         """Return whether the search has used up its ``--timeout``."""

@@ -11,7 +11,7 @@ from autofit.storage import Purpose, TrialRecord
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Asking, TrialReport, Verdict
 
-MOMENT = 2.0
+NEXT_REQUEST_SECONDS = 2.0
 """Seconds after its last report in which a launch is expected to ask for another plan."""
 
 
@@ -75,7 +75,7 @@ class RunningLaunch:
     def about_to_ask(self) -> bool:
         """Whether all its trials have reported and it is expected to ask for a plan."""
         done = 0 < len(self.trials) == self.reported and not (self.over or self.asking)
-        return done and time.monotonic() - self.last_report < MOMENT
+        return done and time.monotonic() - self.last_report < NEXT_REQUEST_SECONDS
 
     @property
     def runs(self) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 KNOWN = 20
 """Proposals in a row that need no trial, after which a sampler is taken to have no new plan."""
-MOMENT = 1.0
+DEADLINE_TOLERANCE = 1.0
 """Seconds by which the deadline may move before it is set again."""
 PATIENCE = 10
 """Trials in a row without a faster plan after which a search by another sampler ends."""
@@ -237,7 +237,7 @@ class OptunaStudy:
         self._set(Attribute.FIRST, [plan_to_json(plan) for plan in state.first_in_process])
         deadline = None if state.seconds_left is None else time.time() + state.seconds_left
         before = self._attributes.get(Attribute.DEADLINE)
-        if deadline is None or before is None or abs(deadline - before) > MOMENT:
+        if deadline is None or before is None or abs(deadline - before) > DEADLINE_TOLERANCE:
             self._set(Attribute.DEADLINE, deadline)
 
     # --- telling ---------------------------------------------------------------------------

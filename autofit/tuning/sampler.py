@@ -34,7 +34,7 @@ from autofit.worker.records.trials import HORIZON, TrialReport, Verdict
 
 OURS = "autofit"
 """Name of the sampler of this module, for ``--sampler``."""
-MOMENT = 10.0
+DEADLINE_STEP = 10.0
 """Seconds of ``--timeout`` after which a choice is made again."""
 NOBODY = Owner(host="", pid=0, started=0.0)
 """The owner of a trial that was read from an Optuna study, which stores none."""
@@ -96,7 +96,7 @@ class AutofitSampler(BaseSampler):
             state.spreads_later,
             state.bandwidth,
             state.first_in_process,
-            None if left is None else round(left / MOMENT),
+            None if left is None else round(left / DEADLINE_STEP),
             launch,
         )
         if self._chosen[0] != made_from:

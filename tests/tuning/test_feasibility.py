@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from autofit.analysis.feasibility import NAMES, LevelSet, level_sets_needed, next_level_set
+from autofit.analysis.feasibility import (
+    STATIC_STRATEGIES,
+    LevelSet,
+    level_sets_needed,
+    next_level_set,
+)
 from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import State, Store, TrialRecord
@@ -209,7 +214,7 @@ def test_the_first_set_changes_the_training_least() -> None:
     assert plan is not None
     assert plan["checkpointing"] == "all"
     assert LevelSet.of(plan).levels == lean.levels
-    assert {*NAMES} == {name for name, _ in lean.levels} - {"micro_batch"}
+    assert {*STATIC_STRATEGIES} == {name for name, _ in lean.levels} - {"micro_batch"}
 
 
 # --- real ones --------------------------------------------------------------------------------

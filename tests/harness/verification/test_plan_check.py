@@ -158,7 +158,7 @@ def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Roo
     held.proof.remember(PLAN)
     assert {key[0] for key in held.proof.plain_results()} == {"on the host"}
     prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())
-    assert {key[0] for key in held.proof.plain_results()} == {"on the host", "leanly"}
+    assert {key[0] for key in held.proof.plain_results()} == {"on the host", "checkpointed"}
     held.take_back()
 
 

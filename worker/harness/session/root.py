@@ -476,7 +476,9 @@ class HarnessRoot:
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
             module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
-            leanly = self._leanly_on(module) if on_copy else self.leanly
+            checkpointed = (
+                self._checkpointed_blocks_of(module) if on_copy else self.checkpointed_blocks
+            )
             if known is not None and on_copy and known.updates:
                 known = replace(known, updates=places_at(module, map(key_of, known.updates)))
             found = find_layout(
@@ -485,21 +487,23 @@ class HarnessRoot:
                 batch,
                 gradients=gradients,
                 known=known,
-                leanly=leanly,
-                narrowly=self._narrowly,
+                checkpointed=checkpointed,
+                in_bf16=self._in_bf16,
                 doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),
             )
         if not on_copy or not found.updates:
             return found
         return replace(found, updates=places_at(self.module, map(key_of, found.updates)))
 
-    def _leanly_on(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return ``leanly`` for a copy of the model that is too large for the device."""
+    def _checkpointed_blocks_of(
+        self, module: nn.Module
+    ) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return ``checkpointed_blocks`` of a copy of the model that the device cannot hold."""
         if not is_paged(module):
             return None
         root = HarnessRoot(module, self._seams, self._calls, self._on_shortage)
         root.learn(self._facts)
-        return root.leanly
+        return root.checkpointed_blocks
 
     def _by_sample(self) -> AbstractContextManager[None]:
         """Return a context in which BatchNorm does not join samples, if ranks divide the batch."""
@@ -527,7 +531,7 @@ class HarnessRoot:
             return Shapes().of(outputs, [*self.module.parameters()])
 
     @property
-    def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def checkpointed_blocks(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Makes a context in which the model's blocks are checkpointed.
 
         ``None`` if they are already, if they cannot be, or if the model has dropout: recomputing
@@ -540,7 +544,7 @@ class HarnessRoot:
         return self._checkpointed if can else None
 
     @property
-    def _narrowly(self) -> Callable[[], AbstractContextManager[object]] | None:
+    def _in_bf16(self) -> Callable[[], AbstractContextManager[object]] | None:
         """Makes a context in which the model runs in bf16; ``None`` unless the plan uses bf16."""
         if self._plan[Precision.name] != "bf16":
             return None

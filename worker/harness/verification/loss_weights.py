@@ -91,7 +91,7 @@ def is_mask(leaf: torch.Tensor) -> bool:
     return leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
 
 
-def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Labels]:
+def possible_divisors(part: Batch, layout: Layout, observer: Observer) -> list[Labels]:
     """Return other possible divisors of a mean: masks, lengths, weights, unpadded entries."""
     found: list[Labels] = []
     for index in layout.batched:
@@ -103,7 +103,7 @@ def possible_divisors(part: Batch, layout: Layout, seen: Observer) -> list[Label
         if weights:
             found += [Labels(index, 0, shift, values=True) for shift in shifts]
         if _whole_numbers(leaf) and leaf.numel() <= LARGEST:
-            ignored = (0,) if seen.looked_up(leaf) else (0, IGNORED)
+            ignored = (0,) if observer.looked_up(leaf) else (0, IGNORED)
             found += [Labels(index, ignore, shift) for ignore in ignored for shift in shifts]
             found += [Labels(index, values=True)] if leaf.ndim == 1 else []
     return found
@@ -125,7 +125,7 @@ Edit = Callable[[torch.Tensor], None]
 
 
 def variants(
-    part: Batch, whole: Batch, layout: Layout, labels: list[Labels], seen: Observer
+    part: Batch, whole: Batch, layout: Layout, labels: list[Labels], observer: Observer
 ) -> Iterator[Variant]:
     """Yield variants of ``part`` that tell the rules apart; ``part`` has samples of ``whole``."""
     known = {each.leaf: each for each in labels}
@@ -137,7 +137,7 @@ def variants(
             ignore = known[index].ignore_index
             shows = len(known) > 1 and _would_show(whole.leaves[index], ignore)
             yield Variant(_edited(part, index, layout, _tail(ignore)), masked=True, shows=shows)
-        for edit in _edits(leaf, whole.leaves[index], index in known, seen):
+        for edit in _edits(leaf, whole.leaves[index], index in known, observer):
             yield Variant(_edited(part, index, layout, edit), masked=False)
     if len(known) > 1:  # no label of a sample counts, as for the start and the end of an answer
         masked = part
@@ -153,7 +153,7 @@ def _would_show(labels: torch.Tensor, ignore: int) -> bool:
     return labels.ndim == 1 and int(labels.max()) < ignore
 
 
-def rolled(part: Batch, layout: Layout, seen: Observer) -> Batch:
+def rolled(part: Batch, layout: Layout, observer: Observer) -> Batch:
     """Return a batch in which each sample's numbers and words are rolled by another amount.
 
     If one entry was the largest in all samples, it no longer is. Masks and labels stay, because
@@ -162,7 +162,7 @@ def rolled(part: Batch, layout: Layout, seen: Observer) -> Batch:
     leaves = list(part.leaves)
     for index in layout.batched:
         leaf = leaves[index]
-        words = _whole_numbers(leaf) and seen.looked_up(leaf)
+        words = _whole_numbers(leaf) and observer.looked_up(leaf)
         if not (words or leaf.is_floating_point()) or is_mask(leaf):
             continue
         rows = leaf.detach().movedim(layout.dim, 0)
@@ -175,7 +175,7 @@ def rolled(part: Batch, layout: Layout, seen: Observer) -> Batch:
 
 
 def _edits(
-    leaf: torch.Tensor, whole: torch.Tensor, is_label: bool, seen: Observer
+    leaf: torch.Tensor, whole: torch.Tensor, is_label: bool, observer: Observer
 ) -> Iterator[Edit]:
     on_cpu = leaf.device.type == "cpu"
     if is_mask(leaf):
@@ -190,7 +190,7 @@ def _edits(
         yield _smaller
         if leaf.ndim > 1:
             yield _tail(0)
-        if not is_label and not seen.looked_up(leaf) and bool((whole < 0).any()):
+        if not is_label and not observer.looked_up(leaf) and bool((whole < 0).any()):
             yield _tail(IGNORED)
     if leaf.ndim == 1 and leaf.dtype != torch.bool and not leaf.is_floating_point():
         low, high = int(whole.min()), int(whole.max())

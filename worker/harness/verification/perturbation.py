@@ -25,7 +25,7 @@ SLIGHTLY = 0.05
 """The largest change of biases and norms: as much as a few hundred steps make."""
 NUDGE = 2.0**-50
 """The relative change of a float64 weight that is no more than rounding."""
-SINGLE = 16
+GATE_INPUTS = 16
 """The assumed number of inputs of a gate of zero; the gate becomes at most a quarter."""
 
 
@@ -33,12 +33,14 @@ SINGLE = 16
 def weights_rounded(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Round float32 parameters to bf16 within the context. Autograd does not notice."""
     chosen = [each.data for each in parameters if each.dtype is torch.float32]
-    with _others(chosen, _round):
+    with _changed_in_place(chosen, _round):
         yield
 
 
 @contextmanager
-def _others(chosen: list[torch.Tensor], change: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def _changed_in_place(
+    chosen: list[torch.Tensor], change: Callable[[torch.Tensor], None]
+) -> Iterator[None]:
     """Change tensors in place within the context, because a copy on the device may not fit."""
     kept = [copy_on_host(each) for each in chosen]
     try:
@@ -57,14 +59,14 @@ def zeros_perturbed(module: nn.Module) -> Iterator[bool]:
     Biases stay zero. They hide nothing, and a common bias would make the samples more alike with
     each layer. Autograd does not notice the change.
     """
-    still = [] if is_sharded(module) else _still(module)
+    zeros = [] if is_sharded(module) else _zero_weights(module)
     try:
-        for each in still:
-            fan_in = each[0].numel() if each.ndim > 1 else SINGLE
+        for each in zeros:
+            fan_in = each[0].numel() if each.ndim > 1 else GATE_INPUTS
             each.copy_(pattern(each, 0, 0).div_(fan_in**0.5))
-        yield bool(still)
+        yield bool(zeros)
     finally:
-        for each in still:
+        for each in zeros:
             each.zero_()
 
 
@@ -75,8 +77,8 @@ def vectors_perturbed(module: nn.Module) -> Iterator[None]:
     Most of them start as 0 or 1, and the mean of a LayerNorm's output is then 0 whatever a plan
     does. A sharded module stays as it is.
     """
-    vectors = [] if is_sharded(module) else [e.data for e in _plain(module) if e.ndim < 2]
-    with _others(vectors, _shift):
+    vectors = [] if is_sharded(module) else [e.data for e in _perturbable(module) if e.ndim < 2]
+    with _changed_in_place(vectors, _shift):
         yield
 
 
@@ -87,7 +89,7 @@ def _shift(values: torch.Tensor) -> None:
 @contextmanager
 def last_bits_perturbed(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     """Change float64 weights in their last bits within the context. Autograd does not notice."""
-    with _others([each.data for each in weights], _nudge):
+    with _changed_in_place([each.data for each in weights], _nudge):
         yield
 
 
@@ -103,9 +105,9 @@ def at_other_weights(module: nn.Module, *, larger: bool = True) -> Iterator[None
     absolute value with the same sign everywhere. Autograd does not notice. Without ``larger``, only
     the signs change.
     """
-    chosen = [] if is_sharded(module) else [each.data for each in _plain(module)]
+    chosen = [] if is_sharded(module) else [each.data for each in _perturbable(module)]
     matrices, others = _scalable(chosen)
-    with _others(others, partial(_move, larger=larger)), _scaled(matrices, larger):
+    with _changed_in_place(others, partial(_move, larger=larger)), _scaled(matrices, larger):
         yield
 
 
@@ -161,21 +163,27 @@ def _factors(values: torch.Tensor, larger: bool) -> Iterator[torch.Tensor]:
         yield factors.to(values).view(shape)
 
 
-def _plain(module: nn.Module) -> list[nn.Parameter]:
+def _perturbable(module: nn.Module) -> list[nn.Parameter]:
     """Return the floating-point parameters that own their memory."""
     return [
         each
         for each in module.parameters()
-        if type(each) is nn.Parameter and each.numel() and _apart(each) and each.is_floating_point()
+        if type(each) is nn.Parameter
+        and each.numel()
+        and _has_own_entries(each)
+        and each.is_floating_point()
     ]
 
 
-def _still(module: nn.Module) -> list[torch.Tensor]:
+def _zero_weights(module: nn.Module) -> list[torch.Tensor]:
     plain = [
         each.data
         for name, each in module.named_parameters()
         if "bias" not in name.rpartition(".")[2]
-        if type(each) is nn.Parameter and each.requires_grad and each.numel() and _apart(each)
+        if type(each) is nn.Parameter
+        and each.requires_grad
+        and each.numel()
+        and _has_own_entries(each)
     ]
     if not plain:
         return []
@@ -183,7 +191,7 @@ def _still(module: nn.Module) -> list[torch.Tensor]:
     return [each for each, most in zip(plain, largest, strict=True) if not float(most)]
 
 
-def _apart(parameter: torch.Tensor) -> bool:
+def _has_own_entries(parameter: torch.Tensor) -> bool:
     """Return whether each entry has its own address, as far as the strides show."""
     return parameter.layout is torch.strided and 0 not in parameter.stride()
 

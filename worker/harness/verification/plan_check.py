@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -64,16 +64,28 @@ from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
 
-Effects = tuple[Digest, dict[Key, Change | NewValue]]
-"""The gradients of a call, and its changes of the state that it can reach."""
-
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that decides where autograd's saved tensors are stored."""
 
 Answer = TypeVar("Answer")
 
-Way = tuple[str, int, Saved]
-"""A name, the largest number of samples, and where their saved tensors are stored."""
+
+class Effects(NamedTuple):
+    """What a call does beside its output."""
+
+    gradients: Digest
+    updates: dict[Key, Change | NewValue]
+    """The changes of the state that the call can reach."""
+
+
+class Way(NamedTuple):
+    """One way to run samples without a plan."""
+
+    name: str
+    most: int
+    """The largest number of samples."""
+    saved: Saved
+
 
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
 """Once verified, it replaces the plain model where that does not fit."""
@@ -111,7 +123,7 @@ class CheckedRoot(Protocol):
         """The model's call under the plan that is applied."""
 
     @property
-    def leanly(self) -> Callable[[], AbstractContextManager[None]] | None:
+    def checkpointed_blocks(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Makes a context in which the model's blocks are checkpointed; ``None`` if they cannot."""
 
     @property
@@ -135,9 +147,9 @@ def prove(
     Returns whether a check ran.
     """
     root.proof.check_begins()
-    shown = _in_calls(plan)
-    noisy = _normalised(root) and shown.fidelity(facts) is Fidelity.ROUNDING
-    known = known and not any(strategy.sized for strategy, _ in shown)
+    in_calls = plan.in_calls
+    noisy = _normalised(root) and in_calls.fidelity(facts) is Fidelity.ROUNDING
+    known = known and not any(strategy.sized for strategy, _ in in_calls)
     known = known and (root.proof.noise_measured_here or not noisy)
     if known or not shows_in_calls(plan, facts):
         root.apply(plan)
@@ -146,12 +158,13 @@ def prove(
     if noisy:
         root.proof.measure_noise_anew()
     kwargs = without_cache(root.module, kwargs)
-    for strategy, level in shown:
+    for strategy, level in in_calls:
         args, kwargs = strategy.checkable_call(level, args, kwargs)
-    redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in shown)
-    told = (s.name for s, _ in shown if type(s).checkable_call is not Strategy.checkable_call)
+    redraws = any(s.redraws or s.fidelity(level, facts) is Fidelity.REDRAW for s, level in in_calls)
+    plain = Strategy.checkable_call
+    adapting = (s.name for s, _ in in_calls if type(s).checkable_call is not plain)
     check = partial(
-        _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *told)
+        _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *adapting)
     )
     with silenced(root.module) if redraws else nullcontext():
         if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
@@ -163,8 +176,8 @@ def prove(
 
 def shows_in_calls(plan: Plan, facts: Facts) -> bool:
     """Return whether ``plan`` touches calls of a root, and promises the same results."""
-    shown = _in_calls(plan)
-    return not shown.neutral and shown.fidelity(facts) is not Fidelity.RECIPE
+    in_calls = plan.in_calls
+    return not in_calls.neutral and in_calls.fidelity(facts) is not Fidelity.RECIPE
 
 
 def _without_code(root: CheckedRoot, check: Callable[[], None], *, alone: bool) -> None:
@@ -194,11 +207,11 @@ def _prove(
     """
     unsized = plan.unsized
     root.take_back()
-    rounds = _in_calls(plan).fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
+    rounds = plan.in_calls.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
     call = (rounds, *call)
     try:
         with nullcontext() if rounds else vectors_perturbed(root.module):
-            if _in_calls(unsized).neutral:
+            if unsized.in_calls.neutral:
                 root.apply(unsized)
             else:
                 expected, found = _beside_plain(root, unsized, batch, call)
@@ -233,15 +246,15 @@ def _prove_and_blame(
         _prove(root, plan, batch, facts, call=call)
         return
     except Refused as failure:
-        shown = sorted(_in_calls(plan.unsized), key=lambda each: -each[0].fidelity(each[1], facts))
-        if failure.strategy is not None or len(shown) < 2:
+        levels = sorted(plan.unsized.in_calls, key=lambda each: -each[0].fidelity(each[1], facts))
+        if failure.strategy is not None or len(levels) < 2:
             raise
         refusal = Refused(str(failure))  # a new error: the frames of the first hold tensors
-    rounding = [s.name for s, level in shown if s.fidelity(level, facts) is Fidelity.ROUNDING]
+    rounding = [s.name for s, level in levels if s.fidelity(level, facts) is Fidelity.ROUNDING]
     if _communicates(root.module):
         raise Refused(str(refusal), rounding[0] if len(rounding) == 1 else None)
     unchecked: list[str] = []
-    for strategy, level in shown:
+    for strategy, level in levels:
         check = partial(_prove, root, Plan.of({strategy.name: level}), batch, facts, call=call)
         try:
             if not attempt(check).fits:
@@ -298,7 +311,7 @@ def _beside_plain(
         except _Indivisible:
             pass
     size = _size(batch)
-    every = dict.fromkeys((name, size, saved) for name, _, saved in ways)
+    every = dict.fromkeys(way._replace(most=size) for way in ways)
     return _first_that_fits(root, plan, batch, call, [*every])
 
 
@@ -332,16 +345,18 @@ def _ways(root: CheckedRoot) -> list[Way]:
     paged. It fits neither without checkpointed blocks, so these are not compared with others.
     """
     fewest = 2 if _normalised(root) else 1
-    few: Way = ("plain", _few(root), nullcontext)
-    on_host: Way = ("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
+    several = Way("plain", _few(root), nullcontext)
+    one = Way("plain", fewest, nullcontext)
+    on_host = Way("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
+    can = root.checkpointed_blocks
+    checkpointed = None if can is None else Way("checkpointed", fewest, can)
     if is_paged(root.module):
-        return [("leanly", fewest, root.leanly) if root.leanly is not None else on_host]
+        return [checkpointed or on_host]
     if moves_together(root.module):
-        return [few if root.whole_fits else on_host]
-    ways: list[Way] = [few, ("plain", fewest, nullcontext), on_host]
-    if root.leanly is not None and root.proof.is_known(CHECKPOINTED):
-        ways.insert(2, ("leanly", fewest, root.leanly))
-    return ways
+        return [several if root.whole_fits else on_host]
+    if checkpointed is not None and root.proof.is_known(CHECKPOINTED):
+        return [several, one, checkpointed, on_host]
+    return [several, one, on_host]
 
 
 def _one_way_beside_plain(
@@ -370,8 +385,8 @@ def _one_way_beside_plain(
             raise _Indivisible from error
         root.proof.keep_plain_result(key, plain)
     root.apply(plan)
-    if is_paged(root.module) and root.leanly is None:  # the plan checkpoints the blocks itself
-        saved = nullcontext
+    if is_paged(root.module) and root.checkpointed_blocks is None:
+        saved = nullcontext  # the plan checkpoints the blocks itself
     if sharded or saved is nullcontext:
         with saved():
             return plain, _gradients(root, root.forward, samples)
@@ -403,10 +418,10 @@ def _compare(
     of the gradients was compared: if rounding alone changes their direction, only their size can
     be. Several ranks return ``False`` together if one of them might.
     """
-    plan = _in_calls(applied)
+    plan = applied.in_calls
     names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
     blamed = names[0] if len(names) == 1 else None
-    root.proof.found_difference(mean_difference(under[0], expected[0]))
+    root.proof.found_difference(mean_difference(under.gradients, expected.gradients))
     try:
         if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
             return _compare_rounded(root, applied, facts, under, expected, batch, call)
@@ -429,20 +444,21 @@ def _compare_exact(
     A doubtful case runs again in float64. If that is impossible, the share of the plain gradients
     in those under the plan decides.
     """
-    error = max(differences([under[0]], expected[0]), default=0.0)
+    error = max(differences([under.gradients], expected.gradients), default=0.0)
     state = _state_differences(under, expected, TOLERANCES.single_gradients)
     if error <= TOLERANCES.single_gradients and not state:
         return
     limit = TOLERANCES.double
     if (both := _in_float64(root, applied, batch)) is None:
-        shares, _, rest = coefficients([expected[0]], under[0])
+        shares, _, rest = coefficients([expected.gradients], under.gradients)
         off = max((abs(share - 1.0) for share in shares), default=0.0)
         sure = off <= TOLERANCES.coefficient and rest <= TOLERANCES.residual
         limit = error if sure else TOLERANCES.single_gradients
         state = _state_differences(under, expected, TOLERANCES.residual)
     else:
-        error = max(differences([both[0][0]], both[1][0]), default=0.0)
-        state = _state_differences(*both, TOLERANCES.double)
+        wide, plain = both
+        error = max(differences([wide.gradients], plain.gradients), default=0.0)
+        state = _state_differences(wide, plain, TOLERANCES.double)
     if state and not _communicates(root.module):
         unsteady = _on_samples_that_fit(root, applied, batch, call, _unsteady) or frozenset()
         state = [name for name in state if name not in unsteady]
@@ -452,7 +468,7 @@ def _compare_exact(
 
 
 def _state_differences(under: Effects, expected: Effects, exact: float) -> list[str]:
-    return different_updates(under[1], expected[1], exact=exact)
+    return different_updates(under.updates, expected.updates, exact=exact)
 
 
 def _unsteady(root: CheckedRoot, samples: Batch, plain: Effects) -> frozenset[str]:
@@ -506,11 +522,10 @@ def _compare_rounded(
 
     Returns whether the direction of the gradients was compared: see ``_compare``.
     """
-    (found, moved), (gradients, once) = under, expected
-    error = mean_difference(found, gradients)
-    otherwise = different_updates(moved, once)
+    error = mean_difference(under.gradients, expected.gradients)
+    state = different_updates(under.updates, expected.updates)
     alone = facts.world_size == 1 and not is_paged(root.module)
-    doubtful = error > TOLERANCES.rounding / 2 or bool(otherwise)
+    doubtful = error > TOLERANCES.rounding / 2 or bool(state)
     if not alone:  # all ranks must decide alike: an extra forward would hang collectives
         doubtful = _normalised(root) and not _communicates(root.module)
     if doubtful and root.proof.sensitivity is None:
@@ -520,23 +535,23 @@ def _compare_rounded(
         most = TOLERANCES.noise * noise.gradients
         chaos = most > TOLERANCES.most
         allowed = max(allowed, min(most, TOLERANCES.most))
-        far = different_updates(moved, once, None if chaos else TOLERANCES.most)
-        otherwise = far if chaos else [n for n in otherwise if n in far or n not in noise.buffers]
-    _refuse_state(otherwise)
+        far = different_updates(under.updates, expected.updates, None if chaos else TOLERANCES.most)
+        state = far if chaos else [n for n in state if n in far or n not in noise.buffers]
+    _refuse_state(state)
     if error <= allowed:
         return alone or not doubtful
     figures = f"by {error:.1e}, {allowed:.1e} allowed"
     if chaos:
-        factor = largest_factor(found, gradients)
+        factor = largest_factor(under.gradients, expected.gradients)
         if factor <= TOLERANCES.factor:
             return False
         figures = f"in size, {factor:.2g} times, {TOLERANCES.factor} allowed"
     raise Refused(_difference_text(figures))
 
 
-def _refuse_state(otherwise: list[str]) -> None:
-    if otherwise:
-        raise Refused(f"the model's {otherwise[0]} would not change as it does")
+def _refuse_state(differing: list[str]) -> None:
+    if differing:
+        raise Refused(f"the model's {differing[0]} would not change as it does")
 
 
 def _difference_text(figures: str) -> str:
@@ -555,12 +570,11 @@ def _sensitivity(root: CheckedRoot, samples: Batch, plain: Effects) -> Sensitivi
     it amplifies the rounding of any lower precision. With BatchNorm at random initialisation, the
     gradients differ by tens of per cent.
     """
-    expected, once = plain
     with weights_rounded(root.module.parameters()):
         leaves = [rounded(leaf) for leaf in samples.leaves]
-        found, moved = _gradients(root, root.plain, Batch(leaves, samples.spec))
-    buffers = frozenset(different_updates(moved, once))
-    return Sensitivity(mean_difference(found, expected), buffers)
+        found = _gradients(root, root.plain, Batch(leaves, samples.spec))
+    buffers = frozenset(different_updates(found.updates, plain.updates))
+    return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
 
 
 def _on_samples_that_fit(
@@ -591,10 +605,6 @@ def _on_samples_that_fit(
         return None
     finally:
         root.apply(plan)
-
-
-def _in_calls(plan: Plan) -> Plan:
-    return plan.in_calls
 
 
 def _layout(batch: Batch) -> Layout:
@@ -647,7 +657,7 @@ def _gradients(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
         if counts and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
         del outputs, cotangents
-        return found, updates_since(start)
+        return Effects(found, updates_since(start))
 
 
 @contextmanager

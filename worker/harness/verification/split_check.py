@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -51,7 +51,7 @@ from autofit.worker.harness.verification.split_rules import (
     SINGLE,
     Comparison,
     Criterion,
-    Doubt,
+    Mismatch,
     Progress,
     Runner,
     Undecided,
@@ -71,10 +71,28 @@ HALF_SCALE = 2.0**12
 
 _SINGLE = torch.finfo(torch.float32).eps
 
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """A few samples of a call, and what forwards of them have shown."""
+
+    part: Batch
+    start: Snapshot
+    """The model's state before the check."""
+    observer: Observer
+    dtypes: set[torch.dtype]
+    """The data types in which a forward computes."""
+
+    @property
+    def epsilon(self) -> float:
+        """The machine epsilon of the lowest precision in which a forward computes."""
+        return max((torch.finfo(dtype).eps for dtype in self.dtypes), default=1e-7)
+
+
 Ask = Callable[[Comparison, Progress], Layout]
 """A question to a comparison: which rules hold, or whether a layout holds."""
 
-Leanly = Callable[[], AbstractContextManager[object]]
+LowMemory = Callable[[], AbstractContextManager[object]]
 """Returns a context in which the model saves fewer activations, or smaller ones."""
 
 
@@ -85,18 +103,18 @@ def find_layout(
     *,
     gradients: bool = True,
     known: Layout | None = None,
-    leanly: Leanly | None = None,
-    narrowly: Leanly | None = None,
+    checkpointed: LowMemory | None = None,
+    in_bf16: LowMemory | None = None,
     doubted: bool = False,
 ) -> Layout:
     """Return how calls like this one are split.
 
-    Raises ``Refused`` with the reason if they cannot be split.
     Without ``gradients`` (evaluation), only outputs are compared. ``known``: the layout of an
-    earlier call of this kind; if it holds here, the rules are not searched again. ``leanly`` and
-    ``narrowly`` save memory if the check does not fit otherwise; the latter runs in half precision.
-    ``doubted``: the first dimension may be time, so the refusal also gives the reason against the
-    second dimension.
+    earlier call of this kind; if it holds here, the rules are not searched again. ``checkpointed``
+    and ``in_bf16`` save memory if the check does not fit otherwise. ``doubted``: the first
+    dimension may be time, so the refusal also gives the reason against the second dimension.
+
+    Raises ``Refused`` with the reason if such calls cannot be split.
     """
     if gradients:
         refuse_listeners(module)
@@ -112,7 +130,7 @@ def find_layout(
             if reason := pointing(batch, layout):
                 raise Refused(reason)
             check = _SplitCheck(module, forward, batch, gradients, known)
-            return _find_frugally(check, layout, leanly, narrowly)
+            return _find_frugally(check, layout, checkpointed, in_bf16)
         except Refused as refusal:
             reasons.append(type(refusal)(str(refusal)))
             clear_frames(refusal.__traceback__)  # its frames refer to the batch
@@ -125,36 +143,36 @@ def find_layout(
 
 
 def _find_frugally(
-    check: _SplitCheck, layout: Layout, leanly: Leanly | None, narrowly: Leanly | None
+    check: _SplitCheck, layout: Layout, checkpointed: LowMemory | None, in_bf16: LowMemory | None
 ) -> Layout:
     """Check ``SAMPLES`` samples, and other samples if these do not decide.
 
-    If that does not fit in memory, the check uses two samples. Then it uses ``leanly``. Then
+    If that does not fit in memory, the check uses two samples. Then it uses ``checkpointed``. Then
     autograd's saved tensors go to host memory, which is slow. The last attempt also runs in
     autocast, the script's own or the plan's.
     """
     chosen = choose(check.batch, layout)
     if is_paged(check.module):  # all ranks must do the same, so only what is sure to fit
-        return _find_paged(check, layout, chosen[:2], leanly)
-    check.leaner = len(chosen) > 2 or leanly is not None
+        return _find_paged(check, layout, chosen[:2], checkpointed)
+    check.leaner = len(chosen) > 2 or checkpointed is not None
     found, error = _try(check, layout, chosen[:SAMPLES])
     if isinstance(error, Undecided) and len(chosen) > SAMPLES:
         again, other = _try(check, layout, chosen[-SAMPLES:])
         if other is None or isinstance(other, Undecided):
             found, error = again, other
     hooks = saved_on_host(check.module.parameters())
-    ways: list[tuple[Leanly, saved_tensors_hooks | None, bool]] = []
+    ways: list[tuple[LowMemory, saved_tensors_hooks | None, bool]] = []
     if len(chosen) > 2:  # otherwise the samples were the whole batch
         ways.append((nullcontext, None, True))
-    if leanly is not None:
-        ways.append((leanly, None, True))
+    if checkpointed is not None:
+        ways.append((checkpointed, None, True))
     ways.append((nullcontext, hooks, True))
     if autocast_on():
         ways.append((nullcontext, hooks, False))
-    elif narrowly is not None:
-        ways.append((narrowly, hooks, False))
+    elif in_bf16 is not None:
+        ways.append((in_bf16, hooks, False))
     on_device = sum(hooks is None for _, hooks, _ in ways)
-    for number, (around, check.on_host, check.sharp) in enumerate(ways, 1):
+    for number, (around, check.on_host, check.without_autocast) in enumerate(ways, 1):
         if error is None or isinstance(error, Undecided):
             break
         check.leaner = number < on_device
@@ -167,11 +185,11 @@ def _find_frugally(
 
 
 def _find_paged(
-    check: _SplitCheck, layout: Layout, samples: Sequence[int], leanly: Leanly | None
+    check: _SplitCheck, layout: Layout, samples: Sequence[int], checkpointed: LowMemory | None
 ) -> Layout:
     """Check with checkpointed blocks, or with autograd's saved tensors in host memory."""
-    check.on_host = saved_on_host(check.module.parameters()) if leanly is None else None
-    with (leanly or nullcontext)(), check.on_host or nullcontext(), RepeatedHeads():
+    check.on_host = saved_on_host(check.module.parameters()) if checkpointed is None else None
+    with (checkpointed or nullcontext)(), check.on_host or nullcontext(), RepeatedHeads():
         found, error = _try(check, layout, samples)
     if error is not None:
         raise error
@@ -217,7 +235,7 @@ class _SplitCheck:
         """Stores autograd's saved tensors in host memory; ``None`` if they fit on the device."""
         self.leaner = False
         """Whether a leaner way to run this check is left that needs no host memory."""
-        self.sharp = True
+        self.without_autocast = True
         """Leave the script's autocast if the model can run without it."""
         self.rounds = False
         """Rounding was the reason of a difference: what follows is compared in float64 at once."""
@@ -241,7 +259,7 @@ class _SplitCheck:
         The check leaves the script's autocast if the model can run without it. In half precision,
         rounding may differ as much as a wrong split does.
         """
-        if not self.sharp or not autocast_on():
+        if not self.without_autocast or not autocast_on():
             return self._find(layout, samples)
         with Ambient.now().off().again():
             outcome = attempt_model(lambda: self._find(layout, samples))
@@ -256,24 +274,24 @@ class _SplitCheck:
         with graph, tf32.switched(False), preserved(self.module) as start:
             if self.gradients:
                 self._rehearse(part, start)
-            with zeros_perturbed(self.module) as stirring:
+            with zeros_perturbed(self.module) as perturbed:
                 try:
-                    return self._look(layout, part, start)
+                    return self._find_on(layout, part, start)
                 except Undecided:
-                    if not stirring:
+                    if not perturbed:
                         raise
             # Without the perturbation, the weights may tell the samples apart.
-            return self._look(layout, part, start)
+            return self._find_on(layout, part, start)
 
-    def _look(self, layout: Layout, part: Batch, start: Snapshot) -> Layout:
+    def _find_on(self, layout: Layout, part: Batch, start: Snapshot) -> Layout:
         start.restore()
         self.rounds = False
-        seen = Observer()
-        before, set_out = versions(part), weights(self.module)
-        with seen:
+        observer = Observer()
+        before, norms = versions(part), weights(self.module)
+        with observer:
             draws, after = self._draws(part)
         refuse_changed_arguments(part, before, after)
-        if weights(self.module) != set_out:
+        if weights(self.module) != norms:
             raise Refused("the model sets its weights in a forward, from the batch maybe")
         chunk = Batch(layout.select(part, (0, 1)), part.spec)
         state = Snapshot(self.module, copies=False)
@@ -281,56 +299,38 @@ class _SplitCheck:
         updates = state_updates(start, part, chunk, self.forward, state, draws=draws)
         dtypes = self._refuse_escapes(part)
         layout = replace(layout, draws=draws, updates=updates)
+        samples = _Samples(part, start, observer, dtypes)
         if layout.draws and not self.gradients and self.module.training:
             raise Refused("the model draws random numbers")
         if self.known is not None and replace(layout, joins=self.known.joins) == self.known:
             known = _with_updates(self.known, updates)
             with suppress(Refused):  # the rules are searched again
-                return self._settle(known, part, start, seen, dtypes, _verified_again)
-        return self._settle(layout, part, start, seen, dtypes, Comparison.find)
+                return self._settle(known, samples, _verified_again)
+        return self._settle(layout, samples, Comparison.find)
 
-    def _settle(
-        self,
-        layout: Layout,
-        part: Batch,
-        start: Snapshot,
-        seen: Observer,
-        dtypes: set[torch.dtype],
-        ask: Ask,
-    ) -> Layout:
+    def _settle(self, layout: Layout, samples: _Samples, ask: Ask) -> Layout:
         """Return the answer to ``ask``, confirmed at other weights if gradients count."""
-        found = self._decide(layout, part, start, seen, dtypes, ask)
+        found = self._decide(layout, samples, ask)
         if not self.gradients:
             return found
-        part = rolled(part, layout, seen)
+        samples = replace(samples, part=rolled(samples.part, layout, samples.observer))
         for larger in (True, False):  # where rounding decides, the layout is not confirmed
             with suppress(Undecided):
-                return self._confirm(found, part, start, seen, dtypes, larger=larger)
+                return self._confirm(found, samples, larger=larger)
         return found
 
-    def _confirm(
-        self,
-        layout: Layout,
-        part: Batch,
-        start: Snapshot,
-        seen: Observer,
-        dtypes: set[torch.dtype],
-        *,
-        larger: bool,
-    ) -> Layout:
+    def _confirm(self, layout: Layout, samples: _Samples, *, larger: bool) -> Layout:
         """Return ``layout`` with the state that is updated at other weights too.
 
         ``larger``: the other weights are also larger. Raises ``Refused`` if the layout holds only
         at the present weights and samples, and ``Undecided`` if rounding decides.
         """
         with at_other_weights(self.module, larger=larger):
-            outcome = attempt_model(lambda: self._updates(layout, part, start))
+            outcome = attempt_model(lambda: self._updates(layout, samples.part, samples.start))
             if outcome.failure is not None:  # such as a singular matrix
                 return layout
             layout = _with_updates(layout, outcome.result())
-            confirmed = attempt_model(
-                lambda: self._decide(layout, part, start, seen, dtypes, _confirmed)
-            )
+            confirmed = attempt_model(lambda: self._decide(layout, samples, _confirmed))
         return layout if confirmed.failure is not None else confirmed.result()
 
     def _updates(self, layout: Layout, part: Batch, start: Snapshot) -> tuple[Place, ...]:
@@ -377,35 +377,28 @@ class _SplitCheck:
             return refuse_escapes(self.module, part, self.forward, self.on_host)
         return {p.dtype for p in self.module.parameters() if p.is_floating_point()}
 
-    def _decide(
-        self,
-        layout: Layout,
-        part: Batch,
-        start: Snapshot,
-        seen: Observer,
-        dtypes: set[torch.dtype],
-        ask: Ask,
-    ) -> Layout:
+    def _decide(self, layout: Layout, samples: _Samples, ask: Ask) -> Layout:
         """Return the answer to ``ask``; float64 decides what may differ by rounding.
 
-        Each comparison starts from ``start``, because the first call may do what later calls do
-        not. What the script's own precision has settled is not compared again, unless float64 then
-        refuses the rest.
+        Each comparison starts from ``samples.start``, because the first call may do what later
+        calls do not. What the script's own precision has settled is not compared again, unless
+        float64 then refuses the rest.
         """
         settled = Progress()
-        epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
-        own = DOUBLE if epsilon < _SINGLE else SINGLE
-        if own is DOUBLE or (epsilon <= _SINGLE and not self.rounds):
-            start.restore()
+        own = DOUBLE if samples.epsilon < _SINGLE else SINGLE
+        if own is DOUBLE or (samples.epsilon <= _SINGLE and not self.rounds):
+            samples.start.restore()
             try:
-                return self._compare(layout, part, self.batch, seen, own, ask, settled)
-            except (Doubt, Undecided) as refusal:
+                return self._compare(
+                    layout, samples.part, self.batch, samples.observer, own, ask, settled
+                )
+            except (Mismatch, Undecided) as refusal:
                 if own is DOUBLE:
                     raise
                 if isinstance(refusal, Undecided):
                     settled = Progress()
                 clear_frames(refusal.__traceback__)
-        rest = partial(self._sharply, layout, part, start, seen, dtypes, ask)
+        rest = partial(self._decide_in_float64, layout, samples, ask)
         if settled.candidates is not None:
             try:
                 return rest(settled)
@@ -413,32 +406,25 @@ class _SplitCheck:
                 clear_frames(refusal.__traceback__)
         return rest(Progress())
 
-    def _sharply(
-        self,
-        layout: Layout,
-        part: Batch,
-        start: Snapshot,
-        seen: Observer,
-        dtypes: set[torch.dtype],
-        ask: Ask,
-        settled: Progress,
+    def _decide_in_float64(
+        self, layout: Layout, samples: _Samples, ask: Ask, settled: Progress
     ) -> Layout:
         """Return the answer to ``ask`` in float64.
 
         If the model cannot run in it, the chunks' coefficients in the gradients decide.
         """
-        start.restore()
-        if (found := self._in_float64(layout, part, seen, ask, settled)) is not None:
+        part, observer, epsilon = samples.part, samples.observer, samples.epsilon
+        samples.start.restore()
+        if (found := self._in_float64(layout, part, observer, ask, settled)) is not None:
             self.rounds = True
             return found
-        start.restore()
-        epsilon = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7)
-        scale = HALF_SCALE if torch.float16 in dtypes else 1.0
+        samples.start.restore()
+        scale = HALF_SCALE if torch.float16 in samples.dtypes else 1.0
         shares = Criterion(tolerance(epsilon), None, LAST_BITS * epsilon, scale)
-        return self._compare(layout, part, self.batch, seen, shares, ask, settled)
+        return self._compare(layout, part, self.batch, observer, shares, ask, settled)
 
     def _in_float64(
-        self, layout: Layout, part: Batch, seen: Observer, ask: Ask, settled: Progress
+        self, layout: Layout, part: Batch, observer: Observer, ask: Ask, settled: Progress
     ) -> Layout | None:
         """Return the answer to ``ask`` in float64; ``None`` if the model cannot run in it.
 
@@ -454,7 +440,7 @@ class _SplitCheck:
             with in_float64(self.module) as twins:
                 fits = True
                 batches = widened_batch(part), widened_batch(self.batch)
-                return self._compare(layout, *batches, seen, DOUBLE, ask, settled, twins)
+                return self._compare(layout, *batches, observer, DOUBLE, ask, settled, twins)
 
         outcome = attempt_model(compare)
         if outcome.shortage is not None and fits and self.leaner:
@@ -466,7 +452,7 @@ class _SplitCheck:
         layout: Layout,
         part: Batch,
         whole: Batch,
-        seen: Observer,
+        observer: Observer,
         criterion: Criterion,
         ask: Ask,
         settled: Progress,
@@ -480,7 +466,7 @@ class _SplitCheck:
                 for name, parameter in self.module.named_parameters()
                 if parameter.requires_grad and self.gradients
             }
-            found = ask(Comparison(runner, part, whole, parameters, criterion, seen), settled)
+            found = ask(Comparison(runner, part, whole, parameters, criterion, observer), settled)
             if draws is not None and draws.unknown:
                 names = ", ".join(sorted(draws.unknown))
                 raise Refused(f"the model draws random numbers that cannot be fixed: {names}")

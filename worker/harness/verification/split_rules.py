@@ -64,8 +64,8 @@ class Undecided(Refused):
     """These samples do not decide; others may."""
 
 
-class Doubt(Refused):
-    """The numbers differ by more than the order of sums explains."""
+class Mismatch(Refused):
+    """Numbers of the chunks and of the samples differ by more than the order of sums explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class Criterion:
     """The loss scale, so that small gradients do not underflow."""
 
     def refuse(self, pieces: Sequence[Digest], expected: Digest, names: Sequence[str]) -> None:
-        """Raise ``Doubt`` unless the chunks' gradients add up to the batch's."""
+        """Raise ``Mismatch`` unless the chunks' gradients add up to the batch's."""
         if self.gradients is None:
             _refuse_others(pieces, expected)
             return
         relative = differences(pieces, expected)
         error, most = max(zip(relative, names, strict=True), default=(0.0, ""))
         if error > self.gradients:
-            raise Doubt(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
+            raise Mismatch(f"the gradients of a split batch differ: {most}'s by {error:.1e}")
 
 
 STANDARD = 4.0
@@ -108,14 +108,14 @@ DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo
 
 
 def _refuse_others(pieces: Sequence[Digest], expected: Digest) -> None:
-    """Raise ``Doubt`` unless each chunk has the coefficient 1, whatever rounding adds."""
+    """Raise ``Mismatch`` unless each chunk has the coefficient 1, whatever rounding adds."""
     shares, errors, rest = coefficients(pieces, expected)
     for share, error in zip(shares, errors, strict=True):
         off = abs(share - 1.0)
         if off > max(TOLERANCES.coefficient, STANDARD * error):
-            raise Doubt(f"the gradients of a split batch differ: a part's share by {off:.1e}")
+            raise Mismatch(f"the gradients of a split batch differ: a part's share by {off:.1e}")
     if rest > TOLERANCES.residual:
-        raise Doubt(f"the gradients of a split batch differ: {rest:.1e} is of no part")
+        raise Mismatch(f"the gradients of a split batch differ: {rest:.1e} is of no part")
 
 
 class Runner:
@@ -165,7 +165,7 @@ class Comparison:
         whole: Batch,
         parameters: Mapping[str, torch.Tensor],
         criterion: Criterion,
-        seen: Observer,
+        observer: Observer,
     ) -> None:
         """Create a comparison of ``part``, a few samples of ``whole``.
 
@@ -179,9 +179,9 @@ class Comparison:
         self.criterion = criterion
         self.size = self.layout.size(part)
         self.cuts = uneven(self.size)
-        self.seen = seen
-        self.labels = seen.labels(part, self.layout)
-        self.divisors = possible_divisors(part, self.layout, seen)
+        self.observer = observer
+        self.labels = observer.labels(part, self.layout)
+        self.divisors = possible_divisors(part, self.layout, observer)
 
     def find(self, progress: Progress) -> Layout:
         """Return the layout with a rule for each output.
@@ -207,7 +207,7 @@ class Comparison:
         candidates = [self._possible(leaf) for leaf in whole.leaves]
         try:
             candidates = self._holding(candidates, self.part, whole, chunks)
-        except Doubt:
+        except Mismatch:
             self._refuse_without_graph(whole)
             raise
         differentiable = [is_number(leaf) and leaf.requires_grad for leaf in whole.leaves]
@@ -222,7 +222,7 @@ class Comparison:
         for index, variant in enumerate(self._variants()):
             try:
                 narrower = self._on(candidates, variant.batch, unchanged)
-            except Doubt:
+            except Mismatch:
                 if not variant.shows or self.criterion is SINGLE:
                     raise
                 continue  # a batch with this trait is verified when it comes
@@ -247,7 +247,7 @@ class Comparison:
                 progress.unchecked.remove(index)
 
     def _variants(self) -> Iterator[Variant]:
-        return variants(self.part, self.whole, self.layout, self.labels, self.seen)
+        return variants(self.part, self.whole, self.layout, self.labels, self.observer)
 
     def verify_again(self) -> None:
         """Raise ``Refused`` unless all rules of the layout hold here too, by outputs and gradients.
@@ -260,7 +260,7 @@ class Comparison:
         self._add_up(whole, expected, constants=True)
 
     def confirm(self) -> None:
-        """Raise ``Doubt`` unless the layout's own rules hold here too.
+        """Raise ``Mismatch`` unless the layout's own rules hold here too.
 
         Outputs that were the same for all chunks may differ here. If an output is not finite or has
         no gradient, the samples do not count. Raises ``Undecided`` if the last bits of the weights
@@ -268,7 +268,7 @@ class Comparison:
         """
         try:
             self._confirm()
-        except Doubt:
+        except Mismatch:
             if self.criterion is DOUBLE and self._is_chaotic():
                 raise Undecided("the last bits of the weights decide what is returned") from None
             raise
@@ -288,7 +288,7 @@ class Comparison:
             self._add_up(whole, expected, constants=False)
 
     def _add_up(self, whole: Output, expected: Digest | None, *, constants: bool) -> None:
-        """Raise ``Doubt`` unless the chunks' outputs and gradients add up to those of the samples.
+        """Raise ``Mismatch`` unless the chunks add up to the samples, by outputs and gradients.
 
         ``constants``: also compare outputs that the layout takes from the first chunk.
         """
@@ -297,7 +297,7 @@ class Comparison:
         for join, leaf, column in zip(self.layout.joins, whole.leaves, columns, strict=True):
             compared = constants or join.rule is not Rule.SAME
             if compared and not self._holds(join, self.part, self.cuts, column, leaf):
-                raise Doubt(_mismatch(leaf))
+                raise Mismatch(_mismatch_text(leaf))
         self._compare_gradients(expected, [gradients for _, gradients in found])
 
     def _expected(self) -> tuple[Output, list[Output]]:
@@ -314,7 +314,7 @@ class Comparison:
             again = self.runner.run(self.part, (0, self.size))
         for one, other in zip(again.leaves, whole.leaves, strict=True):
             if is_number(other) and not (is_number(one) and self.close(one, other)):
-                raise Doubt("the model answers differently without gradients")
+                raise Mismatch("the model answers differently without gradients")
 
     def _on(
         self, candidates: Candidates, part: Batch, unchanged: Sequence[Output]
@@ -383,7 +383,7 @@ class Comparison:
             arguments = (part, cuts or self.cuts, column, expected)
             good = [join for join in possible if self._holds(join, *arguments)]
             if not good:
-                raise Doubt(_mismatch(expected))
+                raise Mismatch(_mismatch_text(expected))
             holding.append(good)
         return holding
 
@@ -421,7 +421,7 @@ class Comparison:
             try:
                 outcome = attempt(run)
             except Refused as refusal:
-                raise Doubt("the model's output differs for parts of another size") from refusal
+                raise Mismatch("the model's output differs for parts of another size") from refusal
             if outcome.fits:
                 return outcome.result()
             size //= 2
@@ -481,7 +481,7 @@ class Comparison:
             raise Undecided("no gradient reaches the weights, so the split cannot be verified")
 
     def _compare_gradients(self, expected: Digest | None, found: Sequence[Digest | None]) -> None:
-        """Raise ``Doubt`` unless the chunks' gradients add up to those of the samples."""
+        """Raise ``Mismatch`` unless the chunks' gradients add up to those of the samples."""
         pieces = [each for each in found if each is not None]
         if expected is None or not pieces:
             return
@@ -598,7 +598,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _mismatch(expected: Any) -> str:
+def _mismatch_text(expected: Any) -> str:
     if not isinstance(expected, torch.Tensor):
         return f"the model returns a {type(expected).__name__} that depends on the batch"
     kind = "a number" if expected.numel() == 1 else f"a tensor of shape {tuple(expected.shape)}"
