@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.strategies.ranks import count
+from autofit.units import format_size
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
 
@@ -47,6 +48,12 @@ class Result:
     """What the search knows of the script; ``None`` if no launch reached the model."""
     elsewhere: tuple[Plan, Measurement] | None = None
     """The fastest plan on another number of devices that was measured, and its figures."""
+
+    def __str__(self) -> str:
+        """Return the speed, the peak on the device and the plan, in one line."""
+        speed = f"{self.measurement.samples_per_second:.4g} samples/s"
+        peak = format_size(self.measurement.peak_device)
+        return f"{speed} in {peak} of {format_size(self.budget)}: {self.plan}"
 
     @property
     def devices(self) -> int:

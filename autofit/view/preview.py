@@ -37,4 +37,6 @@ def _estimate(minutes: tuple[float, float] | None) -> str:
     if minutes is None:
         return "no estimate of the time: autofit has not run this script yet"
     least, most = minutes
+    if most < 1:
+        return "less than a device minute"
     return f"about {least:.0f} to {most:.0f} device minutes"

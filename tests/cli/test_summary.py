@@ -32,6 +32,10 @@ def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     )
 
 
+def test_a_result_is_printed_in_one_line(make_result: MakeResult) -> None:
+    assert str(make_result()) == "20.3 samples/s in 23.1 GiB of 24.0 GiB: bf16, micro 8"
+
+
 def test_a_script_that_fitted(make_result: MakeResult, measure: Callable[..., Measurement]) -> None:
     result = make_result(baseline=measure(10.0, 20.0), baseline_verdict=Verdict.MEASURED)
     assert lines(result)[1] == (
