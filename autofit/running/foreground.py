@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import FrameType
 
 from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD, command_of, python
-from autofit.worker.launch.group import hearing
+from autofit.worker.launch.group import report_seconds
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.records.trials import (
     ChildSpec,
@@ -85,9 +85,10 @@ class Foreground:
     """Ranks that were killed at their deadline."""
     _followers: list[_Rank] = field(default_factory=list)
     """Ranks that only reported another rank's end."""
-    _hearing_seconds: float = 0.0
-    _hearing: float = inf
-    """Until when the rank that failed first may report its error, by the same clock."""
+    _report_seconds: float = 0.0
+    """Seconds that the rank that failed first has to report its error, after another noticed it."""
+    _report_deadline: float = inf
+    """When that time is over, by the same clock; infinite while no rank has noticed a failure."""
 
     @property
     def size(self) -> int:
@@ -115,10 +116,10 @@ class Foreground:
                 if rank is None:
                     continue
                 if source is rank.events:
-                    yield from self._heard(rank)
+                    yield from self._receive(rank)
                     continue
                 while rank.events is not None and rank.events.poll():
-                    yield from self._heard(rank)
+                    yield from self._receive(rank)
                 self._running.remove(rank)
                 self._deadlines.pop(rank.number, None)
                 if rank.process.wait() and rank not in self._followers:
@@ -129,7 +130,7 @@ class Foreground:
                 if rank.silent <= time.monotonic():
                     rank.silent = inf
                     yield rank.number, Silent()
-            if self._followers and not (self._running and time.monotonic() < self._hearing):
+            if self._followers and not (self._running and time.monotonic() < self._report_deadline):
                 self._fails(self._followers[0])  # no rank reported an error of its own
             self._kill_late()
 
@@ -139,7 +140,7 @@ class Foreground:
         for rank in self._ranks:
             rank.process.send_signal(number)  # does nothing if the rank has ended
 
-    def _heard(self, rank: _Rank) -> Iterator[tuple[int, Event]]:
+    def _receive(self, rank: _Rank) -> Iterator[tuple[int, Event]]:
         """Yield the next event of ``rank``; if it reports a failure, end the other ranks."""
         assert rank.events is not None
         try:
@@ -154,8 +155,8 @@ class Foreground:
             case Raised(follows=True) if len(self._ranks) > 1:
                 self._followers.append(rank)
                 if self.first is None:
-                    until = time.monotonic() + self._hearing_seconds
-                    self._hearing = min(self._hearing, until)
+                    until = time.monotonic() + self._report_seconds
+                    self._report_deadline = min(self._report_deadline, until)
             case Raised():
                 self._fails(rank)
             case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
@@ -169,7 +170,7 @@ class Foreground:
         """
         if self.first is not None or (self.replicas and rank.number > 0 and self._has_ended_run()):
             return
-        self.first, self._hearing = rank.number, inf
+        self.first, self._report_deadline = rank.number, inf
         if len(self._ranks) == 1:
             return
         now = time.monotonic()
@@ -187,7 +188,7 @@ class Foreground:
     def _timeout(self) -> float | None:
         """Return the seconds until the first deadline; ``None`` if there is none."""
         silent = (rank.silent for rank in self._running)
-        soonest = min([self._hearing, *self._deadlines.values(), *silent])
+        soonest = min([self._report_deadline, *self._deadlines.values(), *silent])
         return None if soonest == inf else max(0.0, soonest - time.monotonic())
 
     def _kill_late(self) -> None:
@@ -214,7 +215,7 @@ def started(
     with ExitStack() as stack:
         ranks: list[_Rank] = []
         replicas = specs[0].meeting is not None
-        running = Foreground(ranks, replicas=replicas, _hearing_seconds=hearing(specs))
+        running = Foreground(ranks, replicas=replicas, _report_seconds=report_seconds(specs))
         stack.enter_context(_passing_signals(running))
         try:
             for number, (spec, environment) in enumerate(zip(specs, environments, strict=True)):

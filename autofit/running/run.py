@@ -94,29 +94,13 @@ def run(
         plan.refuse_open()
     device = meter.default_device()
     context = FallbackContext(hardware=meter.hardware(device), allow=Fidelity.ROUNDING)
-    diary = _Diary(storage)
-    if plan is None:
-        result, which = best(storage, script, ranks=ranks, say=say)
-        diary = _Diary(storage, result.study)
-        study, trials = diary.study()
-        plan, memory = result.plan, memory or study.key.memory
-        ranks = ranks or study.key.gpus
-        script = as_searched(script, study.script)
-        say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
-        if (held := diary.held(study)) is not None and held != plan:
-            say(f"using {held} instead: the last run of the script finished under it")
-            plan = held
-        context = replace(
-            context,
-            allow=Fidelity[study.key.allow.upper()],
-            facts=study.facts or Facts(),
-            trials=trials,
-            budget=study.budget,
-            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
-        )
-    ranks = ranks or 1
+    if plan is not None:
+        task = _Task(script, plan, memory, ranks or 1, context, _RunLog(storage))
+    else:
+        task = _searched(storage, script, memory, ranks, context, say)
+    script, plan, ranks = task.script, task.plan, task.ranks
     others = int(os.environ.get("WORLD_SIZE") or 1) - 1 if ranks == 1 else 0
-    context = replace(context, facts=replace(context.facts, world_size=ranks))
+    context = replace(task.context, facts=replace(task.context.facts, world_size=ranks))
     name = context.hardware.name
     key = key_of(script, gpu=name, gpus=ranks, versions=versions())
     evidence = stored(storage, key, script)
@@ -132,7 +116,7 @@ def run(
         attempts = _Attempts(
             script=script,
             device=device,
-            budget=memory,
+            budget=task.memory,
             environment={**user, **cards, **launched(script, device, ranks)},
             ranks=ranks,
             hosts=None if placed is None else placed.hosts,
@@ -140,7 +124,7 @@ def run(
             verifies=not others,
             evidence=evidence,
             fallbacks=tuple(_verified(context, evidence)),
-            diary=diary,
+            log=task.log,
             say=say,
         )
         if verify_only:
@@ -148,17 +132,75 @@ def run(
             say(f"{plan}: {checked.refused or 'verified'}")
             return int(bool(checked.refused))
         if others > 0:
-            if code := attempts.start(1, plan, ()).code:
-                say(
-                    f"another launcher has started this rank and {others} more:"
-                    " no new attempt is made"
-                )
-            return code if code >= 0 else 128 - code
+            return _run_once(attempts, plan, others)
         code, last, attempt = supervise(
-            attempts.start, plan, context, resume=resume, say=say, budget=memory
+            attempts.start, plan, context, resume=resume, say=say, budget=task.memory
         )
     if (attempt > 1 or last != plan) and code == 0:
-        diary.keep(HELD, {"plan": last.levels, "attempts": attempt})
+        task.log.event(HELD, {"plan": last.levels, "attempts": attempt})
+    return _exit_code(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What to run, and within which limits."""
+
+    script: Script
+    plan: Plan
+    memory: int | None
+    """Bytes of a device; ``None`` for no limit."""
+    ranks: int
+    """Processes to start."""
+    context: FallbackContext
+    log: _RunLog
+
+
+def _searched(
+    storage: str,
+    script: Script,
+    memory: int | None,
+    ranks: int | None,
+    context: FallbackContext,
+    say: Say,
+) -> _Task:
+    """Return the best stored plan of ``script``, with what its study knows.
+
+    If the last run ended under another plan, because memory ran out, that plan is returned.
+    """
+    result, which = best(storage, script, ranks=ranks, say=say)
+    log = _RunLog(storage, result.study)
+    study, trials = log.study()
+    plan = result.plan
+    say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
+    if (held := log.plan_of_last_run(study)) is not None and held != plan:
+        say(f"using {held} instead: the last run of the script finished under it")
+        plan = held
+    context = replace(
+        context,
+        allow=Fidelity[study.key.allow.upper()],
+        facts=study.facts or Facts(),
+        trials=trials,
+        budget=study.budget,
+        left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
+    )
+    script = as_searched(script, study.script)
+    return _Task(
+        script, plan, memory or study.key.memory, ranks or study.key.gpus or 1, context, log
+    )
+
+
+def _run_once(attempts: _Attempts, plan: Plan, others: int) -> int:
+    """Run one rank that another launcher has started, besides ``others``; return its exit code."""
+    code = attempts.start(1, plan, ()).code
+    if code:
+        attempts.say(
+            f"another launcher has started this rank and {others} more: no new attempt is made"
+        )
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """Return the exit code of this process: 128 + N if signal N ended the script."""
     return code if code >= 0 else 128 - code
 
 
@@ -262,7 +304,7 @@ class _Attempts:
     evidence: Evidence
     fallbacks: tuple[tuple[Plan, int], ...]
     """Plans under which the run may continue in the same process, with the peak of each."""
-    diary: _Diary
+    log: _RunLog
     say: Say
 
     def check(self, plan: Plan) -> Checked:
@@ -281,7 +323,7 @@ class _Attempts:
             ranks=self.ranks,
             memory=self.budget,
             environment=self.environment,
-            storage=self.diary.storage,
+            storage=self.log.storage,
             hosts=self.hosts,
         )
 
@@ -312,28 +354,28 @@ class _Attempts:
             environment[ATTEMPT] = str(attempt)
         kills = oom_kills()
         with self._ready(spec, environment) as (specs, each), started(specs, each) as running:
-            heard = self._hear(running, request.plans)
+            reported = self._follow(running, request.plans)
             code = running.code
-        if running.size > 1 and (failed := _of_the_rank(running, code, heard.raised)):
+        if running.size > 1 and (failed := _failed_rank(running, code, reported.raised)):
             self.say(failed)
-        self.diary.keep_evidence(self.evidence.key, heard.proven)
-        plan = heard.plan or plan
-        called = heard.facts is not None and heard.facts.called
+        self.log.keep_evidence(self.evidence.key, reported.proven)
+        plan = reported.plan or plan
+        called = reported.facts is not None and reported.facts.called
         if not (code or called) and any(strategy.changes_models for strategy, _ in plan):
             self.say(f"the script called no model with gradients: {plan} was not applied")
         shortage, raised = None, None
         if code and not running.signals:
-            raised = heard.cause(running.first, oom_kills() - kills)
-            shortage = self._why(code, raised, oom_kills() - kills)
+            raised = reported.cause(running.first, oom_kills() - kills)
+            shortage = self._shortage_of(code, raised, oom_kills() - kills)
         broken = raised is not None and shortage is None and raised.blamed is not None
         return Ended(
             code=code,
             shortage=shortage,
-            facts=heard.facts,
-            refused=raised.message if raised and broken else heard.refused if code else "",
-            blamed=raised.blamed if raised and broken else heard.blamed,
-            checkpoints=tuple(heard.saved),
-            wrote=heard.wrote,
+            facts=reported.facts,
+            refused=raised.message if raised and broken else reported.refused if code else "",
+            blamed=raised.blamed if raised and broken else reported.blamed,
+            checkpoints=tuple(reported.saved),
+            wrote=reported.wrote,
             plan=plan,
         )
 
@@ -356,9 +398,9 @@ class _Attempts:
             specs[0] = replace(specs[0], scratch=None)
             yield specs, [found[0], *({**other, **TRACKERS_OFF} for other in found[1:])]
 
-    def _hear(self, running: Foreground, plans: Sequence[Plan]) -> _Heard:
+    def _follow(self, running: Foreground, plans: Sequence[Plan]) -> _AttemptEvents:
         """Report and store the events of the run until its end."""
-        heard = _Heard()
+        reported = _AttemptEvents()
         for number, event in running.events():
             several = running.size > 1
             who, of = (f"rank {number}: ", {"rank": number}) if several else ("", {})
@@ -367,37 +409,37 @@ class _Attempts:
                     self.say(
                         f"{who}memory is nearly full; continuing with {size} samples at a time"
                     )
-                    self.diary.keep("pressed", asdict(event) | of)
+                    self.log.event("pressed", asdict(event) | of)
                 case Silent():
                     self.say(f"{who}{SILENT}")
                 case Ran():
-                    self.diary.keep("ran", asdict(event) | of)
+                    self.log.event("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
                     self.say(f"{who}{where(found)}; continuing with smaller parts of the batch")
-                    self.diary.short_of_memory(found, fatal=False)
+                    self.log.short_of_memory(found, fatal=False)
                 case Learned():
-                    if number == 0 or heard.facts is None:
-                        heard.facts = event.facts
+                    if number == 0 or reported.facts is None:
+                        reported.facts = event.facts
                 case Saved():
-                    heard.saved.append(event.path)
-                    heard.wrote = True
+                    reported.saved.append(event.path)
+                    reported.wrote = True
                 case Wrote():
-                    heard.wrote = True
+                    reported.wrote = True
                 case Proven():
-                    heard.proven.append(self.evidence.add(event))
+                    reported.proven.append(self.evidence.add(event))
                 case Replaced(index=index, reason=reason):
-                    before, heard.plan = heard.plan or plans[0], plans[index]
+                    before, reported.plan = reported.plan or plans[0], plans[index]
                     self.say(
                         f"{before} cannot be used here: {reason}; continuing under {plans[index]}"
                     )
-                    self.diary.keep("replaced", {"plan": before.levels, "reason": reason} | of)
+                    self.log.event("replaced", {"plan": before.levels, "reason": reason} | of)
                 case Raised():
-                    heard.raised[number] = event
+                    reported.raised[number] = event
                 case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
-                    heard.refused, heard.blamed = f"{who}{report.reason}", report.blamed
-        return heard
+                    reported.refused, reported.blamed = f"{who}{report.reason}", report.blamed
+        return reported
 
-    def _why(self, code: int, raised: Raised | None, kills: int) -> OutOfMemory | None:
+    def _shortage_of(self, code: int, raised: Raised | None, kills: int) -> OutOfMemory | None:
         """Return where a process that failed ran out of memory; ``None`` if it did not."""
         if raised is None:
             found = classify_exit(code, oom_kills=kills)
@@ -408,11 +450,11 @@ class _Attempts:
             shortage = raised.out_of_memory
         else:
             return None
-        self.diary.short_of_memory(shortage, fatal=True)
+        self.log.short_of_memory(shortage, fatal=True)
         return shortage
 
 
-def _of_the_rank(running: Foreground, code: int, raised: Mapping[int, Raised]) -> str:
+def _failed_rank(running: Foreground, code: int, raised: Mapping[int, Raised]) -> str:
     """Say why the rank that failed first did; empty if it has printed that itself."""
     rank = running.first
     if rank is None or running.signals:
@@ -427,7 +469,7 @@ def _of_the_rank(running: Foreground, code: int, raised: Mapping[int, Raised]) -
 
 
 @dataclass(slots=True)
-class _Heard:
+class _AttemptEvents:
     """The events of all processes of an attempt."""
 
     raised: dict[int, Raised] = field(default_factory=dict)
@@ -453,7 +495,7 @@ class _Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Diary:
+class _RunLog:
     """Stores the events of a run; errors of the store do not end the training."""
 
     storage: str
@@ -466,7 +508,7 @@ class _Diary:
             study = store.study(self.study_id)
             return study, store.trials(study, state=State.FINISHED)
 
-    def held(self, study: StudyRecord) -> Plan | None:
+    def plan_of_last_run(self, study: StudyRecord) -> Plan | None:
         """Return the plan under which the last run since the last search finished, or ``None``."""
         with Store(self.storage, create=False) as store:
             events = store.events(HELD, study=study)
@@ -485,7 +527,7 @@ class _Diary:
 
     def short_of_memory(self, found: OutOfMemory, *, fatal: bool) -> None:
         """Store where memory ran out, and whether that ended the process."""
-        self.keep(
+        self.event(
             "out_of_memory",
             {
                 "phase": found.phase,
@@ -498,7 +540,7 @@ class _Diary:
             },
         )
 
-    def keep(self, kind: str, payload: Mapping[str, Any]) -> None:
+    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
         """Store an event."""
         try:
             with Store(self.storage, create=False) as store:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -81,64 +82,135 @@ def supervise(
     If leaner plans change nothing, later ones are skipped, so that at most three are in vain. Each
     further plan has to free twice as much. The last request is the least that is missing.
     """
-    context = replace(context, budget=context.budget or budget or context.hardware.total_bytes)
-    tried: list[Plan] = []
-    before: Ended | None = None
-    """The last attempt that ran out of memory, under the plan ``starved``."""
-    starved = plan
-    alike = deaths = 0
-    saved: list[str] = []
-    more: tuple[str, ...] = ()
-    attempt = 1
+    supervisor = _Supervisor(plan, context, resume=resume, say=say, budget=budget)
     while True:
-        ended = start(attempt, plan, more)
-        plan = ended.plan or plan
-        saved += ended.checkpoints
-        tried.append(plan)
-        goes_on = bool(resume and newest(ended.checkpoints))
-        checkpoint = newest(saved) if resume else None
-        if ended.refused and (before is None or plan == starved):
-            other = _other(plan, ended.blamed, context, tried)
-            if other is None or (ended.wrote and checkpoint is None):
-                say(f"{plan} cannot be used here: {ended.refused}{_no_start(ended, checkpoint)}")
-                return ended.code, plan, attempt
-            say(f"{plan} cannot be used here: {ended.refused}; continuing under {other}")
-            if ended.blamed:
-                context = replace(context, refused=context.refused | {ended.blamed})
-            more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
-            plan, starved, before = other, other, None
-            attempt += ended.facts is not None  # a refusal before the script ran is no attempt
-            continue
-        if ended.refused and before is not None and plan != starved:
-            say(f"{plan} cannot be used here: {ended.refused}")
-            differ = {name for name, level in plan.levels.items() if starved[name] != level}
-            blamed = differ & {ended.blamed or ""} or differ
-            context = replace(context, refused=context.refused | blamed)
-            plan, ended, goes_on = starved, before, False
-        elif ended.shortage is None:
-            return ended.code, plan, attempt
-        else:
-            context = replace(context, facts=ended.facts or context.facts)
-            alike = alike + 1 if before is not None and ended.like(before) else 0
-            starved, before, deaths = plan, ended, deaths + 1
-        assert ended.shortage is not None, "``before`` ran out of memory"
-        activations = ended.shortage.of_activations(budget)
-        missing = (ended.shortage.requested or 0) << (deaths - 1 if activations else 0)
-        fallbacks = fallbacks_below(plan, context, tried, activations=activations, missing=missing)
-        fallback = _after(alike, fallbacks)
-        lost = where(ended.shortage, budget)
-        if fallback is None and not goes_on:
-            help_ = advice(ended.shortage, plan, context)
-            say(f"{lost}; no plan needs less of that memory than {plan}: {help_}")
-            return ended.code, plan, attempt
+        ended = start(supervisor.attempt, supervisor.plan, supervisor.more)
+        if (code := supervisor.exit_code_after(ended)) is not None:
+            return code, supervisor.plan, supervisor.attempt
+
+
+class _Supervisor:
+    """Chooses the next attempt of a run from how the earlier ones ended."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        context: FallbackContext,
+        *,
+        resume: str | None,
+        say: Callable[[str], None],
+        budget: int | None,
+    ) -> None:
+        self.attempt = 1
+        self.plan = plan
+        """The plan of this attempt."""
+        self.more: tuple[str, ...] = ()
+        """Arguments that make the script resume; empty if it starts from the beginning."""
+        self._context = replace(
+            context, budget=context.budget or budget or context.hardware.total_bytes
+        )
+        self._resume = resume
+        self._say = say
+        self._budget = budget
+        self._tried: list[Plan] = []
+        self._saved: list[str] = []
+        """Checkpoints of all attempts, the newest last."""
+        self._starved: Ended | None = None
+        """The last attempt that ran out of memory."""
+        self._starved_plan = plan
+        self._shortages = 0
+        """Attempts that ran out of memory."""
+        self._alike = 0
+        """How many of them in a row ended as the one before."""
+
+    def exit_code_after(self, ended: Ended) -> int | None:
+        """Choose the next attempt after one has ended; return the exit code if there is none."""
+        self.plan = ended.plan or self.plan
+        self._saved += ended.checkpoints
+        self._tried.append(self.plan)
+        if ended.refused:
+            if self._starved is None or self.plan == self._starved_plan:
+                return self._replace_plan(ended)
+            return self._fall_back_elsewhere(ended, self._starved)
+        if ended.shortage is None:
+            return ended.code
+        self._note_shortage(ended)
+        saves = bool(self._resume and newest(ended.checkpoints))
+        return self._fall_back(ended, ended.shortage, repeats=saves)
+
+    def _replace_plan(self, ended: Ended) -> int | None:
+        """Go on under another plan, because the present one was refused."""
+        checkpoint = self._checkpoint()
+        other = _other(self.plan, ended.blamed, self._context, self._tried)
+        refusal = f"{self.plan} cannot be used here: {ended.refused}"
+        if other is None or (ended.wrote and checkpoint is None):
+            self._say(f"{refusal}{_no_start(ended, checkpoint)}")
+            return ended.code
+        self._say(f"{refusal}; continuing under {other}")
+        if ended.blamed:
+            self._refuse({ended.blamed})
+        self.plan = self._starved_plan = other
+        self._starved = None
+        self._resume_from(checkpoint)
+        self.attempt += ended.facts is not None  # a refusal before the script ran is no attempt
+        return None
+
+    def _fall_back_elsewhere(self, ended: Ended, starved: Ended) -> int | None:
+        """Choose another fallback for the attempt ``starved``, because the last was refused."""
+        assert starved.shortage is not None, "it ran out of memory"
+        self._say(f"{self.plan} cannot be used here: {ended.refused}")
+        before = self._starved_plan
+        differ = {name for name, level in self.plan.levels.items() if before[name] != level}
+        self._refuse(differ & {ended.blamed or ""} or differ)
+        self.plan = before
+        return self._fall_back(starved, starved.shortage, repeats=False)
+
+    def _note_shortage(self, ended: Ended) -> None:
+        """Record that the attempt ran out of memory."""
+        self._context = replace(self._context, facts=ended.facts or self._context.facts)
+        same = self._starved is not None and ended.like(self._starved)
+        self._alike = self._alike + 1 if same else 0
+        self._shortages += 1
+        self._starved, self._starved_plan = ended, self.plan
+
+    def _fall_back(self, ended: Ended, shortage: OutOfMemory, *, repeats: bool) -> int | None:
+        """Go on under a plan that needs less memory, because the attempt ``ended`` ran out of it.
+
+        ``repeats``: if there is none, the same plan is used again.
+        """
+        activations = shortage.of_activations(self._budget)
+        missing = (shortage.requested or 0) << (self._shortages - 1 if activations else 0)
+        fallbacks = fallbacks_below(
+            self.plan, self._context, self._tried, activations=activations, missing=missing
+        )
+        fallback = _after(self._alike, fallbacks)
+        lost, checkpoint = where(shortage, self._budget), self._checkpoint()
+        if fallback is None and not repeats:
+            help_ = advice(shortage, self.plan, self._context)
+            self._say(f"{lost}; no plan needs less of that memory than {self.plan}: {help_}")
+            return ended.code
         if ended.wrote and checkpoint is None:
-            say(f"{lost}{_no_start(ended, checkpoint)}; tried: {'; '.join(map(str, tried))}")
-            return ended.code, plan, attempt
-        more = resume_arguments(resume, checkpoint) if resume and checkpoint else ()
-        plan = fallback or plan
-        attempt += 1
+            tried = "; ".join(map(str, self._tried))
+            self._say(f"{lost}{_no_start(ended, checkpoint)}; tried: {tried}")
+            return ended.code
+        self._resume_from(checkpoint)
+        self.plan = fallback or self.plan
+        self.attempt += 1
         origin = f"from {checkpoint}" if checkpoint else "from the beginning"
-        say(f"{lost}; attempt {attempt} starts {origin}, under {plan}")
+        self._say(f"{lost}; attempt {self.attempt} starts {origin}, under {self.plan}")
+        return None
+
+    def _checkpoint(self) -> str | None:
+        """Return the checkpoint to resume from; ``None`` to start from the beginning."""
+        return newest(self._saved) if self._resume else None
+
+    def _resume_from(self, checkpoint: str | None) -> None:
+        self.more = ()
+        if self._resume and checkpoint:
+            self.more = resume_arguments(self._resume, checkpoint)
+
+    def _refuse(self, strategies: AbstractSet[str]) -> None:
+        self._context = replace(self._context, refused=self._context.refused | strategies)
 
 
 def _other(

@@ -2,7 +2,7 @@
 
 When one rank fails, the others are killed, because they would wait for it forever. The rank that
 failed first determines the launch's result. A rank may only report that another has gone; for
-``hearing`` seconds the rank that really failed may still report its own error.
+``report_seconds`` seconds the rank that really failed may still report its own error.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from autofit.worker.records.trials import (
     Shortage,
 )
 
-HEARING = 2.0
+REPORT_SECONDS = 2.0
 """Seconds that the failed rank has to report its error after another noticed the failure."""
-_REMOTE_HEARING = 12.0
+_REMOTE_REPORT_SECONDS = 12.0
 """The same with several hosts: Ray may need as long to notice that a host is gone."""
 _KILL_SECONDS = 10.0
 """Seconds to wait for killed processes to disappear."""
@@ -71,7 +71,7 @@ class Group:
         """This object ended the ranks; their later events say nothing about the script."""
         self._limit: threading.Timer | None = None
         self._listeners: list[threading.Thread] = []
-        self._heard: SimpleQueue[tuple[Child, Event | _Ended]] = SimpleQueue()
+        self._received: SimpleQueue[tuple[Child, Event | _Ended]] = SimpleQueue()
         self._agreeing: dict[int, Agreeing] = {}
         self._finished: dict[int, Finished] = {}
         self._followers: list[tuple[Child, Raised]] = []
@@ -79,7 +79,7 @@ class Group:
         self._culprit: Child | None = None
         """The rank that failed first."""
         self._index = 0
-        self._hearing = hearing(specs)
+        self._report_seconds = report_seconds(specs)
         self._ranks: list[Child] = []
         with ExitStack() as stack:
             for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
@@ -166,7 +166,7 @@ class Group:
         if not self._agreeing:
             return ""
         others = [child.rank for child in self._ranks if child.rank not in self._agreeing]
-        waiting = "; ".join(f"rank {rank} is at {said.what}" for rank, said in self._sorted())
+        waiting = "; ".join(f"rank {rank} is at {event.what}" for rank, event in self._sorted())
         return f"{waiting}, and waits for rank {', '.join(map(str, others))}"
 
     # --- events of the ranks ---------------------------------------------------------------
@@ -178,54 +178,54 @@ class Group:
             listener.start()
             self._listeners.append(listener)
         running = len(self._ranks)
-        until: float | None = None
+        deadline: float | None = None
         while running:
             try:
-                timeout = None if until is None else max(0.0, until - time.monotonic())
-                child, said = self._heard.get(timeout=timeout)
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                child, event = self._received.get(timeout=timeout)
             except Empty:
-                until = None
+                deadline = None
                 yield from self._blame_follower()
                 continue
-            if isinstance(said, _Ended):
+            if isinstance(event, _Ended):
                 running -= 1
-                if said.error is not None:
-                    raise said.error
+                if event.error is not None:
+                    raise event.error
                 yield from self._has_ended(child)
             else:
-                yield from self._hear(child, said)
-            if self._followers and until is None and self._culprit is None:
-                until = time.monotonic() + self._hearing
+                yield from self._handle(child, event)
+            if self._followers and deadline is None and self._culprit is None:
+                deadline = time.monotonic() + self._report_seconds
         yield from self._blame_follower()
 
     def _listen(self, child: Child) -> None:
         error = None
         try:
             for event in child.events():
-                self._heard.put((child, event))
+                self._received.put((child, event))
         except BaseException as raised:  # noqa: BLE001 - ``events`` raises it again
             error = raised
-        self._heard.put((child, _Ended(error)))
+        self._received.put((child, _Ended(error)))
 
-    def _hear(self, child: Child, said: Event) -> Iterator[Event]:
+    def _handle(self, child: Child, event: Event) -> Iterator[Event]:
         if self._over or self._culprit is not None:
             return
-        match said:
+        match event:
             case Agreeing():
-                self._agreeing[child.rank] = said
+                self._agreeing[child.rank] = event
                 self._agree()
                 yield from self._end_if_stuck()
             case Raised(follows=True):
-                self._followers.append((child, said))
+                self._followers.append((child, event))
             case Raised():
                 self._blame(child)
-                yield self._labelled(child, said)
+                yield self._labelled(child, event)
             case PlanEnded() if child.rank > 0:  # it exits whatever the others do
                 self._blame(child)
-                yield said
+                yield event
             case Finished():
-                self._finished[child.rank] = said
-                stopped = said.stopped and child.rank == 0
+                self._finished[child.rank] = event
+                stopped = event.stopped and child.rank == 0
                 if stopped or len(self._finished) == len(self._ranks):
                     self._over = stopped
                     yield self._finished[0]
@@ -233,22 +233,22 @@ class Group:
                     yield from self._end_if_stuck()
             case Shortage():
                 self.speaker = child
-                yield self._labelled(child, said)
+                yield self._labelled(child, event)
             case _:
-                if isinstance(said, PlanStarted):
-                    self._index = said.index
+                if isinstance(event, PlanStarted):
+                    self._index = event.index
                 self.speaker = child
-                yield said
+                yield event
 
     def _agree(self) -> None:
         if len(self._agreeing) == len(self._ranks):
-            said = tuple(each for _, each in self._sorted())
+            agreeing = tuple(each for _, each in self._sorted())
             self._agreeing.clear()
-            self.answer(Agreed(said=said))
+            self.answer(Agreed(said=agreeing))
 
     def _end_if_stuck(self) -> Iterator[Event]:
         """End the launch if ranks wait to agree with a rank that was already stopped."""
-        stopped = next((said for said in self._finished.values() if said.stopped), None)
+        stopped = next((event for event in self._finished.values() if event.stopped), None)
         if stopped is not None and self._agreeing:
             self._over = True
             yield stopped
@@ -272,10 +272,10 @@ class Group:
     def _blame_follower(self) -> Iterator[Event]:
         """Yield the first report of another rank's end if no rank reported an error of its own."""
         if self._followers and self._culprit is None and not self._over:
-            child, said = self._followers[0]
+            child, event = self._followers[0]
             self._blame(child)
             before = "".join(f"after rank {rank} had ended: " for rank in self._finished)
-            yield self._labelled(child, replace(said, message=before + said.message))
+            yield self._labelled(child, replace(event, message=before + event.message))
 
     def _blame(self, child: Child) -> None:
         """Kill the other ranks, which would wait for ``child``; let ``child`` exit by itself."""
@@ -285,21 +285,21 @@ class Group:
             if other is not child:
                 other.kill()
 
-    def _labelled(self, child: Child, said: Raised | Shortage) -> Event:
-        """Return ``said`` with the rank put before its message."""
+    def _labelled(self, child: Child, event: Raised | Shortage) -> Event:
+        """Return ``event`` with the rank put before its message."""
         label = f"rank {child.rank}: "
-        if isinstance(said, Raised):
-            return replace(said, message=label + said.message)
-        found: OutOfMemory = said.out_of_memory
-        return replace(said, out_of_memory=replace(found, message=label + found.message))
+        if isinstance(event, Raised):
+            return replace(event, message=label + event.message)
+        found: OutOfMemory = event.out_of_memory
+        return replace(event, out_of_memory=replace(found, message=label + found.message))
 
     def _time_out(self) -> None:
         self.timed_out = self.kill()
 
 
-def hearing(specs: Sequence[ChildSpec]) -> float:
+def report_seconds(specs: Sequence[ChildSpec]) -> float:
     """Return how many seconds the failed rank has to report its error after another noticed it."""
-    return HEARING if all(each.host is None for each in specs) else _REMOTE_HEARING
+    return REPORT_SECONDS if all(each.host is None for each in specs) else _REMOTE_REPORT_SECONDS
 
 
 def _orphans(table: dict[int, Process]) -> set[Process]:

@@ -132,28 +132,28 @@ def _run(
         spec = ChildSpec(request=request, scratch=str(overlay))
         with _start(python(harness), spec, variables, lone, uid) as child:
             child.limit(None if request.prepared else request.timeout)
-            account = _Account(request, guard, start)
-            control.attach(child, account)
+            reporter = _TrialReporter(request, guard, start)
+            control.attach(child, reporter)
             for event in child.events():
                 if isinstance(event, Asking):
                     child.limit(None)  # the time until the answer is not the child's
-                yield from account.hear(event, child)
-                if account.taken:
+                yield from reporter.forward(event, child)
+                if reporter.taken:
                     child.kill()
-                if account.final is not None:
-                    child.linger(0.0 if account.stopped else EXIT_SECONDS)
+                if reporter.final is not None:
+                    child.linger(0.0 if reporter.stopped else EXIT_SECONDS)
             control.detach()
-            if request.prepared and not account.was_used(child.timed_out or control.stopped):
+            if request.prepared and not reporter.was_used(child.timed_out or control.stopped):
                 return False
-            end = _End.of(child, account.kills, control.stopped)
-            yield from account.close(end)
+            end = _End.of(child, reporter.kills, control.stopped)
+            yield from reporter.close(end)
     yield LaunchEnded(
-        steps=account.steps,
-        stopped=account.stopped,
-        seconds=time.monotonic() - account.start,
+        steps=reporter.steps,
+        stopped=reporter.stopped,
+        seconds=time.monotonic() - reporter.start,
         output=end.output,
         oom_killed=end.oom_killed,
-        taken=account.taken,
+        taken=reporter.taken,
         lost=guard.wait(request.budget),
     )
     return True
@@ -184,7 +184,7 @@ class Control:
     def __init__(self) -> None:
         self.stopped = False
         self._child: Child | Group | None = None
-        self._account: _Account | None = None
+        self._reporter: _TrialReporter | None = None
         self._lock = threading.Lock()
         self._used_for: LaunchRequest | None = None
         self._decided = threading.Event()
@@ -222,11 +222,11 @@ class Control:
             return True
 
     def _hand_over(self, child: Child | Group, request: LaunchRequest) -> None:
-        assert self._account is not None, "it is attached with the child"
-        if not self._account.suits(request):
+        assert self._reporter is not None, "it is attached with the child"
+        if not self._reporter.suits(request):
             child.kill()
             return
-        self._account.use(request)
+        self._reporter.use(request)
         child.limit(request.timeout)
         child.answer(request)
 
@@ -238,26 +238,26 @@ class Control:
     def answer(self, answer: Answer | GoOn) -> None:
         """Answer a launch that asks; do nothing if the launch has ended."""
         with self._lock:
-            if self._child is None or self._account is None:
+            if self._child is None or self._reporter is None:
                 return
             if isinstance(answer, Answer):
-                self._account.given(answer)
+                self._reporter.answered(answer)
                 self._child.limit(answer.timeout)
             self._child.answer(answer)
 
-    def attach(self, child: Child | Group, account: _Account) -> None:
+    def attach(self, child: Child | Group, reporter: _TrialReporter) -> None:
         """Connect this object to ``child``; kill ``child`` if ``stop`` was called before."""
         with self._lock:
-            self._child, self._account = child, account
+            self._child, self._reporter = child, reporter
             if self.stopped:
                 child.kill()
-            elif account.prepared and self._used_for is not None:
+            elif reporter.prepared and self._used_for is not None:
                 self._hand_over(child, self._used_for)
 
     def detach(self) -> None:
         """Disconnect this object from a child that has ended."""
         with self._lock:
-            self._child = self._account = None
+            self._child = self._reporter = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class _End:
         )
 
 
-class _Account:
+class _TrialReporter:
     """Tracks the running plan and turns the child's events into reports for the controller."""
 
     def __init__(self, request: LaunchRequest, guard: Guard, start: float) -> None:
@@ -367,13 +367,13 @@ class _Account:
         """
         return self._used and (self._paused or ended_from_here)
 
-    def given(self, answer: Answer) -> None:
+    def answered(self, answer: Answer) -> None:
         """Record the answer that the child is about to get."""
         self._timeout = answer.timeout
         if answer.plan is not None:
             self._plans.append(answer.plan)
 
-    def hear(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
+    def forward(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
         """Record an event of ``child``; yield what the controller needs of it."""
         if self.taken:
             return

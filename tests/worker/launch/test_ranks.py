@@ -19,7 +19,7 @@ from autofit.worker.harness.measurement.window import Step, Window
 from autofit.worker.harness.parent.agreement import Figures
 from autofit.worker.launch import rank_environment
 from autofit.worker.launch.environment import launched
-from autofit.worker.launch.group import HEARING
+from autofit.worker.launch.group import REPORT_SECONDS
 from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.meter import Peak
 from autofit.worker.records.trials import (
@@ -231,7 +231,7 @@ def test_the_first_to_fail_decides(run: Run) -> None:
 def test_a_rank_that_lost_another_is_believed_when_nobody_says_more(run: Run) -> None:
     heard = run("gone() if rank == 0 else time.sleep(60)")
     assert only_report(heard).reason == "rank 0: Connection closed by peer"
-    assert HEARING <= seconds(heard) < 20
+    assert REPORT_SECONDS <= seconds(heard) < 20
 
 
 @pytest.mark.parametrize(
