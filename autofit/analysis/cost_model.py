@@ -145,6 +145,34 @@ class Outcomes:
     """The largest micro-batch size that fits; zero if no size fits."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Expectations:
+    """Prior means of the effects, as logarithms: one entry for each of ``EFFECTS``."""
+
+    slowdowns: Array
+    """Of the compute."""
+    keeps: Array
+    """Of the lowered memory that remains."""
+    widths: Array
+    """The slowdowns that the strategies expect. They set the widths of the priors."""
+
+    @classmethod
+    def of(
+        cls, facts: Facts, given: Mapping[tuple[str, str], tuple[float, float]]
+    ) -> _Expectations:
+        """Return what ``given`` or else the strategies expect of this script."""
+        stated = [
+            (s.expected_slowdown(level.name, facts), s.expected_share(level.name, facts))
+            for s, level in EFFECTS
+        ]
+        expected = [
+            given.get((s.name, level.name), own)
+            for (s, level), own in zip(EFFECTS, stated, strict=True)
+        ]
+        slowdowns, keeps = np.log(expected).T
+        return cls(slowdowns, keeps, np.log([slowdown for slowdown, _ in stated]))
+
+
 class CostModel:
     """A cost model, fitted to the trials of one study under one budget.
 
@@ -169,79 +197,74 @@ class CostModel:
     ) -> None:
         self._facts = facts = facts or Facts()
         self._finished = finished = tuple(finished)
-        points = [point for trial in finished for point in _observations(trial, facts)]
-        self._batch = float(facts.batch or max((p.samples for p in points), default=1.0))
-        bounds = [bound for trial in finished for bound in self._bounds(trial)]
+        measured = [each for trial in finished for each in _observations(trial, facts)]
+        self._batch = float(facts.batch or max((each.samples for each in measured), default=1.0))
         self._budget = float(budget)
         self._static = Static.of(facts)
         self._bandwidth = bandwidth or assumed(link, cuda=cuda)
         self._horizon, self._compile_seconds = horizon, _compile_seconds(finished, facts)
         self._rng = np.random.default_rng(0)
-        context = context_of(budget, cuda=cuda)
-        slope = (
-            budget - min((1.0 - PRIORS.least_activations) * budget, self._static.weights)
-        ) / self._batch
-        stated = [
-            (s.expected_slowdown(level.name, facts), s.expected_share(level.name, facts))
-            for s, level in EFFECTS
-        ]
-        given = expectations or {}
-        expected = [
-            given.get((s.name, level.name), own)
-            for (s, level), own in zip(EFFECTS, stated, strict=True)
-        ]
-        slowdowns, keeps = np.log(expected).T
-        widths = np.log([slowdown for slowdown, _ in stated])
-        launches = slowdowns * KERNELS
-        first = points[0] if points else None
-        seconds = first.seconds if first else 1.0
-        if first is not None:
-            effects = _effects([first.plan], [first.blocks])
-            seconds *= count(first.plan[Ranks.name])
-            seconds /= float(_factor(slowdowns[None], effects)[0, 0])
-        designs = self._designs
-        self._memory = _Fit(
+        effects = _Expectations.of(facts, expectations or {})
+        self._memory = self._fit_memory(measured, effects, cuda=cuda)
+        self._time = self._fit_time(
+            measured, effects, cuda=cuda, bandwidth_known=bandwidth is not None
+        )
+
+    def _fit_memory(
+        self, measured: Sequence[Observation], effects: _Expectations, *, cuda: bool
+    ) -> _Fit:
+        """Fit the parameters of ``_peak``."""
+        context = context_of(round(self._budget), cuda=cuda)
+        most = (1.0 - PRIORS.least_activations) * self._budget
+        slope = (self._budget - min(most, self._static.weights)) / self._batch
+        return _Fit(
             self._peak,
-            designs,
-            np.array([np.log(context), np.log(slope), 0.0, *keeps]),
+            self._designs,
+            np.array([np.log(context), np.log(slope), 0.0, *effects.keeps]),
             _prior_covariance(
                 [PRIORS.context.of(cuda=cuda), PRIORS.slope, self._static.unsure],
                 KEEPS,
                 PRIORS.memory_effects,
             ),
-            [Row(p.plan, p.blocks, p.samples, p.peak) for p in points],
-            bounds,
+            [Row(each.plan, each.blocks, each.samples, each.peak) for each in measured],
+            [bound for trial in self._finished for bound in self._bounds(trial)],
         )
-        blocks = sum(root.blocks for root in facts.roots) or PRIORS.blocks
+
+    def _fit_time(
+        self,
+        measured: Sequence[Observation],
+        effects: _Expectations,
+        *,
+        cuda: bool,
+        bandwidth_known: bool,
+    ) -> _Fit:
+        """Fit the parameters of ``_seconds``."""
+        slowdowns, launches = effects.slowdowns, effects.slowdowns * KERNELS
+        seconds = 1.0
+        if measured:
+            first = measured[0]
+            design = _effects([first.plan], [first.blocks])
+            seconds = first.seconds * count(first.plan[Ranks.name])
+            seconds /= float(_factor(slowdowns[None], design)[0, 0])
+        blocks = sum(root.blocks for root in self._facts.roots) or PRIORS.blocks
         launch = PRIORS.launch * blocks if cuda else PRIORS.cpu_launch * seconds
-        longer = -np.log(PRIORS.attained) if bandwidth is not None else 0.0
-        self._time = _Fit(
+        longer = -np.log(PRIORS.attained) if bandwidth_known else 0.0
+        plain = [np.log(seconds), np.log(PRIORS.rerun), np.log(launch), longer]
+        widths = [
+            PRIORS.first_seconds if measured else PRIORS.no_seconds,
+            PRIORS.rerun_width,
+            PRIORS.launch_width.of(cuda=cuda),
+            PRIORS.attained_width if bandwidth_known else PRIORS.bandwidth_width,
+        ]
+        return _Fit(
             self._seconds,
-            designs,
-            np.array(
-                [
-                    np.log(seconds),
-                    np.log(PRIORS.rerun),
-                    np.log(launch),
-                    longer,
-                    *slowdowns,
-                    *launches,
-                ]
-            ),
+            self._designs,
+            np.array([*plain, *slowdowns, *launches]),
             _block_diagonal(
-                _prior_covariance(
-                    [
-                        PRIORS.first_seconds if first else PRIORS.no_seconds,
-                        PRIORS.rerun_width,
-                        PRIORS.launch_width.of(cuda=cuda),
-                        PRIORS.attained_width if bandwidth else PRIORS.bandwidth_width,
-                    ],
-                    widths,
-                    PRIORS.time_effects,
-                ),
-                _prior_covariance([], widths * KERNELS, PRIORS.launch_effects),
+                _prior_covariance(widths, effects.widths, PRIORS.time_effects),
+                _prior_covariance([], effects.widths * KERNELS, PRIORS.launch_effects),
             ),
-            [Row(p.plan, p.blocks, p.samples, p.seconds, p.noise) for p in points],
+            [Row(e.plan, e.blocks, e.samples, e.seconds, e.noise) for e in measured],
             [],
         )
 
