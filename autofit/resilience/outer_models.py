@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.resilience.arguments import Arguments
+from autofit.worker.harness.torch_state.reachable_state import named_in
 
 _PLAIN = (
     *(str, bytes, int, float, complex, type(None), torch.Tensor, type),
@@ -100,7 +100,7 @@ def _values(function: Callable[..., Any], arguments: Arguments) -> Iterator[Any]
             yield from _contents((cell.cell_contents,))
         except ValueError:  # not assigned yet
             continue
-    for name in _names(inner.__code__) if inner else ():
+    for name in named_in(inner.__code__) if inner else ():
         yield from _contents((inner.__globals__.get(name),) if inner else ())
 
 
@@ -111,13 +111,6 @@ def _inner(function: Callable[..., Any]) -> types.FunctionType | None:
         if found is None:
             return None
     return found
-
-
-@cache
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the globals that a function names, nested functions included."""
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in _names(each)))))
 
 
 def _contents(values: Iterable[Any]) -> Iterator[Any]:

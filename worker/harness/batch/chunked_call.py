@@ -58,10 +58,10 @@ class Owner(Protocol):
     def unknown_graph(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
         """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
 
-    def held(self) -> nn.Module:
+    def live_module(self) -> nn.Module:
         """Return the root's module, which must still exist."""
 
-    def mark(self) -> object:
+    def state_version(self) -> object:
         """Return a value that changes with the root's mode, weights or buffers."""
 
 
@@ -125,11 +125,11 @@ class ChunkedCall:
         self.inputs = [index for index, tensor in tensors if tensor.requires_grad]
         """Positions of the arguments that require gradients, such as another root's output."""
         self._ambient = Ambient.now()
-        self._root = owner.held()
+        self._root = owner.live_module()
         self._attributes = Attributes(self._root)
         """The plain attributes at the start of forward; recomputation in backward restores them."""
-        self._mark: object = None
-        """The owner's mark after forward."""
+        self._state_version: object = None
+        """The owner's ``state_version`` after forward."""
         # A view, not a leaf: autograd tells only of such nodes whether a backward visits them.
         self.anchor = torch.empty(0, requires_grad=True).view(0)
         self._parts = Parts(layout, self._size)
@@ -229,7 +229,7 @@ class ChunkedCall:
         self._drew = start != end
         looked = self.layout.draws and self.owner.state.draws_elsewhere is None
         elsewhere = start.elsewhere != end.elsewhere if looked else None
-        self._mark = self.owner.mark()
+        self._state_version = self.owner.state_version()
         self.owner.state.end_forward(even=eager, draws_elsewhere=elsewhere)
         self._outlines = {index: self._outputs[index] for index in self._late}
         for index, like in self._outlines.items():
@@ -324,7 +324,7 @@ class ChunkedCall:
 
         Raises ``Refused`` if the model has changed.
         """
-        if self.owner.mark() != self._mark:
+        if self.owner.state_version() != self._state_version:
             raise Refused(CHANGED_BEFORE_USE, "micro_batch")
         found: dict[int, list[torch.Tensor]] = {index: [] for index in wanted}
         present, before = self.batch, self._random_state()
@@ -447,7 +447,11 @@ class ChunkedCall:
         ambient: Ambient,
     ) -> None:
         """Accumulate into ``parameters`` for a forward that ran whole and whose graph was freed."""
-        self._ambient, self._mark, self._drew = ambient, self.owner.mark(), self.layout.draws
+        self._ambient, self._state_version, self._drew = (
+            ambient,
+            self.owner.state_version(),
+            self.layout.draws,
+        )
         self._cuts, self._states = [(0, self._size)], [state]
         with inside(self.owner.seams), torch.enable_grad():
             for cut, drawn in self._chunks_backwards():
@@ -558,7 +562,7 @@ class ChunkedCall:
         graph, self._graph = self._graph, None
         if graph is not None and graph.cut == cut:
             return graph.leaves, graph.outputs
-        if self.owner.mark() != self._mark:
+        if self.owner.state_version() != self._state_version:
             raise Refused(CHANGED, "micro_batch")
         if state is not None:
             state.restore()

@@ -35,7 +35,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState
 from autofit.worker.harness.batch.chunked_call import ChunkedCall, UnknownGraph
-from autofit.worker.harness.batch.ddp import Ranks
+from autofit.worker.harness.batch.ddp import DdpReduction
 from autofit.worker.harness.batch.evaluation import Evaluation, FindValues
 from autofit.worker.harness.batch.layout import (
     Batch,
@@ -95,13 +95,13 @@ class ChunkedRoot:
         find_layout: FindValues,
         layouts: VerifiedLayouts,
         on_shortage: OnShortage,
-        ranks: Ranks | None = None,
+        reduction: DdpReduction | None = None,
         whole_at_worst: bool = True,
         one_size: bool = False,
     ) -> None:
         """``whole_at_worst``: a later batch that cannot be split runs in one piece.
 
-        ``ranks``: coordinates the reduction if the root is a ``DistributedDataParallel``.
+        ``reduction``: coordinates the reduction if the root is a ``DistributedDataParallel``.
         """
         self.seams = seams
         self.micro_batch = micro_batch
@@ -109,7 +109,8 @@ class ChunkedRoot:
         self.parameters: list[nn.Parameter] = []
         """The parameters that require gradients now; the script may freeze and unfreeze some."""
         self.state = CallState(
-            can_delay=ranks is None, one_at_a_time=ranks is None or not ranks.finds_unused
+            can_delay=reduction is None,
+            one_at_a_time=reduction is None or not reduction.finds_unused,
         )
         self._outlines: dict[object, tuple[torch.Tensor, torch.device]] = {}
         """Shape and device of the outputs that may be delayed, by the kind of call."""
@@ -122,7 +123,7 @@ class ChunkedRoot:
         """A call has run in chunks without an error."""
         self._on_shortage = on_shortage
         self._evaluation = Evaluation(find_layout, on_shortage)
-        self._ranks = ranks
+        self._reduction = reduction
         self._whole_at_worst = whole_at_worst
         self._buffers: list[torch.Tensor] = []
         self._layer_hooks: list[Mapping[int, Any]] = []
@@ -167,8 +168,8 @@ class ChunkedRoot:
 
     def _received(self, parameter: torch.Tensor) -> None:
         self.state.received(parameter)
-        if self._ranks is not None:
-            self._ranks.received(parameter)
+        if self._reduction is not None:
+            self._reduction.received(parameter)
 
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call in chunks, with the outputs and gradients of the whole batch."""
@@ -182,7 +183,7 @@ class ChunkedRoot:
         try:
             return self._split(forward, batch)
         except Refused as refusal:
-            if not self._has_split or self._ranks is not None or _is_of_other_strategy(refusal):
+            if not self._has_split or self._reduction is not None or _is_of_other_strategy(refusal):
                 raise
             if not self._whole_at_worst:
                 reason = f"a later batch cannot be split: {refusal}"
@@ -209,7 +210,7 @@ class ChunkedRoot:
             try:
                 output = self._around(call)
             except UnknownGraph as unknown:
-                if last or self._ranks is not None:
+                if last or self._reduction is not None:
                     raise Refused(UNKNOWN_GRAPH, "micro_batch") from None
                 self._layouts.verify_again(layout.kind, batch, unknown.shape)
             except Refused as refusal:  # the verified layout does not hold for this batch
@@ -218,7 +219,7 @@ class ChunkedRoot:
                 if start is not None:
                     start.restore()
                 self._layouts.forget()
-                if last or self._ranks is not None:  # the other ranks make no second call
+                if last or self._reduction is not None:  # the other ranks make no second call
                     raise
             else:
                 self._has_split = True
@@ -340,7 +341,7 @@ class ChunkedRoot:
             raise
 
     def _around(self, run: Callable[[], Any]) -> Any:
-        return run() if self._ranks is None else self._ranks.forward(run)
+        return run() if self._reduction is None else self._reduction.forward(run)
 
     def finish(
         self,
@@ -367,8 +368,8 @@ class ChunkedRoot:
 
     def backward_done(self) -> None:
         """Notice that the backward of a call has ended."""
-        if self._ranks is not None:
-            self._ranks.backward_done()
+        if self._reduction is not None:
+            self._reduction.backward_done()
 
     def _layout(self, batch: Batch) -> Layout:
         layout = self._find_layout(batch, gradients=True)
@@ -392,13 +393,13 @@ class ChunkedRoot:
         self.micro_batch = min(self.micro_batch, -(-size // 2))
         return True
 
-    def held(self) -> nn.Module:
+    def live_module(self) -> nn.Module:
         """Return the module, which exists while it is called."""
         module = self._module()
         assert module is not None, "a root outlives its calls"
         return module
 
-    def mark(self) -> tuple[bool, int]:
+    def state_version(self) -> tuple[bool, int]:
         """Return the mode and the sum of the tensors' versions.
 
         Both must be the same in forward and backward.

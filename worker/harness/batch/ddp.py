@@ -28,7 +28,7 @@ from autofit.strategies.base import Forward
 from autofit.worker.harness.torch_state.modules import is_sharded
 
 
-class Ranks:
+class DdpReduction:
     """Does for a split root what ``DistributedDataParallel`` does around forward and backward."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:

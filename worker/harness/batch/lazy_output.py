@@ -95,7 +95,7 @@ class Caller(Protocol):
 
     state: CallState
 
-    def mark(self) -> object:
+    def state_version(self) -> object:
         """Return a value that changes with the root's mode, weights or buffers."""
 
     def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +126,7 @@ class DelayedCall:
         self.ambient = Ambient.now()
         self._caller = caller
         self._run = run
-        self._mark = self._version()
+        self._version_at_call = self._version()
         self._output: torch.Tensor | None = None
         self.ran_with_loss = False
         """It has run with its loss, so the loss's graph does not contain the output."""
@@ -190,12 +190,14 @@ class DelayedCall:
         self._caller.end_delay(self)
 
     def _check(self) -> None:
-        if self._version() != self._mark:
+        if self._version() != self._version_at_call:
             raise Refused(CHANGED, "micro_batch")
 
     def _version(self) -> object:
         tensors = [leaf for leaf in self.batch.leaves if isinstance(leaf, torch.Tensor)]
-        return self._caller.mark(), [each._version for each in tensors if not each.is_inference()]
+        return self._caller.state_version(), [
+            each._version for each in tensors if not each.is_inference()
+        ]
 
 
 class LazyOutput(torch.Tensor):

@@ -336,7 +336,9 @@ class HarnessRoot:
             find_layout=self.layout,
             layouts=self._layouts,
             on_shortage=self._shortage_in_chunk,
-            ranks=ddp.Ranks(outer) if isinstance(outer, DistributedDataParallel) else None,
+            reduction=ddp.DdpReduction(outer)
+            if isinstance(outer, DistributedDataParallel)
+            else None,
             whole_at_worst=self._policy.may_run_whole,
             one_size=self._one_size,
         )

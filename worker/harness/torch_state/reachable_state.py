@@ -571,7 +571,7 @@ class _Walk:
         if function.__code__ in self._codes or not _is_users(function.__globals__):
             return
         self._codes.add(function.__code__)
-        names = _named_in(function.__code__)
+        names = named_in(function.__code__)
         known = self._globals.setdefault(id(function.__globals__), set())
         fresh = tuple(name for name in names if name not in known)
         known.update(fresh)
@@ -696,7 +696,7 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
         for function in _functions(found):
             if _is_users(function.__globals__):
                 yield function
-                todo += _named_in(function.__code__)
+                todo += named_in(function.__code__)
 
 
 def _functions(found: Any) -> Iterator[types.FunctionType]:
@@ -710,7 +710,7 @@ def _functions(found: Any) -> Iterator[types.FunctionType]:
 
 
 @functools.cache
-def _named_in(code: types.CodeType) -> tuple[str, ...]:
+def named_in(code: types.CodeType) -> tuple[str, ...]:
     """Return the names in a code object and in the functions inside it."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in _named_in(each)))))
+    return tuple(dict.fromkeys((*code.co_names, *(n for each in inner for n in named_in(each)))))
