@@ -18,9 +18,9 @@ from typing import Any
 from autofit.exceptions import StorageError, WorkerError
 from autofit.facts import Bandwidth
 from autofit.storage import MachineKey, Store, url
-from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.guard import SLACK, who
 from autofit.worker.meter import build, nvml
 

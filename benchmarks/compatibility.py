@@ -30,8 +30,8 @@ from typing import Any
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, Hardware
-from autofit.tuning.study import versions
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import (
     LaunchEnded,

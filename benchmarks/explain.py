@@ -23,7 +23,7 @@ from autofit.inspection.explanation import STEPS
 from autofit.inspection.launches import Outcome, Target, inspect
 from autofit.inspection.prediction import predicted_peak
 from autofit.plan import Plan
-from autofit.tuning.study import versions
+from autofit.worker.cluster.versions import versions
 from autofit.worker.records.inspection import Inspection, Kind
 from autofit.worker.records.trials import Script
 

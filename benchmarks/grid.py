@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from autofit.plan import Plan
-from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import LaunchRequest, Script, TrialReport
 

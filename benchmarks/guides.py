@@ -36,9 +36,9 @@ from cards import LOSS, SETTLING, largest_use
 from grid import EXAMPLES, HERE, RESULTS, merged, stored
 
 from autofit.plan import Plan
-from autofit.tuning.study import versions
 from autofit.units import format_duration, format_size
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 
 PAGE = HERE.parent / "docs" / "tutorials" / "guides.md"
 AT_EXIT = HERE / "works" / "at_exit"

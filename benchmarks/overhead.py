@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autofit.tuning.study import versions
+from autofit.worker.cluster.versions import versions
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

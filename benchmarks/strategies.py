@@ -28,9 +28,9 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Level, Strategy
 from autofit.strategies.micro_batch import AUTO
-from autofit.tuning.study import versions
 from autofit.units import format_size
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import LaunchRequest, Script, Traced, TrialReport, Verdict

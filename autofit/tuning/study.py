@@ -12,9 +12,6 @@ from autofit.tuning.notices import StudyStarted
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.optuna_study import delete_optuna_study
 from autofit.units import format_size
-from autofit.worker.cluster.versions import versions
-
-__all__ = ["budget", "delete_study", "key", "open_study", "study_started", "versions"]
 
 
 def key(options: SearchOptions, hardware: Hardware, spread: int = 1) -> StudyKey:

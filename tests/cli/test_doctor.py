@@ -12,8 +12,8 @@ from autofit import doctor
 from autofit.cli import main
 from autofit.facts import Bandwidth
 from autofit.storage import MachineKey, Store
-from autofit.tuning.study import versions
 from autofit.worker import meter
+from autofit.worker.cluster.versions import versions
 from autofit.worker.meter import nvml
 
 pytestmark = pytest.mark.quick
