@@ -96,7 +96,7 @@ def _fill(scale: Callable[[torch.Tensor], torch.Tensor]) -> Fix:
     return fill
 
 
-def _whole_numbers(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _randint(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Draw the largest allowed number each time: the last sample, if samples are drawn."""
     made: torch.Tensor = func(*args, **kwargs)
     bounds = [each for each in args if isinstance(each, int)]
@@ -115,12 +115,12 @@ def _uniform(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) ->
     return target.copy_(low + (high - low) * draws.numbers(target))
 
 
-def _turned(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _randperm(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     made: torch.Tensor = func(*args, **kwargs)
     return torch.arange(len(made)).flip(0).to(made)
 
 
-def _last(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _multinomial(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Draw the last entries with a positive probability, in reversed order."""
     made: torch.Tensor = func(*args, **kwargs)
     chances = (args[0] > 0).to(torch.int8)
@@ -137,7 +137,7 @@ def _normal(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return made.copy_(args[0] + args[1] * (3 * draws.numbers(made) - 1.5))
 
 
-def _coins(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _bernoulli(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Draw 1 for a scalar probability; compare a tensor of probabilities with fixed numbers."""
     filled = func.overloadpacket.__name__.endswith("_")
     target: torch.Tensor = args[0] if filled else torch.empty_like(args[0])
@@ -147,7 +147,7 @@ def _coins(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> t
     return target.fill_(1)
 
 
-def _likely(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _typical_value(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Return a fixed value of the distribution, computed from its first parameter."""
     value: torch.Tensor = args[0].detach()
     if func.overloadpacket.__name__ == "_sample_dirichlet":
@@ -155,12 +155,12 @@ def _likely(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return value.round() if "gamma" not in func.overloadpacket.__name__ else value.clone()
 
 
-def _dropped(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _native_dropout(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kept = torch.ones_like(args[0], dtype=torch.bool)
     return args[0].clone(), kept
 
 
-def _leaky(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _rrelu(draws: FixedDraws, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Use the smallest allowed slope of a randomized rectifier."""
     lower = args[2] if len(args) > 2 else 0.125
     args[1].copy_(torch.where(args[0] < 0, lower, 1.0))
@@ -180,22 +180,25 @@ _FIXED: dict[str, Fix] = {
     **{name: _new(_numbers()) for name in ("rand", "rand_like", "uniform")},
     **{name: _new(_numbers(-1.5, 1.5)) for name in ("randn", "randn_like", "cauchy")},
     **{name: _new(_ones) for name in ("exponential", "geometric")},
-    **{name: _likely for name in ("binomial", "poisson", "_standard_gamma", "_sample_dirichlet")},
+    **{
+        name: _typical_value
+        for name in ("binomial", "poisson", "_standard_gamma", "_sample_dirichlet")
+    },
     "log_normal": _new(_numbers(0.5, 1.5)),
     "normal": _normal,
-    "bernoulli": _coins,
+    "bernoulli": _bernoulli,
     "uniform_": _uniform,
     **{name: _fill(_numbers(-1.5, 1.5)) for name in ("normal_", "cauchy_")},
     **{name: _fill(_numbers(0.5, 1.5)) for name in ("exponential_", "log_normal_")},
-    "bernoulli_": _coins,
+    "bernoulli_": _bernoulli,
     "geometric_": _fill(_ones),
-    **{name: _whole_numbers for name in ("randint", "randint_like")},
+    **{name: _randint for name in ("randint", "randint_like")},
     "random_": _random,
-    "randperm": _turned,
-    "multinomial": _last,
-    "native_dropout": _dropped,
-    "_fused_dropout": _dropped,
-    **{name: _leaky for name in ("rrelu_with_noise", "rrelu_with_noise_")},
+    "randperm": _randperm,
+    "multinomial": _multinomial,
+    "native_dropout": _native_dropout,
+    "_fused_dropout": _native_dropout,
+    **{name: _rrelu for name in ("rrelu_with_noise", "rrelu_with_noise_")},
 }
 
 
@@ -223,7 +226,7 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
 
 
 @contextmanager
-def silenced(module: nn.Module) -> Iterator[None]:
+def without_dropout(module: nn.Module) -> Iterator[None]:
     """Set all dropout rates in ``module`` to zero: calls with other draws are then comparable."""
     rates = [(vars(each), dropout_rates(each)) for each in module.modules()]
     for values, found in rates:

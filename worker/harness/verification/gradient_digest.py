@@ -43,7 +43,7 @@ def digest(
     """
     found: dict[int, torch.Tensor] = {}
 
-    def taken(index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def fold_and_drop(index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:  # a function in the graph returned none
             return None
         found[index] = fold(gradient)
@@ -53,7 +53,7 @@ def digest(
         _begin_backward(device)
     edges = [get_gradient_edge(output) for output in outputs]
     outputs.clear()
-    hooks = [p.register_hook(partial(taken, n)) for n, p in enumerate(parameters)]
+    hooks = [p.register_hook(partial(fold_and_drop, n)) for n, p in enumerate(parameters)]
     # For tensors, torch.autograd.grad leaves the torch-function modes, and a checkpointed block
     # would draw other numbers when it runs again. For graph edges, it does not leave them.
     try:

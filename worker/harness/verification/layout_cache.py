@@ -97,14 +97,14 @@ class Layouts:
         key = self._signatures.of(batch, gradients=gradients)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = self._recall(key) or self._prove(batch, gradients, key)
+            kind = self._kinds[key] = self._recall(key) or self._verify(batch, gradients, key)
             if isinstance(kind.layout, Undecided):
                 del self._kinds[key]
         if isinstance(kind.layout, Refused):
             raise type(kind.layout)(str(kind.layout))
-        layout = self._again(kind, kind.layout, batch, gradients)
+        layout = self._verified_for(kind, kind.layout, batch, gradients)
         if gradients and self.rehearse is not None and self._plan not in kind.shapes:
-            self._rehearsed(kind, layout, batch)
+            self._accept_next_graph(kind, layout, batch)
         return replace(layout, kind=kind)
 
     def unknown_graph(
@@ -178,7 +178,7 @@ class Layouts:
 
     # --- verifying -------------------------------------------------------------------------
 
-    def _prove(self, batch: Batch, gradients: bool, key: Key) -> CallKind:
+    def _verify(self, batch: Batch, gradients: bool, key: Key) -> CallKind:
         try:
             layout = self._find(batch, gradients, None)
         except Refused as refusal:
@@ -190,7 +190,7 @@ class Layouts:
         self._keep(kind)
         return kind
 
-    def _rehearsed(self, kind: CallKind, layout: Layout, batch: Batch) -> None:
+    def _accept_next_graph(self, kind: CallKind, layout: Layout, batch: Batch) -> None:
         """Accept the next graph under a new plan if the graph without the plan has not changed.
 
         If it has changed, verify the kind again on ``batch``. Raises ``Refused`` if that fails.
@@ -207,7 +207,9 @@ class Layouts:
             self._add_shape(kind, PLAIN, plain)
         kind.fresh = True
 
-    def _again(self, kind: CallKind, layout: Layout, batch: Batch, gradients: bool) -> Layout:
+    def _verified_for(
+        self, kind: CallKind, layout: Layout, batch: Batch, gradients: bool
+    ) -> Layout:
         """Return the layout; verify it on ``batch`` too if the batch has new traits."""
         if not layout.fits(batch):
             raise Refused("the model's arguments do not all have the same number of samples")

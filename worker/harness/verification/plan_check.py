@@ -35,7 +35,7 @@ from autofit.worker.harness.torch_state.module_state import (
 from autofit.worker.harness.torch_state.modules import gathered, is_paged, moves_together
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
-from autofit.worker.harness.verification.fixed_draws import silenced
+from autofit.worker.harness.verification.fixed_draws import without_dropout
 from autofit.worker.harness.verification.float64 import CannotRun, in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import (
     Digest,
@@ -148,7 +148,7 @@ def prove(
     """
     root.proof.check_begins()
     in_calls = plan.in_calls
-    noisy = _normalised(root) and in_calls.fidelity(facts) is Fidelity.ROUNDING
+    noisy = _has_batch_statistics(root) and in_calls.fidelity(facts) is Fidelity.ROUNDING
     known = known and not any(strategy.sized for strategy, _ in in_calls)
     known = known and (root.proof.noise_measured_here or not noisy)
     if known or not shows_in_calls(plan, facts):
@@ -166,9 +166,9 @@ def prove(
     check = partial(
         _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *adapting)
     )
-    with silenced(root.module) if redraws else nullcontext():
+    with without_dropout(root.module) if redraws else nullcontext():
         if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
-            _without_code(root, check, alone=facts.world_size == 1)
+            _check_uncompiled(root, check, alone=facts.world_size == 1)
         else:
             check()
     return True
@@ -180,7 +180,7 @@ def shows_in_calls(plan: Plan, facts: Facts) -> bool:
     return not in_calls.neutral and in_calls.fidelity(facts) is not Fidelity.RECIPE
 
 
-def _without_code(root: CheckedRoot, check: Callable[[], None], *, alone: bool) -> None:
+def _check_uncompiled(root: CheckedRoot, check: Callable[[], None], *, alone: bool) -> None:
     """Check a plan without the script's own ``torch.compile``, which is not meant for few samples.
 
     If memory is too small, check with it: fused code may need much less memory. Several ranks do
@@ -214,16 +214,16 @@ def _prove(
             if unsized.in_calls.neutral:
                 root.apply(unsized)
             else:
-                expected, found = _beside_plain(root, unsized, batch, call)
+                expected, found = _effects_with_and_without(root, unsized, batch, call)
                 if not _compare(root, unsized, facts, found, expected, batch, call):
                     _prove_exact(root, unsized, batch, facts, call=call)
             if unsized == plan:
                 return
             # The rest of the plan has just been checked; it is the reference here.
             some = _samples(batch, _chunk(plan, batch))
-            expected = _applied(root, some)
+            expected = _effects_under_plan(root, some)
             root.apply(plan)
-            found = _gradients(root, root.forward, some)
+            found = _effects(root, root.forward, some)
             _compare(root, plan, facts, found, expected, batch, call)
     except RuntimeError as failure:
         if "use_reentrant" not in str(failure):
@@ -282,21 +282,21 @@ def _prove_exact(
     root.apply(plan)
 
 
-def _applied(root: CheckedRoot, batch: Batch) -> Effects:
+def _effects_under_plan(root: CheckedRoot, batch: Batch) -> Effects:
     """Return the effects of a call under the applied plan.
 
     If the samples do not fit, autograd's saved tensors go to host memory.
     """
     if moves_together(root.module):
-        return _gradients(root, root.forward, batch)
-    outcome = attempt(lambda: _gradients(root, root.forward, batch))
+        return _effects(root, root.forward, batch)
+    outcome = attempt(lambda: _effects(root, root.forward, batch))
     if outcome.fits:
         return outcome.result()
     with saved_on_host(root.module.parameters()):
-        return _gradients(root, root.forward, batch)
+        return _effects(root, root.forward, batch)
 
 
-def _beside_plain(
+def _effects_with_and_without(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
 ) -> tuple[Effects, Effects]:
     """Apply ``plan``; return the effects of a few samples without it and under it.
@@ -321,7 +321,7 @@ def _first_that_fits(
     """Apply ``plan``; return both effects from the first of ``ways`` that fits in memory."""
     outcome: Outcome[tuple[Effects, Effects]] | None = None
     for name, most, saved in ways:
-        run = partial(_one_way_beside_plain, root, plan, batch, most, saved, (name, most, *call))
+        run = partial(_effects_of_way, root, plan, batch, most, saved, (name, most, *call))
         if moves_together(root.module):
             return run()
         outcome = attempt(run)
@@ -344,8 +344,8 @@ def _ways(root: CheckedRoot) -> list[Way]:
     fit: after a shortage in the middle of it, its ranks would no longer match. So does one that is
     paged. It fits neither without checkpointed blocks, so these are not compared with others.
     """
-    fewest = 2 if _normalised(root) else 1
-    several = Way("plain", _few(root), nullcontext)
+    fewest = 2 if _has_batch_statistics(root) else 1
+    several = Way("plain", _enough_samples(root), nullcontext)
     one = Way("plain", fewest, nullcontext)
     on_host = Way("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
     can = root.checkpointed_blocks
@@ -359,7 +359,7 @@ def _ways(root: CheckedRoot) -> list[Way]:
     return [several, one, on_host]
 
 
-def _one_way_beside_plain(
+def _effects_of_way(
     root: CheckedRoot,
     plan: Plan,
     batch: Batch,
@@ -378,7 +378,7 @@ def _one_way_beside_plain(
     if plain is None:
         try:
             with saved(), autocast_noticed(root):
-                plain = _gradients(root, root.plain, samples)
+                plain = _effects(root, root.plain, samples)
         except RuntimeError as error:
             if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
                 raise
@@ -389,16 +389,16 @@ def _one_way_beside_plain(
         saved = nullcontext  # the plan checkpoints the blocks itself
     if sharded or saved is nullcontext:
         with saved():
-            return plain, _gradients(root, root.forward, samples)
-    return plain, _applied(root, samples)
+            return plain, _effects(root, root.forward, samples)
+    return plain, _effects_under_plan(root, samples)
 
 
-def _few(root: CheckedRoot) -> int:
+def _enough_samples(root: CheckedRoot) -> int:
     """Return how many samples are enough: batch statistics of very few samples are mostly noise."""
-    return 4 * SAMPLES if _normalised(root) else SAMPLES
+    return 4 * SAMPLES if _has_batch_statistics(root) else SAMPLES
 
 
-def _normalised(root: CheckedRoot) -> bool:
+def _has_batch_statistics(root: CheckedRoot) -> bool:
     """Return whether the model computes batch statistics, which amplify rounding."""
     return root.facts is not None and root.facts.batch_norm
 
@@ -473,7 +473,7 @@ def _state_differences(under: Effects, expected: Effects, exact: float) -> list[
 
 def _unsteady(root: CheckedRoot, samples: Batch, plain: Effects) -> frozenset[str]:
     """Return the state that differs between two plain runs, such as a stored time."""
-    one, other = plain, _gradients(root, root.plain, samples)
+    one, other = plain, _effects(root, root.plain, samples)
     return frozenset(_state_differences(one, other, TOLERANCES.single_gradients))
 
 
@@ -503,10 +503,10 @@ def _both_in_float64(
 ) -> tuple[Effects, Effects]:
     root.take_back()
     with saved(), in_float64(root.module):
-        plain = _gradients(root, root.plain, samples)
+        plain = _effects(root, root.plain, samples)
     root.apply(applied)  # outside the context, which restores attributes of modules
     with saved(), in_float64(root.module):
-        return _gradients(root, root.forward, samples), plain
+        return _effects(root, root.forward, samples), plain
 
 
 def _compare_rounded(
@@ -527,7 +527,7 @@ def _compare_rounded(
     alone = facts.world_size == 1 and not is_paged(root.module)
     doubtful = error > TOLERANCES.rounding / 2 or bool(state)
     if not alone:  # all ranks must decide alike: an extra forward would hang collectives
-        doubtful = _normalised(root) and not _communicates(root.module)
+        doubtful = _has_batch_statistics(root) and not _communicates(root.module)
     if doubtful and root.proof.sensitivity is None:
         root.proof.found_sensitivity(_on_samples_that_fit(root, applied, batch, call, _sensitivity))
     allowed, chaos = TOLERANCES.rounding, False
@@ -572,7 +572,7 @@ def _sensitivity(root: CheckedRoot, samples: Batch, plain: Effects) -> Sensitivi
     """
     with weights_rounded(root.module.parameters()):
         leaves = [rounded(leaf) for leaf in samples.leaves]
-        found = _gradients(root, root.plain, Batch(leaves, samples.spec))
+        found = _effects(root, root.plain, Batch(leaves, samples.spec))
     buffers = frozenset(different_updates(found.updates, plain.updates))
     return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
 
@@ -597,7 +597,7 @@ def _on_samples_that_fit(
             plain = root.proof.plain_result((name, most, *call))
             try:
                 with saved():
-                    return ask(root, samples, plain or _gradients(root, root.plain, samples))
+                    return ask(root, samples, plain or _effects(root, root.plain, samples))
             except Exception as error:  # the model may need more samples, or less memory
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
@@ -631,7 +631,7 @@ def _chunk(plan: Plan, batch: Batch) -> int:
     return last - first
 
 
-def _gradients(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
+def _effects(root: CheckedRoot, forward: Forward, batch: Batch) -> Effects:
     """Return the gradients of all outputs of the root, and the changes of its state.
 
     The random draws are the same each time. ``DistributedDataParallel`` runs inside ``no_sync``, so

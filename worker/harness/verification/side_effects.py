@@ -90,26 +90,26 @@ def state_updates(
     ``draws``: the forward draws random numbers, so that another call may update something else.
     """
     first = changes(start, after)
-    again = _after(start.module, whole, forward) if first or draws else after
+    again = _state_after(start.module, whole, forward) if first or draws else after
     every = changes(after, again)
     steady = not first and not every
     if not steady:
         start.restore()
 
     def compare() -> list[Key]:
-        other = _after(start.module, chunk, forward)
+        other = _state_after(start.module, chunk, forward)
         differing = [key for key in changes(after, other) if not _is_table(key, after, other)]
         if steady:  # the chunk would start from the same state after the whole
             return differing
         start.restore()
-        _after(start.module, whole, forward)
-        return differing + changes(again, _after(start.module, chunk, forward))
+        _state_after(start.module, whole, forward)
+        return differing + changes(again, _state_after(start.module, chunk, forward))
 
     outcome = attempt_model(compare)
     if first and outcome.failure is not None:  # such as statistics of a single sample
-        raise Refused(_remembers(first[0][0])) from outcome.failure
+        raise Refused(_remembered_text(first[0][0])) from outcome.failure
     if differing := outcome.result():
-        raise Refused(_remembers(differing[0][0]))
+        raise Refused(_remembered_text(differing[0][0]))
     switches = [key for key in first if _is_plain(start, key) and _is_plain(after, key)]
     return start.places(dict.fromkeys((*every, *switches)), again)
 
@@ -146,14 +146,14 @@ def _is_plain(snapshot: Snapshot, key: Key) -> bool:
     return isinstance(snapshot.values.get(key, ABSENT), (*PLAIN, Absent))
 
 
-def _after(module: nn.Module, part: Batch, forward: Forward) -> Snapshot:
+def _state_after(module: nn.Module, part: Batch, forward: Forward) -> Snapshot:
     args, kwargs = part.call(part.leaves)
     with torch.no_grad():
         forward(*args, **kwargs)
     return Snapshot(module, copies=False)
 
 
-def _remembers(name: str) -> str:
+def _remembered_text(name: str) -> str:
     if name.startswith("buffer"):
         return f"the model changes its {name} in every forward"
     return f"the model keeps something of a forward for later: its {name}"
@@ -196,7 +196,7 @@ class Witness(TorchDispatchMode):
         if reference.cdata not in self._made and reference.cdata not in self._given:
             among[reference.cdata] = reference
 
-    def left(self, known: Iterable[torch.Tensor]) -> int:
+    def still_alive(self, known: Iterable[torch.Tensor]) -> int:
         """Return how many created tensors still exist and are not ``known``."""
         own = {tensor.untyped_storage()._cdata for tensor in known}
         return sum(not ref.expired() for key, ref in self._made.items() if key not in own)
@@ -241,9 +241,9 @@ def refuse_escapes(
     _drop_graphs_of_weights(module)
     known = _strided(list(tensors_of(module)))
     there: list[weakref.ref[Any]] = [*saved, *foreign]
-    if any(each() is not None for each in there) or witness.left(known):
+    if any(each() is not None for each in there) or witness.still_alive(known):
         gc.collect()
-    if any(each() is not None for each in saved) or witness.left(known):
+    if any(each() is not None for each in saved) or witness.still_alive(known):
         raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
     if any(each() is not None for each in foreign):
         raise Refused("the model uses tensors that need gradients and are not its parameters")

@@ -57,7 +57,7 @@ class Output:
 
     def without_graph(self) -> Output:
         """Return the same values without their graph, which is as large as a step's."""
-        return replace(self, leaves=[_marked(leaf) for leaf in self.leaves])
+        return replace(self, leaves=[_without_graph(leaf) for leaf in self.leaves])
 
 
 class Undecided(Refused):
@@ -85,7 +85,7 @@ class Criterion:
     def refuse(self, pieces: Sequence[Digest], expected: Digest, names: Sequence[str]) -> None:
         """Raise ``Mismatch`` unless the chunks' gradients add up to the batch's."""
         if self.gradients is None:
-            _refuse_others(pieces, expected)
+            _refuse_by_coefficients(pieces, expected)
             return
         relative = differences(pieces, expected)
         error, most = max(zip(relative, names, strict=True), default=(0.0, ""))
@@ -107,7 +107,7 @@ DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo
 """The same in float64."""
 
 
-def _refuse_others(pieces: Sequence[Digest], expected: Digest) -> None:
+def _refuse_by_coefficients(pieces: Sequence[Digest], expected: Digest) -> None:
     """Raise ``Mismatch`` unless each chunk has the coefficient 1, whatever rounding adds."""
     shares, errors, rest = coefficients(pieces, expected)
     for share, error in zip(shares, errors, strict=True):
@@ -221,7 +221,7 @@ class Comparison:
         del whole, chunks
         for index, variant in enumerate(self._variants()):
             try:
-                narrower = self._on(candidates, variant.batch, unchanged)
+                narrower = self._holding_on_variant(candidates, variant.batch, unchanged)
             except Mismatch:
                 if not variant.shows or self.criterion is SINGLE:
                     raise
@@ -316,7 +316,7 @@ class Comparison:
             if is_number(other) and not (is_number(one) and self.close(one, other)):
                 raise Mismatch("the model answers differently without gradients")
 
-    def _on(
+    def _holding_on_variant(
         self, candidates: Candidates, part: Batch, unchanged: Sequence[Output]
     ) -> Candidates | None:
         """Return the rules that hold on a variant; ``None`` if the model cannot run on it.
@@ -324,13 +324,13 @@ class Comparison:
         ``unchanged``: the outputs of all chunks but the last, which alone differs.
         """
         with torch.no_grad():
-            outcome = attempt_model(lambda: self._varied(part))
+            outcome = attempt_model(lambda: self._run_variant(part))
         if outcome.failure is not None or (found := outcome.result()) is None:
             return None
         whole, last = found
         return self._holding(candidates, part, whole, [*unchanged, *last])
 
-    def _varied(self, part: Batch) -> tuple[Output, list[Output]] | None:
+    def _run_variant(self, part: Batch) -> tuple[Output, list[Output]] | None:
         """Return the outputs of a variant and of its last chunk; ``None`` if not finite."""
         whole = self.runner.run(part, (0, self.size))
         return (whole, self._chunks(whole, part, self.cuts[-1:])) if _finite(whole) else None
@@ -527,7 +527,7 @@ class Comparison:
         return outputs, [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
 
 
-def _marked(leaf: Any) -> Any:
+def _without_graph(leaf: Any) -> Any:
     if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
         return leaf
     return leaf.detach().requires_grad_()
