@@ -91,27 +91,30 @@ class Proposer:
         Fallbacks are needed if no plan fits in its confirmation run. If the heap was fragmented in
         that run, the first fallback is the same plan with expandable segments.
         """
-        study, history, space = self._history.study, self._history, self._space()
-        unused = (name for name, levels in space.levels if len(levels) == 1)
-        context = FallbackContext(
-            hardware=self._hardware,
-            allow=history.options.allow,
-            facts=study.facts or Facts(),
-            trials=history.finished(),
-            budget=study.budget,
-            refused=frozenset(unused),
-            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
-        )
+        history, space = self._history, self._space()
         if not (fitted := history.ranked_before_confirmation()):
             return None
         plan = best_plan(fitted[0])
-        fallbacks = fallbacks_below(plan, context)
+        fallbacks = fallbacks_below(plan, self._fallback_context(space))
         runs = history.confirmations(plan)
         fragmented = any(fragmentation(trial) >= FRAGMENTED for trial in runs)
         if fragmented and EXPANDABLE in space.choices("allocator"):
             fallbacks.insert(0, plan.replace(allocator=EXPANDABLE))
         return next(
             (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
+        )
+
+    def _fallback_context(self, space: Space) -> FallbackContext:
+        history, study = self._history, self._history.study
+        without_choice = (name for name, levels in space.levels if len(levels) == 1)
+        return FallbackContext(
+            hardware=self._hardware,
+            allow=history.options.allow,
+            facts=study.facts or Facts(),
+            trials=history.finished(),
+            budget=study.budget,
+            refused=frozenset(without_choice),
+            left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
         )
 
     def nothing_worth_running(self) -> bool:
