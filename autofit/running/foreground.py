@@ -115,17 +115,7 @@ class Foreground:
                 rank = next((r for r in self._running if source in (r.events, r.pidfd)), None)
                 if rank is None:
                     continue
-                if source is rank.events:
-                    yield from self._receive(rank)
-                    continue
-                while rank.events is not None and rank.events.poll():
-                    yield from self._receive(rank)
-                self._running.remove(rank)
-                self._deadlines.pop(rank.number, None)
-                if rank.process.wait() and rank not in self._followers:
-                    self._fails(rank)
-                if self.replicas and rank.number == 0 and rank not in self._followers:
-                    self._end_others()
+                yield from self._receive(rank) if source is rank.events else self._ended(rank)
             for rank in self._running:
                 if rank.silent <= time.monotonic():
                     rank.silent = inf
@@ -161,6 +151,20 @@ class Foreground:
                 self._fails(rank)
             case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
                 self._fails(rank)
+
+    def _ended(self, rank: _Rank) -> Iterator[tuple[int, Event]]:
+        """Yield the last events of a rank that has ended; end the others if they would wait."""
+        while rank.events is not None and rank.events.poll():
+            yield from self._receive(rank)
+        self._running.remove(rank)
+        self._deadlines.pop(rank.number, None)
+        failed = rank.process.wait() != 0
+        if rank in self._followers:
+            return
+        if failed:
+            self._fails(rank)
+        if self.replicas and rank.number == 0:
+            self._end_others()
 
     def _fails(self, rank: _Rank) -> None:
         """Record that ``rank`` fails; if it is the first, end the others.
