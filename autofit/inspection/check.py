@@ -82,7 +82,7 @@ def check(options: CheckOptions, say: Say = lambda line: None) -> Check:
         script=script_path(options.script),
         args=options.script.args,
         gpu=target.hardware.name,
-        ranks=target.ranks,
+        ranks=1,
     )
     modules = _modules(outcome)
     with Store(options.storage) as store:

@@ -172,7 +172,7 @@ def _leaner(target: Target, whole: Outcome, inspection: Inspection, say: Say) ->
 def _measured(options: ExplainOptions, target: Target) -> techniques.Measured:
     """Return what searches have measured; nothing where there is no store."""
     with suppress(StorageError), Store(options.storage, create=False) as store:
-        return techniques.stored(store, options.script, target.hardware, target.ranks)
+        return techniques.stored(store, options.script, target.hardware)
     return {}
 
 

@@ -37,13 +37,10 @@ class Target:
     script: Script
     hardware: Hardware
     budget: int
-    """Bytes that each process may occupy on the device."""
-    ranks: int = 1
+    """Bytes that the process may occupy on the device."""
 
     @classmethod
-    def on_this_machine(
-        cls, script: Script, *, memory: int | None = None, ranks: int | None = None
-    ) -> Target:
+    def on_this_machine(cls, script: Script, *, memory: int | None = None) -> Target:
         """Return the target on the first visible GPU, or on the CPU.
 
         ``memory``: the budget in bytes; by default what the device has free, less a headroom.
@@ -54,7 +51,7 @@ class Target:
         hardware = meter.hardware(device)
         free = meter.free_bytes(device) - int(HEADROOM * hardware.total_bytes)
         budget = max(1, free if memory is None else memory)
-        return cls(script=script, hardware=hardware, budget=budget, ranks=ranks or 1)
+        return cls(script=script, hardware=hardware, budget=budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +99,6 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         device=target.hardware.device,
         budget=target.budget,
         timeout=SECONDS,
-        ranks=target.ranks,
         whole_fits=plan["micro_batch"] == "as_is",
         inspection=inspection,
     )

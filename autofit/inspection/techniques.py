@@ -145,12 +145,12 @@ def _lowers(plan: Plan) -> bool:
     return any(strategy.lowered(level) and not strategy.sized for strategy, level in plan)
 
 
-def stored(store: Store, script: Script, hardware: Hardware, ranks: int) -> Measured:
-    """Return the measurements of this script, as it is now, on this kind of device.
+def stored(store: Store, script: Script, hardware: Hardware) -> Measured:
+    """Return the measurements of this script, as it is now, on one device of this kind.
 
     The arguments and the text of the script must be the same. Newer measurements count.
     """
-    own = StudyKey.of(script, gpu=hardware.name, gpus=ranks, memory=None, allow="")
+    own = StudyKey.of(script, gpu=hardware.name, gpus=1, memory=None, allow="")
     found: dict[Plan, Measurement] = {}
     for study in sorted(store.studies(script_path(script)), key=lambda each: each.opened):
         key = study.key

@@ -354,9 +354,9 @@ class Trial(Session):
         return window.figures(self.meter.peak(), self._compiling.seconds(), self._refusals.count())
 
     def _end_plan(
-        self, verdict: Verdict, reason: str, blamed: str | None = None, *, leaves: bool = False
+        self, verdict: Verdict, reason: str, blamed: str | None = None, *, for_all: bool = False
     ) -> None:
-        """Report the plan; ``leaves``: this rank reports for all, because it ends the launch."""
+        """Report the plan; ``for_all``: this rank reports for all, because it ends the launch."""
         self._send_trace()
         if verdict is Verdict.OUT_OF_MEMORY and self._shortage is not None:
             reason = self._shortage.message
@@ -374,7 +374,7 @@ class Trial(Session):
             startup_seconds=self._startup,
             gradient_difference=max(differences, default=None),
         )
-        if leaves or self._ranks.leads:
+        if for_all or self._ranks.leads:
             self._reporter.send(PlanEnded(report=report))
 
     def _advance(self) -> None:
@@ -541,7 +541,7 @@ class Trial(Session):
         self._shortage = self._current.shortage
         self._measured = self._current.leaner(self._given[self.index], self._measured)
         verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
-        self._end_plan(verdict, "", leaves=True)
+        self._end_plan(verdict, "", for_all=True)
 
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first call of all starts the schedule."""
