@@ -453,29 +453,30 @@ class Search:
     def _handle_lost_worker(self, slot: int, error: WorkerError) -> None:
         """Let the plan of a lost worker run again; record a failure if it loses each worker."""
         launch = self._launches.pop(slot)
-        running = launch.trials[launch.reported :][:1]  # empty if no plan was running
+        running = next(iter(launch.trials[launch.reported :]), None)
         self._lost_in_a_row += 1
         times = 0
-        for trial in running:
-            self._lost_workers[trial.plan, trial.purpose] += 1
-            times = self._lost_workers[trial.plan, trial.purpose]
-        if times > RETRIES and self._history.finished():
-            trial = running[0]
+        if running is not None:
+            self._lost_workers[running.plan, running.purpose] += 1
+            times = self._lost_workers[running.plan, running.purpose]
+        blamed = running if times > RETRIES else None
+        others_ran = bool(self._history.finished())
+        if blamed is not None and others_ran:
             reason = f"its worker was lost {times} times; the last time: {error}"
             report = TrialReport(
-                index=launch.reported, plan=trial.plan, verdict=Verdict.PLAN_FAILED, reason=reason
+                index=launch.reported, plan=blamed.plan, verdict=Verdict.PLAN_FAILED, reason=reason
             )
-            self._history.finish(trial, report, slot)
+            self._history.finish(blamed, report, slot)
         self._release(launch)
-        if times > RETRIES and not self._history.finished():
+        if blamed is not None and not others_ran:
             raise WorkerError(
-                f"{error}. This happened {times} times under {running[0].plan}, before another plan"
+                f"{error}. This happened {times} times under {blamed.plan}, before another plan"
                 " ran: start the same command again"
             )
         if self._lost_in_a_row >= MAX_LOST * self._slots.count:  # one machine may hold many
             on_end = f"{self._lost_in_a_row} workers were lost in a row"
             raise WorkerError(f"{error}. {on_end}: run `autofit doctor`")
-        if times <= RETRIES:
+        if blamed is None:
             self._history.say(f"{error}. Its plan is tried again.")
 
     def _handle_end(self, slot: int, ended: LaunchEnded) -> None:
