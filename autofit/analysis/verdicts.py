@@ -68,23 +68,32 @@ def compared(
     """
     if report.verdict is not Verdict.MEASURED:
         return Comparison(report=report)
-    fidelity = report.plan.fidelity(facts)
-    obstacle, without = "", False
-    if trace is not None and not report.plan.neutral and fidelity < Fidelity.RECIPE:
-        if expected.trace is None:
-            without = True
-        elif expected.repeats is not False:
-            plans = (report.plan, expected.plan)
-            splits = any(plan[name] != AS_IS for plan in plans for name in SPLITTING)
-            steps = compare(trace, expected.trace, fidelity, splits=splits)
-            if steps.drifted is not None:
-                return Comparison(report=_drifted(report, steps.drifted))
-            obstacle = (steps.obstacle or "") if steps.steps == 0 else ""
+    found = _steps_compared(report, trace, expected, facts)
+    if found.report is not report:  # its first steps have drifted
+        return found
     reason = _divergence(report, expected)
-    if reason is not None:
-        report_or_none = _drifted(report, reason) if trace is not None else None
-        return Comparison(report=report_or_none, obstacle=obstacle, without_reference=without)
-    return Comparison(report=report, obstacle=obstacle, without_reference=without)
+    if reason is None:
+        return found
+    return replace(found, report=None if trace is None else _drifted(report, reason))
+
+
+def _steps_compared(
+    report: TrialReport, trace: Trace | None, expected: Training, facts: Facts | None
+) -> Comparison:
+    """Compare the first steps of a measured plan, if it promises those of the reference."""
+    fidelity = report.plan.fidelity(facts)
+    if trace is None or report.plan.neutral or fidelity >= Fidelity.RECIPE:
+        return Comparison(report=report)
+    if expected.trace is None:
+        return Comparison(report=report, without_reference=True)
+    if expected.repeats is False:
+        return Comparison(report=report)
+    plans = (report.plan, expected.plan)
+    splits = any(plan[name] != AS_IS for plan in plans for name in SPLITTING)
+    steps = compare(trace, expected.trace, fidelity, splits=splits)
+    if steps.drifted is not None:
+        return Comparison(report=_drifted(report, steps.drifted))
+    return Comparison(report=report, obstacle=(steps.obstacle or "") if steps.steps == 0 else "")
 
 
 def _divergence(report: TrialReport, expected: Training) -> str | None:
