@@ -443,8 +443,8 @@ def test_a_chunk_that_drew_runs_again_as_it_was(light: None, rooted: Rooted) -> 
     found = gradients(module, held, x)
     assert Short.left == 0
     torch.testing.assert_close(found, expected)
-    assert held.elastic is not None
-    assert held.elastic.micro_batch < 4
+    assert held.chunked is not None
+    assert held.chunked.micro_batch < 4
     held.take_back()
 
 

@@ -511,7 +511,7 @@ def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
             optimizer.zero_grad()
             (net(x) - 1).square().mean().backward()
             optimizer.step()
-        assert session.roots[0].elastic is not None
+        assert session.roots[0].chunked is not None
         assert not session.facts.autocast  # it is the plan's, not the script's
         with torch.no_grad():
             assert float(net(x).mean()) > float(before.mean())

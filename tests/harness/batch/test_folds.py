@@ -40,8 +40,8 @@ def test_later_trainings_are_under_the_plan(held: bool) -> None:
             assert session.steps == (fold + 1) * STEPS - missed
             root = session.roots[-1]
             assert root.module is model
-            assert root.elastic is not None
-            assert root.elastic.micro_batch == 2
+            assert root.chunked is not None
+            assert root.chunked.micro_batch == 2
             assert len(session.facts.roots) == (fold + 1 if held else 1)
             if held:
                 kept.append((model, optimizer))

@@ -63,9 +63,9 @@ class Live(TorchDispatchMode):
 
 def state_of(run: RealRun) -> CallState:
     """Return what the calls of the run's root have shown."""
-    elastic = run.roots[0].elastic
-    assert elastic is not None
-    return elastic.state
+    chunked = run.roots[0].chunked
+    assert chunked is not None
+    return chunked.state
 
 
 def batch(words: int) -> Tensor:

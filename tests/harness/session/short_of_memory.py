@@ -52,7 +52,7 @@ class Run(RealRun):
     def shortage(self, found: OutOfMemory) -> None:
         """Note it."""
         (root,) = self.roots
-        arrived = len(root.elastic.state.accumulated) if root.elastic is not None else 0
+        arrived = len(root.chunked.state.accumulated) if root.chunked is not None else 0
         self.met.append((found.phase, found.micro_batch, arrived))
 
 
@@ -115,9 +115,9 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     """
     run.met.clear()
     for root in run.roots:
-        if root.elastic is not None:
-            root.elastic.resize(micro_batch)
-            root.elastic.state.can_delay = loss_is == "waiting"
+        if root.chunked is not None:
+            root.chunked.resize(micro_batch)
+            root.chunked.state.can_delay = loss_is == "waiting"
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     y = torch.randint(WIDTH, (BATCH,))
@@ -131,7 +131,7 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     finally:
         gauge.set_cap(None)
     (root,) = run.roots
-    left = root.elastic.micro_batch if root.elastic is not None else 0
+    left = root.chunked.micro_batch if root.chunked is not None else 0
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return Step(gradients, float(loss.detach()), list(run.met), left)
 

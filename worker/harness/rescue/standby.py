@@ -60,7 +60,7 @@ class RescuedRoot(Protocol):
         """The model."""
 
     @property
-    def elastic(self) -> ChunkedRoot | None:
+    def chunked(self) -> ChunkedRoot | None:
         """Runs the root in chunks; ``None`` where it runs whole."""
 
     @property
@@ -226,8 +226,8 @@ class Standby:
         if size < 2:
             raise Refused("a single sample cannot be split")
         root.split_from_now_on(size)
-        assert root.elastic is not None
-        root.elastic.shrink(error, phase, size)
+        assert root.chunked is not None
+        root.chunked.shrink(error, phase, size)
 
     # --- backward --------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Standby:
         graph.release()
         gc.collect()
         for call in calls:
-            if call.root.elastic is None:
+            if call.root.chunked is None:
                 self._split(call, error, "backward")
         now = RandomState.now()
         for call in calls:
@@ -291,7 +291,7 @@ class Standby:
         if {id(call) for call in graph.used} != {id(call) for call in calls}:
             raise Refused("it ran out before the gradients had reached the model")
         for call, outputs in graph.used.items():
-            if call.root.elastic is not None or call.batch is None:
+            if call.root.chunked is not None or call.batch is None:
                 raise Refused("the model was called several times before this backward pass")
             if not call.noted:
                 raise Refused("the model's output cannot be followed")
@@ -308,11 +308,11 @@ class Standby:
                 raise Refused("the gradients lead elsewhere than to the model's parameters")
 
     def _finish(self, call: PlainCall, graph: Graph, missing: set[int]) -> None:
-        elastic, batch = call.root.elastic, call.without_cache()
-        assert elastic is not None
+        chunked, batch = call.root.chunked, call.without_cache()
+        assert chunked is not None
         incoming = {index: call.cotangents[index] for index in sorted(graph.used[call])}
-        parameters = [p for p in elastic.parameters if id(p) in missing]
-        elastic.finish(call.root.forward, batch, incoming, parameters, call.start, call.ambient)
+        parameters = [p for p in chunked.parameters if id(p) in missing]
+        chunked.finish(call.root.forward, batch, incoming, parameters, call.start, call.ambient)
 
 
 class Graph:

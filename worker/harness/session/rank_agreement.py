@@ -93,7 +93,7 @@ class RankAgreement:
 
     def even_chunks(self, roots: Sequence[HarnessRoot]) -> bool:
         """Return whether the last calls ran in even chunks on every rank."""
-        own = all(root.elastic is None or root.elastic.even for root in roots)
+        own = all(root.chunked is None or root.chunked.even for root in roots)
         return all(self._peers.agree("the shape of its chunks", own))
 
     def gradient_bytes(self, own: int) -> int:

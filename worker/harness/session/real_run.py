@@ -320,15 +320,15 @@ class RealRun(Session):
         The allocator then waits for the device and allocates anew. Steps are already slow, and a
         shortage is near.
         """
-        split = [r.elastic for r in self.roots if r.elastic and r.elastic.micro_batch > 1]
+        split = [r.chunked for r in self.roots if r.chunked and r.chunked.micro_batch > 1]
         if not split:
             return
         self._retries.append(self.meter.retries())
         if classify_retries(self._retries).kind is Kind.NOT_OOM:
             return
-        for elastic in split:
-            elastic.resize(-(-elastic.micro_batch // 2))
-        size = max(elastic.micro_batch for elastic in split)
+        for chunked in split:
+            chunked.resize(-(-chunked.micro_batch // 2))
+        size = max(chunked.micro_batch for chunked in split)
         self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
         self._retries.clear()
 

@@ -88,7 +88,7 @@ class HarnessRoot:
         self._plan = Plan()
         self._levels: Mapping[str, str] = self._plan.levels
         self._facts: RootFacts | None = None
-        self._elastic: ChunkedRoot | None = None
+        self._chunked: ChunkedRoot | None = None
         self._last_micro_batch: int | None = None
         self._one_size = False
         self.proof = ProofRecord(evidence)
@@ -156,19 +156,19 @@ class HarnessRoot:
         return self._sharded is not None and self._sharded.active
 
     @property
-    def elastic(self) -> ChunkedRoot | None:
+    def chunked(self) -> ChunkedRoot | None:
         """Runs the root in chunks; ``None`` where the plan does not split the batch."""
-        return self._elastic
+        return self._chunked
 
     @property
     def accumulates(self) -> bool:
         """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
-        return self._elastic is not None
+        return self._chunked is not None
 
     @property
     def micro_batch(self) -> int | None:
         """The samples in a chunk, or in the last one before the script dropped the model."""
-        return self._elastic.micro_batch if self._elastic is not None else self._last_micro_batch
+        return self._chunked.micro_batch if self._chunked is not None else self._last_micro_batch
 
     @property
     def own_call(self) -> Forward:
@@ -202,14 +202,14 @@ class HarnessRoot:
 
         See ``ChunkedRoot.delay``.
         """
-        if self._elastic is None or self._composed.has_outermost:
+        if self._chunked is None or self._composed.has_outermost:
             return None
-        return self._elastic.delay(self.forward, args, kwargs, again, entered)
+        return self._chunked.delay(self.forward, args, kwargs, again, entered)
 
     def rerun(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call whose arguments have passed the plan's outermost wrappers."""
-        if self._elastic is not None:
-            return self._elastic(self.forward, *self._on_device(args, kwargs))
+        if self._chunked is not None:
+            return self._chunked(self.forward, *self._on_device(args, kwargs))
         if self._evaluation is not None and not torch.is_grad_enabled():
             return self._evaluation(self._composed.whole, args, kwargs)
         if self._policy.standby is not None and torch.is_grad_enabled():
@@ -218,8 +218,8 @@ class HarnessRoot:
 
     def check_call(self, args: Any, kwargs: Any) -> None:
         """Raise ``Refused`` if a call with these arguments would be; run nothing of the model."""
-        if self._elastic is not None:
-            self._elastic.check_call(*self._on_device(args, kwargs))
+        if self._chunked is not None:
+            self._chunked.check_call(*self._on_device(args, kwargs))
 
     def run_whole(self, args: Any, kwargs: Any) -> Any:
         """Run a call in one piece, inside the wrappers of the plan."""
@@ -254,9 +254,9 @@ class HarnessRoot:
         """
         size = plan["micro_batch"]
         same = self._plan.replace(micro_batch=size) == plan and plan.unsized == plan
-        if self._elastic is None or not same or size == AS_IS:
+        if self._chunked is None or not same or size == AS_IS:
             return False
-        self._elastic.resize(int(size))
+        self._chunked.resize(int(size))
         self._plan = plan
         return True
 
@@ -288,10 +288,10 @@ class HarnessRoot:
         """Free what was kept for the model, such as weights; undo what was changed beyond it."""
         while self._shared_undos:
             self._shared_undos.pop()()
-        if self._elastic is not None:
-            self._last_micro_batch = self._elastic.micro_batch
-            self._elastic.remove()
-        self._elastic = self._evaluation = None
+        if self._chunked is not None:
+            self._last_micro_batch = self._chunked.micro_batch
+            self._chunked.remove()
+        self._chunked = self._evaluation = None
         self._undos.clear()
         self._composed.clear()
         self.proof.drop_plain_results()
@@ -329,7 +329,7 @@ class HarnessRoot:
         """Run each call in chunks of at most ``micro_batch`` samples."""
         outer = self.outer
         ddp.refuse_what_cannot_be_split(outer)
-        self._elastic = ChunkedRoot(
+        self._chunked = ChunkedRoot(
             outer,
             self._seams,
             micro_batch,
@@ -344,9 +344,9 @@ class HarnessRoot:
         )
 
         def undo() -> None:
-            if self._elastic is not None:
-                self._elastic.remove()
-            self._elastic = None
+            if self._chunked is not None:
+                self._chunked.remove()
+            self._chunked = None
 
         return undo
 
@@ -407,9 +407,9 @@ class HarnessRoot:
     def split_from_now_on(self, micro_batch: int) -> None:
         """Split the batch in addition to the plan; raise ``Refused`` if a call would be refused."""
         undo = self.split(micro_batch)
-        assert self._elastic is not None
+        assert self._chunked is not None
         try:
-            self._elastic.refuse_listeners()
+            self._chunked.refuse_listeners()
         except Refused:
             undo()
             raise
@@ -467,8 +467,8 @@ class HarnessRoot:
 
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted
-        if self._elastic is not None:
-            self._elastic.use_one_size(wanted)
+        if self._chunked is not None:
+            self._chunked.use_one_size(wanted)
 
     def _find_layout(self, batch: Batch, gradients: bool, known: Layout | None) -> Layout:
         self.proof.proof_begins()

@@ -332,7 +332,7 @@ class Session:
         roots = [r for r in alive if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
             self.learn(autograd_grad=True)
-        return [root for root in roots if root.elastic is not None or root.weights_sharded]
+        return [root for root in roots if root.chunked is not None or root.weights_sharded]
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with lazy outputs replaced by their tensors."""
