@@ -132,7 +132,7 @@ def run(
             say(f"{plan}: {checked.refused or 'verified'}")
             return int(bool(checked.refused))
         if others > 0:
-            return _run_once(attempts, plan, others)
+            return _single_attempt(attempts, plan, others)
         code, last, attempt = supervise(
             attempts.start, plan, context, resume=resume, say=say, budget=task.memory
         )
@@ -189,7 +189,7 @@ def _searched(
     )
 
 
-def _run_once(attempts: _Attempts, plan: Plan, others: int) -> int:
+def _single_attempt(attempts: _Attempts, plan: Plan, others: int) -> int:
     """Run one rank that another launcher has started, besides ``others``; return its exit code."""
     code = attempts.start(1, plan, ()).code
     if code:
