@@ -86,7 +86,7 @@ class Foreground:
     _followers: list[_Rank] = field(default_factory=list)
     """Ranks that only reported another rank's end."""
     _report_seconds: float = 0.0
-    """Seconds that the rank that failed first has to report its error, after another noticed it."""
+    """Another rank may notice a failure first. The failed rank then has these seconds to report."""
     _report_deadline: float = inf
     """When that time is over, by the same clock; infinite while no rank has noticed a failure."""
 

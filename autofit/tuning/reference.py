@@ -180,6 +180,8 @@ def leaner_reference(
     base, ended = short[0].searched, refused(finished)
     leaner = [plan for plan in space.refinements(base) if _exact(plan, facts)]
     tried = {trial.plan.searched for trial in finished}.intersection(leaner)
+    if len(tried) >= LEANER:
+        return None
     possible = [
         plan
         for plan in leaner
@@ -187,8 +189,6 @@ def leaner_reference(
         and not tainted(plan, ended, finished)
         and least_bytes(plan, facts, cuda=cuda) <= budget
     ]
-    if len(tried) >= LEANER:
-        return None
 
     def freed(plan: Plan) -> float:
         whole, other = (each.replace(micro_batch=AS_IS) for each in (base, plan))
