@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid import RESULTS, merged
+from grid import RESULTS, merged, programs
 
 from autofit.analysis.result import Result
 from autofit.export import render
@@ -203,12 +202,12 @@ class Compared:
 
 def run(folder: Path, words: Sequence[str]) -> Run:
     """Run a program of this environment and return its losses, step time and peak."""
-    tools, peaks = Path(sys.executable).parent, folder / "peaks"
+    peaks = folder / "peaks"
     peaks.unlink(missing_ok=True)
     path = os.pathsep.join(filter(None, [str(folder / "watch"), os.environ.get("PYTHONPATH", "")]))
-    more = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": path}
+    more = {"PATH": f"{folder / 'programs'}:{os.environ['PATH']}", "PYTHONPATH": path}
     done = subprocess.run(
-        [shutil.which(words[0], path=str(tools)) or words[0], *words[1:]],
+        [folder / "programs" / words[0], *words[1:]],
         cwd=folder,
         env={**os.environ, **more, "EXPORTS_PEAKS": str(peaks)},
         capture_output=True,
@@ -231,6 +230,7 @@ def compare(name: str, steps: int) -> Compared:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "watch").mkdir()
+        programs(folder)
         (folder / "watch/sitecustomize.py").write_text(WATCH)
         (folder / "train.py").write_text(case.script)
         (folder / "plan.json").write_text(json.dumps({"plan": dict(case.plan.changes)}))

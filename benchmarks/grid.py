@@ -177,6 +177,24 @@ def command_line() -> str:
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
+def programs(folder: Path) -> Path:
+    """Write ``autofit``, ``accelerate`` and ``python`` of this environment; return their folder.
+
+    An environment may have the packages on its path without their programs.
+    """
+    folder = folder / "programs"
+    folder.mkdir()
+    for name, words in (
+        ("autofit", "-m autofit"),
+        ("accelerate", "-m accelerate.commands.accelerate_cli"),
+        ("python", ""),
+    ):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        program.chmod(0o755)
+    return folder
+
+
 def stored(path: Path, kind: str) -> list[dict[str, Any]]:
     """Return what an earlier run has left in ``path``; nothing where there is no such file."""
     found: list[dict[str, Any]] = json.loads(path.read_text())[kind] if path.exists() else []

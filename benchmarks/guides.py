@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from cards import LOSS, SETTLING, largest_use
-from grid import EXAMPLES, HERE, RESULTS, merged, stored
+from grid import EXAMPLES, HERE, RESULTS, merged, programs, stored
 
 from autofit.plan import Plan
 from autofit.units import format_duration, format_size
@@ -101,18 +101,18 @@ techniques until about a twentieth remains. The script is `examples/image_classi
         commands=(
             Command(
                 name="vit-as-it-is",
-                line=f"python {VIT} {LARGE} --steps 48 --log-every 1",
+                line=f"python {VIT} {LARGE} --steps 24 --log-every 1",
                 about="The script as it is:",
                 samples=64,
             ),
             Command(
                 name="vit-search",
-                line=f"autofit search --memory 6GiB --timeout 5m {VIT} -- {LARGE} --epochs 99",
+                line=f"autofit search --memory 6GiB --timeout 4m {VIT} -- {LARGE} --epochs 99",
                 about="The fastest plan for a card of 6 GiB, which a search finds:",
             ),
             Command(
                 name="vit-twentieth",
-                line=f"autofit run --plan plan.json {VIT} -- {LARGE} --steps 48 --log-every 1",
+                line=f"autofit run --plan plan.json {VIT} -- {LARGE} --steps 24 --log-every 1",
                 about="The least memory: weights, gradients and optimizer state stay on the host.",
                 samples=64,
                 plan={
@@ -139,7 +139,7 @@ from 14.9 GB down to 5.4 GB, and becomes faster. The script uses the `Trainer`."
             Command(
                 name="bert-search",
                 line=(
-                    f"autofit search --memory 5.2GiB --timeout 5m {BERT} -- --preset bert-large"
+                    f"autofit search --memory 5.2GiB --timeout 3m {BERT} -- --preset bert-large"
                     " --batch-size 4 --steps 400"
                 ),
                 about="The fastest plan within what the guide reached:",
@@ -194,7 +194,7 @@ it needs memory. In bfloat16 that is half as much as in float32.""",
                 name="qlora-1.1b",
                 line=(
                     f"autofit search --memory 12GiB --allow recipe --only adapters --only precision"
-                    f" --only checkpointing --only micro_batch --timeout 5m {LLAMA} --"
+                    f" --only checkpointing --only micro_batch --timeout 3m {LLAMA} --"
                     " --preset 1.1b --steps 200"
                 ),
                 about="The fastest adapters within 12 GiB for 1.1 billion parameters:",
@@ -238,7 +238,7 @@ is downloaded.""",
             Command(
                 name="distilbert-search",
                 line=(
-                    f"autofit search --memory 4GiB --timeout 4m {BERT} -- --preset distilbert"
+                    f"autofit search --memory 4GiB --timeout 3m {BERT} -- --preset distilbert"
                     " --steps 400"
                 ),
                 about="DistilBERT, 32 sentences of up to 512 tokens:",
@@ -246,7 +246,7 @@ is downloaded.""",
             Command(
                 name="bigbird-search",
                 line=(
-                    f"autofit search --memory 8GiB --timeout 5m {BERT} -- --preset bigbird"
+                    f"autofit search --memory 8GiB --timeout 4m {BERT} -- --preset bigbird"
                     " --steps 400"
                 ),
                 about="BigBird with its sparse attention, 4 texts of up to 4096 tokens:",
@@ -262,7 +262,7 @@ another training, so its losses differ from those of Adam.""",
         commands=(
             Command(
                 name="sgd",
-                line=f"autofit run --plan plan.json {VIT} -- {LARGE} --steps 48 --log-every 1",
+                line=f"autofit run --plan plan.json {VIT} -- {LARGE} --steps 24 --log-every 1",
                 about="ViT-L with SGD in place of AdamW:",
                 samples=64,
                 plan={"optimizer": "sgd"},
@@ -350,7 +350,7 @@ class _Ran:
     @classmethod
     def of(cls, line: str, folder: Path, seconds: float) -> _Ran:
         """Run a command line in a folder."""
-        peaks, tools = folder / "peaks", str(Path(sys.executable).parent)
+        peaks, tools = folder / "peaks", str(programs(folder))
         paths = [str(AT_EXIT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
