@@ -169,6 +169,7 @@ def run(row: Row, cards: int) -> dict[str, object]:
     ticks: list[float] = []
     losses: list[float] = []
     last: list[str] = []
+    told_by_autofit: list[str] = []
     speed, held = None, {}
     with tempfile.TemporaryDirectory() as folder, largest_use() as used:
         if row.plan is not None:
@@ -188,6 +189,8 @@ def run(row: Row, cards: int) -> dict[str, object]:
         assert child.stdout is not None
         for text in child.stdout:
             last = [*last[-14:], text.rstrip()]
+            if text.startswith("autofit: "):
+                told_by_autofit.append(text.rstrip())
             if loss := LOSS.search(text):
                 ticks.append(time.monotonic())
                 losses.append(float(loss[1]))
@@ -205,6 +208,7 @@ def run(row: Row, cards: int) -> dict[str, object]:
         "command_seconds": round(time.monotonic() - started, 1),
         "peak_bytes": used[0],
         "losses": losses[:20],
+        "autofit": told_by_autofit,
         **held,
     }
     between = [b - a for a, b in pairwise(ticks)]

@@ -169,7 +169,8 @@ def leaner_reference(
 ) -> Plan | None:
     """Return the plan to launch as the reference after the leanest exact plan ran out of memory.
 
-    It has one refining level more, which is exact and is expected to free most of ``budget``.
+    It has one refining level more, which is exact and is expected to free memory: of all such
+    levels, the one that frees most.
 
     Returns ``None`` if no exact plan ran out of memory, or if no such plan is left of ``LEANER``.
     """
@@ -194,7 +195,7 @@ def leaner_reference(
         whole, other = (each.replace(micro_batch=AS_IS) for each in (base, plan))
         return freed_bytes(whole, other, facts, budget)
 
-    return max(possible, key=freed, default=None)
+    return max((plan for plan in possible if freed(plan) > 0), key=freed, default=None)
 
 
 def _short(finished: Iterable[TrialRecord], facts: Facts | None) -> list[Plan]:

@@ -646,7 +646,6 @@ def test_the_leanest_exact_plan_leads_until_it_has_run_out_of_memory() -> None:
 def test_after_that_two_plans_with_one_level_more_are_tried(
     finished: Callable[[TrialReport], TrialRecord],
 ) -> None:
-    budget = 700 << 20
     root = RootFacts(
         name="net",
         parameters=44 << 20,
@@ -656,11 +655,15 @@ def test_after_that_two_plans_with_one_level_more_are_tried(
         batch=8,
         blocks=12,
     )
-    facts = Facts(roots=(root,), optimizers=("Adam",))
-    plans = space(H200, facts, allow=Fidelity.ROUNDING)
 
-    def next_after(*ended_as: tuple[Plan, Verdict]) -> Plan | None:
+    def next_after(
+        *ended_as: tuple[Plan, Verdict],
+        optimizers: tuple[str, ...] = ("Adam",),
+        budget: int = 700 << 20,
+    ) -> Plan | None:
         reports = (TrialReport(index=0, plan=plan, verdict=verdict) for plan, verdict in ended_as)
+        facts = Facts(roots=(root,), optimizers=optimizers)
+        plans = space(H200, facts, allow=Fidelity.ROUNDING)
         return leaner_reference(plans, map(finished, reports), facts, budget, cuda=True)
 
     base = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "auto"})
@@ -669,10 +672,16 @@ def test_after_that_two_plans_with_one_level_more_are_tried(
     first = next_after(rounds, short)
     assert first is not None
     assert first == base.replace(optimizer_offload="streamed"), "the state is half of the memory"
-    assert first.fidelity(facts) <= Fidelity.REDRAW
+    assert first.fidelity() <= Fidelity.REDRAW
     second = next_after(short, (first, Verdict.OUT_OF_MEMORY))
     assert second == base.replace(gradient_release="hosted")
     assert next_after(short, (first, Verdict.OUT_OF_MEMORY), (second, Verdict.REFUSED)) is None
+    # With two optimizers, gradients cannot be released. Weights, gradients and state are all of
+    # the budget, so nothing is expected of activations either: no second level frees memory.
+    two = ("Adam", "Adam")
+    assert next_after(short, optimizers=two, budget=704 << 20) == first
+    ended = (short, (first, Verdict.OUT_OF_MEMORY))
+    assert next_after(*ended, optimizers=two, budget=704 << 20) is None
 
 
 @pytest.mark.quick
