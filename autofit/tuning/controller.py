@@ -435,7 +435,7 @@ class Search:
                 self._tell(PhaseBegun(slot=slot, phase="checks the gradients"))
             case Proven() | Verified():
                 self._tell(PhaseBegun(slot=slot, phase="measures"))
-            case RoundEnded(steps=steps):
+            case RoundEnded(steps=steps) if steps:
                 self._tell(PhaseBegun(slot=slot, phase="measures", steps=len(steps)))
             case _:
                 pass

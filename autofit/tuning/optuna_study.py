@@ -288,11 +288,15 @@ class OptunaStudy:
     def end_round(self, plan: Plan, ended: RoundEnded) -> GoOn:
         """Report the steps of a round to the trial of ``plan``; return whether the trial goes on.
 
-        A plan without an open trial is measured to the end: it is in its confirmation run.
+        While its size is searched, it goes on unless it cannot win at any size. A plan without an
+        open trial is measured to the end: it is in its confirmation run.
         """
         trial = self._open_trials.get(plan)
         if trial is None:
             return GoOn(more=True)
+        if ended.least_seconds is not None:
+            least = ended.least_seconds / ended.effective_batch
+            return GoOn(more=True, pruned=self._pruner.cannot_win(self._study, least))
         for batch, seconds in ended.steps:
             charged = seconds + ended.compile_seconds / self._horizon
             trial.report(charged / ended.effective_batch, batch)

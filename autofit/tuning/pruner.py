@@ -37,6 +37,11 @@ class RankSumPruner(BasePruner):
         best, steps = _best(study), last_window(trial.intermediate_values)
         return best is not None and clearly_slower(steps, than=best)
 
+    def cannot_win(self, study: Study, least: float) -> bool:
+        """Return whether ``least`` seconds a sample are slower than the best trial that fits."""
+        best = _best(study)
+        return best is not None and least > statistics.median(best) * (1 + TIE)
+
     def is_clear(self, study: Study, trial: FrozenTrial) -> bool:
         """Return whether ``trial`` is clearly slower or faster than the best trial that fits."""
         best, steps = _best(study), last_window(trial.intermediate_values)

@@ -79,6 +79,13 @@ def test_only_the_last_window_is_compared(study: optuna.Study) -> None:
     assert not trial.should_prune()
 
 
+def test_a_size_search_ends_if_no_size_can_be_faster_than_the_best(study: optuna.Study) -> None:
+    pruner = RankSumPruner()
+    assert pruner.cannot_win(study, 0.105)
+    assert not pruner.cannot_win(study, 0.102)
+    assert not pruner.cannot_win(optuna.create_study(), 0.105)
+
+
 def test_nothing_is_pruned_before_there_is_a_best() -> None:
     study = optuna.create_study(pruner=RankSumPruner())
     assert not pruned(study, FAST)

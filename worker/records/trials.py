@@ -330,6 +330,11 @@ class RoundEnded:
     """As in ``Measurement``."""
     compile_seconds: float = 0.0
     """As in ``Measurement``, up to now."""
+    least_seconds: float | None = None
+    """Of a window that serves to find the size: what a step takes at least, at any size.
+
+    Such a window has no ``steps``.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -284,19 +284,31 @@ def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Pa
     assert min(after.step_seconds) == pytest.approx(min(first.step_seconds), rel=0.5)
 
 
-def test_a_plan_that_is_pruned_costs_no_further_windows(talk: Talk, tmp_path: Path) -> None:
+@pytest.mark.parametrize("searching", [True, False])
+def test_a_plan_that_is_pruned_costs_no_further_windows(
+    talk: Talk, tmp_path: Path, searching: bool
+) -> None:
     """Its size search ends, and the plan has the speed that it showed."""
     (tmp_path / "train.py").write_text(SCRIPT)
     split = ALL.replace(micro_batch="auto")
-    heard = talk(
-        "", split, harness=HARNESS, goes_on=lambda ended: GoOn(more=True, pruned=ended.index == 1)
-    )
+
+    def goes_on(ended: RoundEnded) -> GoOn:
+        search = ended.least_seconds is not None
+        return GoOn(more=True, pruned=ended.index == 1 and search is searching)
+
+    heard = talk("", split, harness=HARNESS, goes_on=goes_on)
     first, second = (event for event in heard if isinstance(event, TrialReport))
     assert (first.pruned, second.pruned) == (False, True)
     assert second.verdict is Verdict.MEASURED
     assert "slower" in second.reason
-    assert len(second.measurements) == 1
-    assert [len(event.steps) for event in heard if isinstance(event, RoundEnded)][-1] == STEPS
+    last = [event for event in heard if isinstance(event, RoundEnded)][-1]
+    if searching:
+        (measured,) = (m for m in second.measurements if len(m.step_seconds) < STEPS)
+        share = measured.micro_batch / measured.effective_batch
+        assert last.least_seconds == pytest.approx(0.75 * share * min(measured.step_seconds))
+    else:
+        assert len(second.measurements) == 1
+        assert len(last.steps) == STEPS
 
 
 @pytest.mark.parametrize("more", [True, False])

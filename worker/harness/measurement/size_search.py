@@ -35,6 +35,8 @@ RECOMPILE = 30.0
 """Seconds to compile up to which a plan is compiled again at a larger size."""
 HOPE = 1.1
 """One chunk is tried if its expected peak is at most this multiple of the budget."""
+KEPT = 0.75
+"""Least share of a chunk's time that is no recomputation: a backward pass takes two forwards."""
 FEW = 8
 """Up to so many samples, one chunk is tried even without a line."""
 
@@ -147,6 +149,15 @@ def settled(seconds: Sequence[float], steps: int) -> bool:
     if steps != STEPS or long(seconds, steps):
         return True
     return len(seconds) >= MOST or spread(seconds) <= TIE
+
+
+def least_seconds(seconds: float, size: int, batch: int) -> float:
+    """Return what a step takes at least at any larger size, if it takes ``seconds`` at ``size``.
+
+    A larger chunk takes no less time than a smaller one, apart from the recomputation, which a
+    single chunk for the whole ``batch`` does not need.
+    """
+    return KEPT * seconds * min(1.0, size / batch)
 
 
 def two_sizes(

@@ -30,6 +30,7 @@ from autofit.worker.harness.measurement.size_search import (
     Ramp,
     enough,
     larger_size,
+    least_seconds,
     ramp,
     round_ended,
     settled,
@@ -659,19 +660,27 @@ class Trial(Session):
 
         A part of a plan that is only measured to find its size is not compared with other plans.
         """
-        more = not settled(window.seconds, window.steps)
-        compared = window.plan.is_point_of(self._given[self.index])
-        if not (self._request.converses and compared and window.steps == STEPS):
+        more, plan = not settled(window.seconds, window.steps), self._given[self.index]
+        finds_size = window.steps < STEPS
+        bounded = window.size is not None and plan["checkpointing"] != AUTO
+        compared = window.plan.is_point_of(plan) and (bounded or not finds_size)
+        if not (self._request.converses and compared and window.steps <= STEPS):
             return more
         ended = RoundEnded(
             index=self.index,
-            steps=window.unreported(first=WINDOW * (self._windows - 1)),
+            steps=() if finds_size else window.unreported(first=WINDOW * (self._windows - 1)),
             effective_batch=window.effective_batch(self.facts, self._ranks.share),
             compile_seconds=self._compiled - window.compiled,
+            least_seconds=self._least_seconds(window) if finds_size else None,
         )
         answer = self._reporter.end_round(ended)
         self._pruned = answer.pruned
         return more and answer.more
+
+    def _least_seconds(self, window: Window) -> float:
+        """Return what a step takes at least under the window's plan, at any size."""
+        batch = window.plan.samples(self.facts.batch or 1)
+        return least_seconds(min(window.seconds), window.size or batch, batch)
 
     def _tell_verified(self, plan: Plan) -> None:
         """Report, at most once, that a step ran under a verified plan."""
