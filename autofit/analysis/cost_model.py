@@ -81,6 +81,8 @@ BLOCKS = [(strategy.name, level.name) for strategy, level in EFFECTS].index(
     (CHECKPOINTING.name, ALL)
 )
 """Index of that parameter."""
+IN_LOW_PRECISION = [strategy.name == "precision" for strategy, _ in EFFECTS]
+"""Whether a level computes in lower precision."""
 SHARES = tuple(part / 6 for part in range(7))
 """Shares of the blocks among which a plan with an open number chooses."""
 
@@ -261,7 +263,14 @@ class CostModel:
             self._designs,
             np.array([*plain, *slowdowns, *launches]),
             _block_diagonal(
-                _prior_covariance(widths, effects.widths, PRIORS.time_effects),
+                _prior_covariance(
+                    widths,
+                    effects.widths,
+                    PRIORS.time_effects,
+                    least=np.where(
+                        IN_LOW_PRECISION, PRIORS.low_precision.of(cuda=cuda), PRIORS.least_effect
+                    ),
+                ),
                 _prior_covariance([], effects.widths * KERNELS, PRIORS.launch_effects),
             ),
             [Row(e.plan, e.blocks, e.samples, e.seconds, e.noise) for e in measured],
@@ -528,7 +537,11 @@ KERNELS = np.array(
 
 
 def _prior_covariance(
-    plain: Sequence[float], effects: Sequence[float] | Array, share: float
+    plain: Sequence[float],
+    effects: Sequence[float] | Array,
+    share: float,
+    *,
+    least: Array | float = PRIORS.least_effect,
 ) -> Array:
     """Return the prior covariance of the parameters.
 
@@ -539,8 +552,9 @@ def _prior_covariance(
         plain: Standard deviations of the parameters that belong to no level.
         effects: Prior means of the effects, as logarithms.
         share: Standard deviation of an effect, as a share of its mean.
+        least: Standard deviation of an effect whose mean is zero.
     """
-    widths = np.array([*plain, *(share * abs(effect) + PRIORS.least_effect for effect in effects)])
+    widths = np.array([*plain, *(share * np.abs(effects) + least)])
     names = [*range(len(plain)), *(strategy.name for strategy, _ in EFFECTS)]
     alike = np.array([[PRIORS.alike * (one == other) for other in names] for one in names])
     np.fill_diagonal(alike, 1.0)

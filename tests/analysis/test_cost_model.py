@@ -167,6 +167,16 @@ def test_a_measured_bandwidth_is_less_unsure() -> None:
     assert spreads[1] < 0.75 * spreads[0]
 
 
+def test_a_cpu_that_emulates_bf16_says_nothing_about_other_levels() -> None:
+    """With one trial that is 18 times slower than expected, only bf16 is held to be slow."""
+    facts = Facts(roots=(replace(NET, batch=32),), optimizers=("AdamW",), stepped=True)
+    checkpointed, bf16 = Plan.of({"checkpointing": "all"}), Plan.of({"precision": "bf16"})
+    finished = (measured(checkpointed, 1.5), measured(bf16, 18.0))
+    model = CostModel(finished, facts, 40 << 30, cuda=False)
+    assert model.predict(Plan(), 32)[0] < 1.3, "recomputation took a quarter of the 1.5 s"
+    assert model.predict(bf16, 32)[0] == pytest.approx(18.0, rel=0.05)
+
+
 def measured(plan: Plan, seconds: float) -> TrialRecord:
     """Return a trial of ``plan`` with the whole batch of 32."""
     figures = Measurement(
