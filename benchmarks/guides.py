@@ -305,8 +305,8 @@ def small(line: str) -> str:
     return line
 
 
-def run(command: Command, line: str, seconds: float) -> Row:
-    """Run a command for so many seconds at most."""
+def run(command: Command, line: str, seconds: float, out: Path) -> Row:
+    """Run a command for so many seconds at most; copy the store of a search to ``out``."""
     hardware = meter.hardware(meter.default_device())
     with tempfile.TemporaryDirectory(prefix="guides-") as name:
         folder = Path(name)
@@ -315,6 +315,8 @@ def run(command: Command, line: str, seconds: float) -> Row:
             (folder / "plan.json").write_text(command.document)
         ran = _Ran.of(line, folder, seconds)
         found = _searched(line, folder) if " search " in line and ran.code == 0 else {}
+        if (store := folder / "autofit.db").exists():
+            shutil.copy(store, out / f"{command.name}.db")
     whole = line.startswith(("autofit search", "autofit explain"))
     told = [each for each in ran.lines[:-LOG_LINES] if each.startswith("autofit: ")]
     plan = Plan.of(found.get("plan", command.plan))
@@ -506,7 +508,7 @@ def main() -> None:
         left = end - time.monotonic()
         if left > 0 and (not options.only or name.startswith(tuple(options.only))):
             line = small(command.line) if options.small else command.line
-            row = run(command, line, min(LIMIT, left))
+            row = run(command, line, min(LIMIT, left), options.out)
             sys.stdout.write("\n".join([f"$ {line}", *row.log, table([row])]) + "\n")
             sys.stdout.flush()
             _keep(row, options.out)
