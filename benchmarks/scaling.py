@@ -141,7 +141,7 @@ def main() -> None:
         "# Four and eight cards, simulated",
         "",
         f"Written by `{command_line()}`. Only the figures marked *measured* were measured, on",
-        "H200s. The cost model is fitted to the measured row of each model. It predicts the others.",
+        "H200s. The cost model is fitted to the measured row of each model, and predicts others.",
         "On four H100s, `ranks 4` made 68.4 samples/s and `zero1` 66.1 (`cards.md`), so the model",
         "expects too much of the time that ranks spend on sending.",
         "",
