@@ -115,14 +115,10 @@ def _loop(result: Result, source: Source, found: Carried) -> None:
         source.set_keywords(call, {"set_to_none": "True"})
         found.express("zero_grad")
     size = int(plan["micro_batch"]) if plan["micro_batch"].isdecimal() else None
-    low = plan["precision"] == "bf16" and "precision" not in found.strategies
-    context = f'torch.autocast("{result.hardware.device}", dtype=torch.bfloat16)' if low else ""
     made = source.optimizer(optimizers)
-    if (low or size) and made is not None and source.train_in(made.model, context, size):
-        found.strategies |= {"precision"} if low else set()
-        found.strategies |= {"micro_batch"} if size else set()
-        if size:
-            found.notes.append("The loss must be a mean over the samples, as the search found it.")
+    if size and made is not None and source.train_in_chunks(made.model, size):
+        found.express("micro_batch")
+        found.notes.append("The loss must be a mean over the samples, as the search found it.")
     made = source.optimizer(optimizers)
     if made is None:
         return
@@ -168,6 +164,15 @@ def _on_model(result: Result, source: Source, model: str, found: Carried) -> Ite
                 )""")
         source.import_("functools")
         source.import_("torch.utils.checkpoint")
+    if plan["precision"] == "bf16" and "precision" not in found.strategies:
+        # Around the loss, autocast would compute cross-entropy in bf16 on a GPU.
+        found.express("precision")
+        yield dedent(f"""\
+            {model}.forward = accelerate.utils.convert_outputs_to_fp32(
+                torch.autocast("{result.hardware.device}", dtype=torch.bfloat16)({model}.forward)
+            )""")
+        source.import_("accelerate.utils")
+        source.import_("torch")
     if plan["compile"] == "full":
         found.express("compile")
         yield f"{model}.compile()"

@@ -114,24 +114,21 @@ class Source:
             pad = " " * made.statement.col_offset
             self._insert(made.statement.lineno, indent(statements, pad) + "\n")
 
-    def train_in(self, model: str, context: str, size: int | None) -> bool:
-        """Run the forward pass within ``context``, and the batch in chunks of ``size`` samples.
+    def train_in_chunks(self, model: str, size: int) -> bool:
+        """Train on the batch in chunks of ``size`` samples.
 
-        Returns whether the script shows the forward pass and backward, side by side. For chunks,
-        its batch must be in variables that nothing reads after backward.
+        Returns whether the script shows the forward pass and backward, side by side. Its batch must
+        be in variables that nothing reads after backward.
         """
         found = self._training_pass(model)
-        if found is None:
-            return False
-        lines = found.in_chunks(self, context, size) if size else found.whole(self, context)
-        if lines is None:
+        lines = found.in_chunks(self, size) if found else None
+        if found is None or lines is None:
             return False
         first, last = found.statements[0].lineno, found.statements[-1].end_lineno or 0
         pad = " " * found.statements[0].col_offset
         kept = self.text.splitlines(keepends=True)
         new = "".join(indent(line, pad) for line in lines)
         self._change("".join(kept[: first - 1]) + new + "".join(kept[last:]))
-        self.import_("torch")
         return True
 
     def _training_pass(self, model: str) -> _Pass | None:
@@ -216,12 +213,7 @@ class _Pass:
     """Those up to the loss."""
     loss: str
 
-    def whole(self, source: Source, context: str) -> list[str]:
-        """Return the statements with the forward pass within ``context``."""
-        after = self.statements[len(self.forward) :]
-        return [*_within(context, map(source.code, self.forward)), *map(source.code, after)]
-
-    def in_chunks(self, source: Source, context: str, size: int) -> list[str] | None:
+    def in_chunks(self, source: Source, size: int) -> list[str] | None:
         """Return a loop over chunks of the batch; ``None`` if the batch is not in variables."""
         loop = source.loop_around(self.statements[0])
         if loop is None:
@@ -242,7 +234,7 @@ class _Pass:
             else (f"{', '.join(batch)} in zip({', '.join(split)}, strict=True)")
         )
         inside = [
-            *_within(context, map(source.code, forward)),
+            *map(source.code, forward),
             *map(source.code, after_loss),
             f"{self.loss} = {self.loss} * (len({batch[0]}) / whole_batch)\n",
             f"{self.loss}.backward()\n",
@@ -282,12 +274,6 @@ def _pass(body: list[ast.stmt], end: ast.stmt, loss: str, model: str) -> _Pass |
         return None
     first, made = calls[0], next(i for i in makes if i >= calls[0])
     return _Pass(statements=body[first : stop + 1], forward=body[first : made + 1], loss=loss)
-
-
-def _within(context: str, statements: Iterable[str]) -> list[str]:
-    if not context:
-        return list(statements)
-    return [f"with {context}:\n", *(indent(each, STEP) for each in statements)]
 
 
 def _yields_data(loop: ast.For) -> bool:

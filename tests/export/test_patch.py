@@ -79,13 +79,21 @@ def test_a_plain_loop_gets_the_whole_plan(patched: Callable[..., str]) -> None:
     assert "SGD(model.parameters(), lr=0.1, fused=True)" in found
     assert "DataLoader(data, batch_size=16, num_workers=4, pin_memory=True)" in found
     assert "for block in model.blocks[:2]:\n    block.forward = functools.partial(" in found
-    assert "for block in model.blocks:\n    block.compile()\noptimizer = " in found
+    assert (
+        """\
+model.forward = accelerate.utils.convert_outputs_to_fp32(
+    torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+)
+for block in model.blocks:
+    block.compile()
+optimizer = """
+        in found
+    )
     assert found.endswith("""\
     optimizer.zero_grad()
     whole_batch, mean_loss = len(x), 0.0
     for x, y in zip(x.split(8), y.split(8), strict=True):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(model(x), y)
         loss = loss * (len(x) / whole_batch)
         loss.backward()
         mean_loss += loss.detach()
