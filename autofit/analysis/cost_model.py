@@ -199,7 +199,8 @@ class CostModel:
     ) -> None:
         self._facts = facts = facts or Facts()
         self._finished = finished = tuple(finished)
-        measured = [each for trial in finished for each in _observations(trial, facts)]
+        wait = _shortest_wait(finished, facts)
+        measured = [each for trial in finished for each in _observations(trial, facts, wait)]
         self._batch = float(facts.batch or max((each.samples for each in measured), default=1.0))
         self._budget = float(budget)
         self._static = Static.of(facts)
@@ -580,16 +581,33 @@ def _compile_seconds(finished: Sequence[TrialRecord], facts: Facts) -> Array:
     return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
 
 
-def _observations(trial: TrialRecord, facts: Facts) -> list[Observation]:
-    """Return a point for each plan that a trial measured; its last measurement counts."""
+def _shortest_wait(finished: Iterable[TrialRecord], facts: Facts) -> float:
+    """Return the least seconds a step that a plan waited for a loader without workers."""
+    reports = [trial.report for trial in finished if trial.report and _loads(trial.plan, facts)]
+    measured = (each for report in reports for each in report.measurements)
+    return min((each.data_wait * each.seconds for each in measured), default=0.0)
+
+
+def _loads(plan: Plan, facts: Facts) -> bool:
+    """Return whether the process loads each batch itself, before the step."""
+    return facts.workers == 0 and plan["data_loading"] == AS_IS
+
+
+def _observations(trial: TrialRecord, facts: Facts, wait: float) -> list[Observation]:
+    """Return a point for each plan that a trial measured; its last measurement counts.
+
+    ``wait``: the seconds that a step waits for data, under any plan. A trial that waited longer was
+    disturbed, for example because the data was not in the page cache yet.
+    """
     report = trial.report
     found = {each.plan(trial.plan): each for each in report.measurements} if report else {}
+    loads = _loads(trial.plan, facts)
     return [
         Observation(
             plan=trial.plan.searched,
             blocks=CHECKPOINTING.block_share(plan[CHECKPOINTING.name], facts),
             samples=float(each.micro_batch),
-            seconds=each.seconds
+            seconds=(each.seconds * (1.0 - each.data_wait) + wait if loads else each.seconds)
             * (facts.effective_batch or each.effective_batch)
             / each.effective_batch,
             noise=max(_noise(each), each.spread),

@@ -177,7 +177,19 @@ def test_a_cpu_that_emulates_bf16_says_nothing_about_other_levels() -> None:
     assert model.predict(bf16, 32)[0] == pytest.approx(18.0, rel=0.05)
 
 
-def measured(plan: Plan, seconds: float) -> TrialRecord:
+@pytest.mark.parametrize(("workers", "expected"), [(0, 0.53), (2, 3.0), (None, 3.0)])
+def test_a_trial_that_waited_long_for_its_data_was_disturbed(
+    workers: int | None, expected: float
+) -> None:
+    """Unless workers load the data: the faster the plan, the longer it waits for them."""
+    facts = Facts(roots=(replace(NET, batch=32),), optimizers=("AdamW",), workers=workers)
+    bf16 = Plan.of({"precision": "bf16"})
+    finished = (measured(Plan(), 1.5, wait=0.02), measured(bf16, 3.0, wait=0.833))
+    model = CostModel(finished, facts, 40 << 30, cuda=True)
+    assert model.predict(bf16, 32)[0] == pytest.approx(expected, rel=0.1)
+
+
+def measured(plan: Plan, seconds: float, *, wait: float = 0.0) -> TrialRecord:
     """Return a trial of ``plan`` with the whole batch of 32."""
     figures = Measurement(
         micro_batch=32,
@@ -186,6 +198,7 @@ def measured(plan: Plan, seconds: float) -> TrialRecord:
         peak_allocated=8 << 30,
         peak_reserved=8 << 30,
         peak_device=8 << 30,
+        data_wait=wait,
     )
     report = TrialReport(
         index=0, plan=plan, verdict=Verdict.MEASURED, best=plan, measurements=(figures,)

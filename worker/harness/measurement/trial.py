@@ -680,7 +680,8 @@ class Trial(Session):
     def _least_seconds(self, window: Window) -> float:
         """Return what a step takes at least under the window's plan, at any size."""
         batch = window.plan.samples(self.facts.batch or 1)
-        return least_seconds(min(window.seconds), window.size or batch, batch)
+        fastest = min(step.seconds - step.wait for step in window.counted)
+        return least_seconds(fastest, window.size or batch, batch)
 
     def _tell_verified(self, plan: Plan) -> None:
         """Report, at most once, that a step ran under a verified plan."""
