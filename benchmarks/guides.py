@@ -441,6 +441,9 @@ MEASURED = """\
 The figures come from `benchmarks/guides.py`, which runs each command of this page. *Tensors* is the
 peak that PyTorch's allocator reports, and *device* the peak that the process occupied on the card.
 """
+MISSING = """\
+Commands without figures have not been measured yet.
+"""
 HEAD = ("run", "samples/s", "tensors", "device", "loss, first and last", "whole command")
 
 
@@ -448,6 +451,7 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the page with the figures of ``rows``; a command without a row has none."""
     known = {row["name"]: Row(**row) for row in rows if row["name"] in COMMANDS}
     parts = [INTRODUCTION, *([MEASURED] if known else [])]
+    parts += [MISSING] if 0 < len(known) < len(COMMANDS) else []
     for guide in GUIDES:
         parts += [f"## {guide.title}\n", f"{guide.about}\n"]
         for command in guide.commands:

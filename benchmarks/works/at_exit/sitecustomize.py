@@ -9,6 +9,19 @@ import os
 import sys
 
 
+class _AtTorch:
+    """Registers the handler when torch is imported.
+
+    The ranks of autofit end without the handlers that were registered before it started.
+    """
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "torch" and cls in sys.meta_path:
+            sys.meta_path.remove(cls)
+            atexit.register(_append)
+
+
 def _append() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -18,4 +31,4 @@ def _append() -> None:
 
 
 if "GUIDES_PEAKS" in os.environ:
-    atexit.register(_append)
+    sys.meta_path.insert(0, _AtTorch)
