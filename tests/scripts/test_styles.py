@@ -73,6 +73,7 @@ STYLES = [
     Style(script="loader.py"),
     Style(script="loss_inside.py", quick=BOTH),
     Style(script="several_losses.py"),
+    Style(script="heads_apart.py", quick=SPLIT),
     Style(script="two_backwards.py"),
     Style(script="gan.py", quick=BOTH),
     Style(script="accumulation.py", quick=BOTH),

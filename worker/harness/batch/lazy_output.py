@@ -338,6 +338,8 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def materialize(value: Any) -> Any:
     """Return ``value`` with the actual tensors in the place of lazy outputs."""
+    if not _contains(value, (LazyOutput, LateOutput)):
+        return value
     return tree_map(
         lambda each: each.value() if isinstance(each, LazyOutput | LateOutput) else each, value
     )
@@ -395,5 +397,5 @@ def _overflows(output: torch.Tensor) -> bool:
     return output.dtype is torch.float16 and not torch.is_autocast_enabled(kind)
 
 
-def _contains(value: Any, kind: type[torch.Tensor]) -> bool:
+def _contains(value: Any, kind: type[torch.Tensor] | tuple[type[torch.Tensor], ...]) -> bool:
     return any(isinstance(leaf, kind) for leaf in tree_leaves(value))

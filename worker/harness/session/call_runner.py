@@ -99,8 +99,7 @@ class CallRunner:
 
     def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a call that the script makes of a root."""
-        if self._owner.seams.delayed_calls:
-            args, kwargs = materialize((args, kwargs))
+        args, kwargs = materialize((args, kwargs))
         return self._root_call(root, args, kwargs, lambda: self._with_phase(root, args, kwargs))
 
     def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
