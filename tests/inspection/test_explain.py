@@ -66,6 +66,13 @@ def test_each_part_has_a_module_and_a_line(found: Explanation) -> None:
 
 
 @pytest.mark.quick
+def test_the_batches_that_a_script_accumulates_are_in_its_step(tmp_path: Path) -> None:
+    accumulates = Path(__file__).parents[1] / "scripts" / "accumulation.py"  # four batches of 16
+    found = autofit.explain(accumulates, cwd=tmp_path, storage=tmp_path / "none.db", quiet=True)
+    assert "64 samples a step" in view.head(found)[0]
+
+
+@pytest.mark.quick
 def test_the_leaking_line_is_named(found: Explanation) -> None:
     assert found.growths
     leak = found.growths[0]

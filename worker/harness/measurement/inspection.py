@@ -155,9 +155,10 @@ class InspectedRun(Session):
         self._graph_open = True
 
     def root_called(self, root: HarnessRoot) -> None:
-        """Learn the names of the modules, and end a script that has caught the end."""
+        """Count the call and learn the modules' names; end a script that has caught the end."""
         if self.over:
             os._exit(0)
+        self.step_calls.called(first=root is self.roots[0])
         self._log.modules.learn(root.module)
         if root.module not in self._blocks:
             self._blocks[root.module] = repeated_blocks(root.module)
