@@ -62,6 +62,13 @@ def get(name: str) -> Strategy:
     for strategy in REGISTRY:
         if strategy.name == name:
             return strategy
+    owners = [
+        strategy.name
+        for strategy in REGISTRY
+        if name != AS_IS and any(level.name == name for level in strategy.levels)
+    ]
+    if owners:
+        raise UsageError(f"there is no technique {name!r}; it is a level of {' and '.join(owners)}")
     hint = did_you_mean(name, NAMES) or f"there are {', '.join(NAMES)}"
     raise UsageError(f"there is no technique {name!r}; {hint}")
 

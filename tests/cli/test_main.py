@@ -117,6 +117,8 @@ def test_any_other_error_is_a_bug_and_stays_one(
         (["best", "-o", "plan.xyz"], "no format goes with 'plan.xyz': add --format "),
         (["run", "a.py", "--plan", "none.json"], "'none.json' cannot be read"),
         (["search", "a.py", "--only", "checkpoint"], "did you mean 'checkpointing'?"),
+        (["search", "a.py", "--only", "eight_bit"], "it is a level of optimizer"),
+        (["search", "a.py", "--without", "bf16"], "it is a level of precision and weights"),
         (["search", "a.py", "--allow", "roundng"], "did you mean 'rounding'?"),
         (["banana"], "No such command 'banana'"),
         (["serach"], "No such command 'serach'; did you mean 'search'?"),
