@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.worker.harness.verification import split_rules
 from autofit.worker.harness.verification.gradient_digest import pattern
-from autofit.worker.harness.verification.split_rules import close
+from autofit.worker.harness.verification.split_rules import Criterion, Mismatch, Undecided, close
 
 pytestmark = pytest.mark.quick
 
@@ -61,3 +62,22 @@ def test_outputs_are_compared_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch)
         assert close(LOGITS, same, 0.0)
         assert not close(LOGITS, other, 1e-6)
     assert seen.bytes <= 8000
+
+
+COEFFICIENTS = Criterion(0.05, None, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "factor", "expected"),
+    [(1.0, 1.0, None), (1.0, 1.5, Mismatch), (1e-4, 1.5, Undecided), (1e-4, 400.0, Mismatch)],
+)
+def test_a_gradient_below_the_rounding_beside_it_decides_nothing(
+    size: float, factor: float, expected: type[Exception] | None
+) -> None:
+    """``size`` is that of the first part, whose gradient the batch has ``factor`` times."""
+    torch.manual_seed(0)
+    parts = [[size * torch.randn(5000).double()], [torch.randn(5000).double()]]
+    rounding = 1e-3 * torch.randn(5000).double()
+    whole = [factor * parts[0][0] + parts[1][0] + rounding]
+    with nullcontext() if expected is None else pytest.raises(expected):
+        COEFFICIENTS.refuse(parts, whole, ["weight"])

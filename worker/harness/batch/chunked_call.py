@@ -265,11 +265,15 @@ class ChunkedCall:
         if graph:
             self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
             self._recognize(outputs)
+            if not eager:
+                self._graph = ChunkGraph(cut, leaves, list(outputs))
+        kept = self._without_late([without_graph(out) for out in outputs], cut)
         if eager:
-            self._differentiate(outputs, cut)
-        elif graph:
-            self._graph = ChunkGraph(cut, leaves, list(outputs))
-        return self._without_late([without_graph(out) for out in outputs], cut)
+            (index,) = self._loss_outputs()
+            loss = outputs[index]
+            outputs.clear()  # backward does not need the others
+            self._differentiate(index, loss, cut)
+        return kept
 
     def _without_late(self, outputs: list[Any], cut: Cut) -> list[Any]:
         """Replace the large outputs of a chunk by their outlines.
@@ -299,22 +303,23 @@ class ChunkedCall:
             raise UnknownGraph(shape)
         self._recognized = True
 
-    def _differentiate(self, outputs: list[Any], cut: Cut) -> None:
-        """Run an eager chunk's backward; raise ``_UnknownScale`` if it needs a loss scale first."""
-        (loss,) = self._loss_outputs()
-        if not outputs[loss].requires_grad:  # all its parameters are frozen
+    def _differentiate(self, index: int, loss: torch.Tensor, cut: Cut) -> None:
+        """Run an eager chunk's backward; raise ``_UnknownScale`` if it needs a loss scale first.
+
+        ``index``: the position of the loss among the outputs.
+        """
+        if not loss.requires_grad:  # all its parameters are frozen
             return
         scale, ambient = self.owner.state.loss_scale, self._ambient
         half = scale.matters(ambient)
-        if half is None and (half := scale.learn(ambient, outputs[loss])):
+        if half is None and (half := scale.learn(ambient, loss)):
             raise _UnknownScale
         self._factor = scale.factor if half else None
-        if weight := self._parts.weight(self.batch, loss, cut):
-            cotangent = torch.full_like(outputs[loss], weight)
+        if weight := self._parts.weight(self.batch, index, cut):
+            cotangent = torch.full_like(loss, weight)
             with ambient.off().again():
                 plain_backward(
-                    outputs[loss],
-                    cotangent if self._factor is None else cotangent.mul_(self._factor),
+                    loss, cotangent if self._factor is None else cotangent.mul_(self._factor)
                 )
 
     def rows_again(

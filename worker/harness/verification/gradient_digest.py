@@ -167,6 +167,11 @@ def coefficients(
     return (1.0 + more).tolist(), errors.tolist(), left / norm
 
 
+def length(gradients: Digest) -> float:
+    """Return the norm of a digest, of all its parameters together."""
+    return math.hypot(*(float(each.norm()) for each in gradients))
+
+
 def _in_one(found: Digest, like: Digest) -> torch.Tensor:
     """Return a digest as one vector on the host; zeros for missing gradients."""
     sizes = [max(a.numel(), b.numel()) for a, b in zip(found, like, strict=True)]
