@@ -37,6 +37,8 @@ OFFLOADED = 1 << 20
 """Smallest tensor in bytes that ``activation_offload`` moves: ``saved_tensors.SMALL``."""
 STAYING = 4
 """Tensors that it does not move, because backward needs them first: ``saved_tensors.WINDOW``."""
+NOT_JOINED = 1 << 24
+"""Smallest output in bytes that chunks do not keep beside the loss: ``late_rows.LARGE``."""
 STATIC = {
     Kind.WEIGHTS: Memory.WEIGHTS,
     Kind.GRADIENTS: Memory.GRADIENTS,
@@ -292,9 +294,9 @@ class _Replay:
         """Run forward and backward in chunks; the last chunk has the peak.
 
         The gradients of the earlier chunks exist all the time, and a weight's new gradient exists
-        beside their sum. If the model returns its loss, the joined output exists from the first
-        chunk on, and a chunk keeps its own until its backward ends. Otherwise the outputs of the
-        other chunks wait for the loss.
+        beside their sum. If the model returns its loss, large outputs beside it are not kept. The
+        others exist joined from the first chunk on, and a chunk keeps its own until its backward
+        ends. If the model returns no loss, the outputs of the other chunks wait for it.
         """
         share = self._chunk_share
         gradients = (lives.kind == Kind.GRADIENTS) & (lives.start >= self._forward)
@@ -302,6 +304,12 @@ class _Replay:
         begin = float(max(self._forward, earlier.max(initial=-1) + 1))  # after ``zero_grad``
         output = lives.returned & lives.moving
         loss_inside = bool((output & (lives.size <= SCALAR)).any())
+        if loss_inside:
+            large = output & (lives.size >= NOT_JOINED)
+            lives = lives.where(
+                large, end=np.maximum(lives.start, np.minimum(lives.used, lives.end))
+            )
+            output = output & ~large
         others = lives.size[output].sum() * (1.0 if loss_inside else 1 - share)
         joined = self._made([others], [self._forward], [self._backward_ends])
         new = self._made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
