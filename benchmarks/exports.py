@@ -5,7 +5,8 @@
 ``patch`` is a plain loop under the diff. ``trainer`` is a Llama-style model in the Trainer, with
 the exported arguments. ``accelerate`` is a loop with an ``Accelerator``, under the config file. The
 plan is given, so no search runs. Both forms run ``TURNS`` times in turn, because the speed of a
-machine varies; each has its fastest median. Peaks are those of torch's allocator in the training.
+machine varies; each has its fastest median. The models are so large that the GPU, not Python,
+decides the time of a step. Peaks are those of torch's allocator in the training.
 Writes ``exports.json`` and ``exports.md`` after each case, and keeps what they hold of others.
 """
 
@@ -78,7 +79,7 @@ arguments = TrainingArguments(
        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
        "learning_rate": 1e-4, **fields}
 )
-sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
+sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8,
          "num_attention_heads": 16, "vocab_size": 16000}
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -114,10 +115,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
-            for _ in range(12)
+            nn.TransformerEncoderLayer(2048, 16, 8192, dropout=0.0, batch_first=True)
+            for _ in range(8)
         )
-        self.head = nn.Linear(1024, 100)
+        self.head = nn.Linear(2048, 100)
 
     def forward(self, x):
         for block in self.blocks:
@@ -129,7 +130,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Net().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(STEPS):
-    x = torch.randn(32, 512, 1024, device=device)
+    x = torch.randn(32, 512, 2048, device=device)
     y = torch.randint(100, (32,), device=device)
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x), y)

@@ -216,7 +216,7 @@ it needs memory. In bfloat16 that is half as much as in float32.""",
             Command(
                 name="qlora-8b",
                 line=(
-                    f"autofit run --plan plan.json --memory 20GiB {LLAMA} -- --preset 8b"
+                    f"autofit run --plan plan.json --memory 24GiB {LLAMA} -- --preset 8b"
                     " --batch-size 1 --steps 16 --log-every 1"
                 ),
                 about="Eight billion parameters, with the larger vocabulary of Llama 3:",

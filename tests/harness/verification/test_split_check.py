@@ -29,6 +29,7 @@ from autofit.plan import Plan
 from autofit.worker.harness.batch.layout import Batch, Rule
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.verification import split_check
 from autofit.worker.harness.verification.split_check import find_layout
 from tests.roots import Notes
 
@@ -1288,3 +1289,29 @@ def test_known_rules_that_hold_only_at_the_present_weights_are_refused(
     words[0, :5] = 0
     with pytest.raises(Refused, match="do not add up"):
         root.layout(Batch.of((words,), {}))
+
+
+class Iterated(nn.Module):
+    """A map, applied many times in bf16; with larger weights it is chaotic.
+
+    On a GPU, bf16 rounds a batch of another size in another way. Here a sine does that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.9 * nn.init.orthogonal_(torch.empty(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = torch.sin((x @ self.weight).bfloat16().float())
+            x = x * (1.0 + 2.0**-9 * torch.sin(1e3 * x.detach() + len(x)))
+        return x.square().mean()
+
+
+def test_weights_at_which_rounding_decides_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64 is missing, as it is when a large model does not fit in it."""
+    monkeypatch.setattr(split_check._SplitCheck, "_in_float64", lambda *_: None)
+    torch.manual_seed(0)
+    model = Iterated()
+    layout = find_layout(model, model, Batch.of((torch.randn(8, 8),), {}))
+    assert [join.rule for join in layout.joins] == [Rule.SAMPLES]

@@ -23,8 +23,6 @@ FURTHER = 4.0
 """The factor by which other weights are larger, so that outputs differ more."""
 SLIGHTLY = 0.05
 """The largest change of biases and norms: as much as a few hundred steps make."""
-NUDGE = 2.0**-50
-"""The relative change of a float64 weight that is no more than rounding."""
 GATE_INPUTS = 16
 """The assumed number of inputs of a gate of zero; the gate becomes at most a quarter."""
 
@@ -87,14 +85,17 @@ def _shift(values: torch.Tensor) -> None:
 
 
 @contextmanager
-def last_bits_perturbed(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Change float64 weights in their last bits within the context. Autograd does not notice."""
-    with _changed_in_place([each.data for each in weights], _nudge):
+def last_bits_perturbed(weights: Iterable[torch.Tensor], size: float) -> Iterator[None]:
+    """Change weights by a fraction of at most ``size`` within the context.
+
+    Autograd does not notice.
+    """
+    with _changed_in_place([each.data for each in weights], partial(_nudge, size=size)):
         yield
 
 
-def _nudge(values: torch.Tensor) -> None:
-    values.addcmul_(values, pattern(values, 0, 0), value=NUDGE)
+def _nudge(values: torch.Tensor, *, size: float) -> None:
+    values.addcmul_(values, pattern(values, 0, 0), value=size)
 
 
 @contextmanager
