@@ -36,6 +36,12 @@ from autofit.worker.records.trials import Measurement, Script, Verdict
 
 TURNS = 2
 """Runs of each form."""
+HEAD = """\
+# Exported forms, trained without autofit
+
+Written by `python benchmarks/exports.py` on one NVIDIA H200. Ratios are those to `autofit run`.
+
+"""
 ALLOWED = 1.05
 """Largest ratio of peaks and of speeds."""
 DROPPED = 10
@@ -321,7 +327,7 @@ def main() -> int:
         before = json.loads(kept.read_text()) if kept.exists() else []
         found = merged(before, [asdict(each) | ratios], "name")
         kept.write_text(json.dumps(found, indent=1) + "\n")
-        (options.out / "exports.md").write_text(table(found))
+        (options.out / "exports.md").write_text(HEAD + table(found))
         sys.stdout.write(table([asdict(each) | ratios]))
         sys.stdout.flush()
     return 0 if within else 1

@@ -191,15 +191,6 @@ So a search tries it only with `--allow recipe`. The script first creates the wh
 it needs memory. In bfloat16 that is half as much as in float32.""",
         commands=(
             Command(
-                name="qlora-1.1b",
-                line=(
-                    f"autofit search --memory 12GiB --allow recipe --only adapters --only precision"
-                    f" --only checkpointing --only micro_batch --timeout 3m {LLAMA} --"
-                    " --preset 1.1b --steps 200"
-                ),
-                about="The fastest adapters within 12 GiB for 1.1 billion parameters:",
-            ),
-            Command(
                 name="qlora-7b",
                 line=(
                     f"autofit run --plan plan.json --memory 16GiB {LLAMA} -- --preset 7b"

@@ -17,6 +17,8 @@ from autofit.export import as_deepspeed
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.strategies import AS_IS
 
+HALF = ("bf16", "fp16")
+"""Levels of ``precision`` that use autocast."""
 OPTIMIZERS = {
     "fused": "adamw_torch_fused",
     "eight_bit": "adamw_bnb_8bit",
@@ -55,6 +57,11 @@ def settings(result: Result) -> Carried:
         found.express("precision", {plan["precision"]: True})
         if plan["precision"] == "fp16":
             found.notes.append("fp16: Trainer's own scaler scales the loss, not the model's call.")
+        if plan["precision"] in HALF:
+            found.notes.append(
+                "The Trainer keeps a 16-bit copy of all weights until it has the loss,"
+            )
+            found.notes.append("  so the peak may be higher than the one above.")
     if plan["checkpointing"] == "all":
         found.express("checkpointing", _checkpointing(found))
     if plan["optimizer"] in OPTIMIZERS and _adamw(result):
