@@ -13,6 +13,7 @@ from autofit.analysis.result import Result
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.export.header import launched_with
 from autofit.strategies import AS_IS
+from autofit.strategies.precision import AUTOCAST
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
@@ -49,7 +50,7 @@ def settings(result: Result) -> Carried:
     """Return the fields of Accelerate's ``ClusterConfig`` for the plan of ``result``."""
     plan, found, launched = result.plan, Carried(), launched_with(result)
     precision = launched.get("ACCELERATE_MIXED_PRECISION", "no")
-    if plan["precision"] in ("bf16", "fp16"):
+    if plan["precision"] in AUTOCAST:
         precision = plan["precision"]
         found.express("precision")
     dynamo: dict[str, Any] = {}
@@ -165,7 +166,7 @@ def _about_precision(result: Result, found: Carried, fsdp: object, deepspeed: ob
         found.notes.append(
             "Under FSDP Accelerate's bf16 gathers weights and reduces gradients in bf16 too."
         )
-    if deepspeed is not None and low in ("bf16", "fp16"):
+    if deepspeed is not None and low in AUTOCAST:
         found.notes.append(f"Under DeepSpeed Accelerate's {low} converts the weights too.")
     if low == "fp16":
         found.notes.append("Accelerate's own scaler scales the loss, not the model's call.")

@@ -21,6 +21,7 @@ from autofit.export.carried import Carried, comments
 from autofit.export.source import Source
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
+from autofit.strategies.precision import AUTOCAST
 
 WORKERS = 4
 WHY = "the script does not show where"
@@ -102,7 +103,7 @@ def _precision(result: Result, source: Source, found: Carried) -> None:
         source.set_keywords(call, {"precision": f'"{as_lightning.PRECISIONS[level]}"'})
         found.express("precision")
     call = source.call("Accelerator")
-    if call is not None and level in ("bf16", "fp16"):
+    if call is not None and level in AUTOCAST:
         source.set_keywords(call, {"mixed_precision": f'"{level}"'})
         found.express("precision")
 

@@ -16,9 +16,8 @@ from autofit.analysis.result import Result
 from autofit.export import as_deepspeed
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.strategies import AS_IS
+from autofit.strategies.precision import AUTOCAST
 
-HALF = ("bf16", "fp16")
-"""Levels of ``precision`` that use autocast."""
 OPTIMIZERS = {
     "fused": "adamw_torch_fused",
     "eight_bit": "adamw_bnb_8bit",
@@ -57,7 +56,7 @@ def settings(result: Result) -> Carried:
         found.express("precision", {plan["precision"]: True})
         if plan["precision"] == "fp16":
             found.notes.append("fp16: Trainer's own scaler scales the loss, not the model's call.")
-        if plan["precision"] in HALF:
+        if plan["precision"] in AUTOCAST:
             found.notes.append(
                 "The Trainer keeps a 16-bit copy of all weights until it has the loss,"
             )

@@ -23,10 +23,9 @@ from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
 from autofit.strategies import AS_IS, Memory
 from autofit.strategies.checkpointing import ALL, count
 from autofit.strategies.loss.chunks import tokens_in_chunk
+from autofit.strategies.precision import AUTOCAST
 from autofit.worker.records.inspection import Kind, Timeline
 
-HALF = ("bf16", "fp16")
-"""Levels of ``precision`` that keep activations in 16 bits."""
 SCALAR = 8
 """Bytes of a number, such as a loss that the model returns."""
 FLOAT = 4
@@ -66,7 +65,7 @@ def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
 
     On the CPU, attention with dropout keeps float32 under autocast, which the replay does not see.
     """
-    if plan["precision"] in HALF and not cuda and any(root.dropout for root in facts.roots):
+    if plan["precision"] in AUTOCAST and not cuda and any(root.dropout for root in facts.roots):
         return False
     return all(name in EXACT for name, _ in plan.changes)
 
@@ -172,7 +171,7 @@ class _Replay:
     @cached_property
     def _base(self) -> _Lives:
         """The lives in the plan's precision, with what no tensor explains as lives of their own."""
-        half = self._plan["precision"] in HALF
+        half = self._plan["precision"] in AUTOCAST
         lives = self._columns(self._timeline.lowered if half else self._timeline.lives)
         return lives.also(self._unexplained())
 
@@ -330,7 +329,7 @@ class _Replay:
         lives = lives.where(logits, size=0.0)
         share = self._chunk_share * self._batch_share
         chunk = tokens_in_chunk(max(1, int(tokens * share)), classes) / share * classes * FLOAT
-        numbers = CHUNKS_OF_LOGITS - (1 if self._plan["precision"] in HALF else 0)
+        numbers = CHUNKS_OF_LOGITS - (1 if self._plan["precision"] in AUTOCAST else 0)
         made = [self._made([numbers * chunk], [at], [at])]
         width = FLOAT * classes
         weights = [

@@ -20,6 +20,8 @@ from autofit.strategies.base import (
 if TYPE_CHECKING:
     import torch
 
+AUTOCAST = ("bf16", "fp16")
+"""Levels that compute under autocast, so that activations have 16 bits."""
 AMPERE = (8, 0)
 """The first CUDA compute capability with TF32 and bf16 matrix units."""
 
