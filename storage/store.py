@@ -349,6 +349,16 @@ class Store:
                 ) from error
             return self._record(convert.trial_record, row)
 
+    def amend(self, trial: TrialRecord, report: TrialReport) -> TrialRecord:
+        """Replace the report of a finished trial: its process has learned more since."""
+        with self.writing() as session:
+            row = self._trial(session, trial)
+            if row.state != State.FINISHED:
+                raise StorageError(f"{_name(trial)} has not finished; finish it")
+            convert.write_report(row, report)
+            session.flush()
+            return self._record(convert.trial_record, row)
+
     def release(self, trial: TrialRecord) -> TrialRecord:
         """Interrupt a running trial that was not measured; its plan may get a new trial."""
         with self.writing() as session:

@@ -195,6 +195,33 @@ def corrected(trial: TrialRecord, again: Sequence[TrialRecord], budget: int) -> 
     return trial
 
 
+def amended(trial: TrialRecord, report: TrialReport) -> TrialReport:
+    """Return the report of a probed trial after real steps, or after its check.
+
+    Args:
+        trial: The trial, of which single chunks were measured.
+        report: What the same process found of its best plan later.
+    """
+    before = trial.report
+    assert before is not None, "the trial has ended"
+    if report.verdict is Verdict.MEASURED and report.measurement is not None:
+        others = tuple(each for each in before.measurements[:-1])
+        return replace(
+            before, best=report.plan, measurements=(*others, report.measurement), reason=""
+        )
+    if report.verdict is Verdict.OUT_OF_MEMORY and report.out_of_memory is not None:
+        return _without(before, report.out_of_memory) if before.measurements else before
+    return replace(
+        before,
+        verdict=report.verdict,
+        reason=report.reason,
+        blamed=report.blamed,
+        traceback=report.traceback,
+        best=None,
+        measurements=(),
+    )
+
+
 def _slower(trial: TrialRecord, first: Measurement, last: Measurement | None) -> TrialRecord:
     """Return a trial with ``last`` in place of ``first``, if a lack of memory made it slower."""
     assert trial.report is not None, "the trial was measured"

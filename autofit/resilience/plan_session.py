@@ -54,10 +54,6 @@ class PlanSession(Session):
         """Return the one plan."""
         return self._plan
 
-    def splits(self) -> bool:
-        """Return whether the plan splits the batch."""
-        return self._plan["micro_batch"] != AS_IS
-
     def optimizer_plan(self) -> Plan:
         """Return the one plan."""
         return self._plan

@@ -37,6 +37,8 @@ class Attribute(StrEnum):
     """Of the study: the choices of each parameter. They never change."""
     CONFIRMATIONS = "confirmations"
     """Of the study: the confirmation runs. They are no trials."""
+    AMENDED = "amended"
+    """Of the study: reports that have changed since their trials ended, by ``RECORD``."""
     FIRST = "first_in_process"
     """Of the study: plans that must be the first of a process."""
     DEADLINE = "deadline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Self
 from autofit.analysis.candidates import Launch
 from autofit.analysis.ranking import result_of
 from autofit.analysis.result import Result
-from autofit.analysis.verdicts import within
+from autofit.analysis.verdicts import best_plan, within
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
@@ -53,7 +53,7 @@ from autofit.worker.records.trials import (
     Learned,
     Measured,
     Proven,
-    RoundEnded,
+    Stage,
     Traced,
     TrialReport,
     Uncontained,
@@ -247,14 +247,14 @@ class Search:
     def _start_early(self) -> None:
         """Start the script on idle slots before there is a plan for them, to save start-up time.
 
-        While the reference runs, this fills all idle slots. Later it keeps one started process idle
-        for the final confirmation. If no slot is idle then, a waiting launch ends to free one. A
-        search that will span devices needs another process for its confirmation.
+        While the script is observed, this fills all idle slots. Later it keeps one started process
+        idle for the final confirmation. If no slot is idle then, a waiting launch ends to free one.
+        A search that will span devices needs another process for its confirmation.
         """
         idle, ranked = self._slots.idle(self._launches), self._history.ranked()
         if self._slots.count == 1 or not self._launches:
             return
-        if self._proposer.reference_running():
+        if self._proposer.script_running():
             for slot in set(idle) - self._ahead:
                 self._start_ahead(slot, RunningLaunch([]))
             return
@@ -314,20 +314,28 @@ class Search:
         self._drop_losing_trials()
 
     def _answer(self, slot: int, launch: RunningLaunch, asking: Asking) -> None:
-        """Send the next plan to a launch that asks; none if its weights may be damaged."""
+        """Send the next plan to a launch that asks; none if its weights may be damaged.
+
+        If no plan is left to probe, the best ones are compared by real steps, and the winner is
+        verified.
+        """
         plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.tainted or launch.over)
+        here = Launch(launch.fixed, asking.fresh)
         if more and not launch.spare:
-            plan = self._proposer.next(Launch(launch.fixed, asking.fresh))
+            plan = self._proposer.next(here)
         launch.asking = asking
-        if plan is not None or not more or not self._keep_waiting(launch):
+        if plan is not None or not more:
             self._send_plan(slot, launch, plan, launch.purpose)
+        elif not self._keep_waiting(launch):
+            stage, trials = self._proposer.last_stage(here)
+            self._send(slot, launch, stage, trials)
 
     def _keep_waiting(self, launch: RunningLaunch) -> bool:
         """Return whether to keep a launch without a plan, in case it gets one later.
 
         It is kept while others run, unless a plan that needs a new launch wants its slot.
         """
-        if not launch.trials and (launch.spare or self._proposer.reference_running()):
+        if not launch.trials and (launch.spare or self._proposer.script_running()):
             return True
         wanted = not self._launches.ending and not self._slots.idle(self._launches)
         return self._launches.busy and not (wanted and self._proposer.wants_launch())
@@ -336,17 +344,28 @@ class Search:
         self, slot: int, launch: RunningLaunch, plan: Plan | None, purpose: Purpose
     ) -> None:
         """Send a plan to a launch that asks; ``None`` ends the launch."""
-        launch.asking, launch.over = None, plan is None
-        if plan is not None:
-            launch.trials.append(self._begin(plan, launch.number, purpose))
+        begun = [] if plan is None else [self._begin(plan, launch.number, purpose)]
+        self._send(slot, launch, Stage.PROBE, begun)
+
+    def _send(
+        self, slot: int, launch: RunningLaunch, stage: Stage, trials: Sequence[TrialRecord]
+    ) -> None:
+        """Answer a launch that asks; without ``trials`` it ends."""
+        launch.asking, launch.over = None, not trials
+        first = len(launch.trials)
+        launch.trials += trials
+        plans = tuple(each.plan if stage is Stage.PROBE else best_plan(each) for each in trials)
+        if stage is not Stage.PROBE:
+            launch.stages |= dict.fromkeys(range(first, len(launch.trials)), stage)
         answer = Answer(
-            plan=plan,
-            timeout=self._deadline(purpose),
+            plans=plans,
+            stage=stage,
+            timeout=self._deadline(launch.purpose),
             whole_fits=self._history.baseline() is Verdict.MEASURED,
             proven=self._history.evidence.proven,
         )
         self._workers().answer(slot, answer)
-        if plan is not None:
+        for plan in plans:
             self._tell_started(slot, plan)
 
     def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
@@ -395,7 +414,7 @@ class Search:
             event = self._handle_kill(launch, event)
         if launch.killed and not isinstance(event, WorkerError):
             return
-        launch.stepped |= isinstance(event, RoundEnded | Measured)
+        launch.stepped |= isinstance(event, Measured)
         self._tell_phase(slot, event)
         if launch.steps:
             self._handle_reference_event(slot, launch, event)
@@ -412,9 +431,6 @@ class Search:
             case Measured(index=index, measurement=measurement):
                 plan = launch.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))
-            case RoundEnded(index=index):
-                goes_on = self._history.optuna_study.end_round(launch.trials[index].plan, event)
-                self._workers().answer(slot, goes_on)
             case Traced(index=index, trace=trace):
                 launch.traces[index] = trace
             case TrialReport():
@@ -435,8 +451,6 @@ class Search:
                 self._tell(PhaseBegun(slot=slot, phase="checks the gradients"))
             case Proven() | Verified():
                 self._tell(PhaseBegun(slot=slot, phase="measures"))
-            case RoundEnded(steps=steps) if steps:
-                self._tell(PhaseBegun(slot=slot, phase="measures", steps=len(steps)))
             case _:
                 pass
 
@@ -454,6 +468,7 @@ class Search:
         """Let the plan of a lost worker run again; record a failure if it loses each worker."""
         launch = self._launches.pop(slot)
         running = next(iter(launch.trials[launch.reported :]), None)
+        running = None if launch.reported in launch.stages else running
         self._lost_in_a_row += 1
         times = 0
         if running is not None:
@@ -517,11 +532,13 @@ class Search:
         or change its loss later.
         """
         trial, trace = launch.trials[report.index], launch.traces.get(report.index)
+        if (stage := launch.stages.get(report.index)) is not None:
+            self._history.amend(trial, report, slot, checked=stage is Stage.CHECK)
+            return
         facts = self._history.study.facts
         report = within(report, facts, self._options.allow)
-        trace = self._history.reference.adopt(trial, report, trace, facts) or trace
-        runs = self._proposer.reference_running()
-        judged = self._history.reference.compared(report, trace, facts, runs=runs)
+        trace = self._history.reference.adopt(trial, report, trace) or trace
+        judged = self._history.reference.compared(report, trace, facts)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
         if judged is None:
             self._history.first_in_process |= {trial.plan}

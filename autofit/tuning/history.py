@@ -17,7 +17,15 @@ from autofit.analysis.ranking import (
     ranked_sound,
     winning,
 )
-from autofit.analysis.verdicts import BLAMED, best_plan, corrected, culprit, fits, judged
+from autofit.analysis.verdicts import (
+    BLAMED,
+    amended,
+    best_plan,
+    corrected,
+    culprit,
+    fits,
+    judged,
+)
 from autofit.evidence import lookup
 from autofit.evidence.lookup import Evidence
 from autofit.exceptions import ScriptError
@@ -33,7 +41,11 @@ from autofit.tuning.reference import Reference
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, TrialReport, Verdict, Verified
 
-CONFIRMATION_SHARE = 1 / 3
+FINISH_SECONDS = 10.0
+"""Seconds to verify the winner."""
+FINISH_STEPS = 8
+"""Real steps of each of the best two plans."""
+CONFIRMATION_SHARE = 1 / 2
 """The winner is not confirmed if that takes more than this share of ``--timeout``."""
 
 
@@ -131,6 +143,8 @@ class History:
         self._machine = MachineKey.of(study.hardware, study.versions)
         self.bandwidths = store.bandwidths(self._machine)
         """How fast the ranks of a training communicate on this machine, by their number."""
+        self.checked: set[Plan] = set()
+        """Plans that this search has verified."""
         self._new: dict[str, Proven] = {}
         """The part of ``evidence`` that is not stored yet."""
 
@@ -291,6 +305,22 @@ class History:
                 self.say(messages.hardly_fits(plan))
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
+        self._rule_out(report)
+
+    def amend(self, trial: TrialRecord, report: TrialReport, slot: int, *, checked: bool) -> None:
+        """Record what real steps, or the check, have shown of a trial that was only probed."""
+        if report.verdict is Verdict.INTERRUPTED:
+            return
+        if checked and report.verdict is Verdict.MEASURED:
+            self.checked.add(report.plan)
+        self.store_evidence()
+        trial = next(each for each in self.now.all_finished if each.id == trial.id)
+        trial = self.store.amend(trial, amended(trial, report))
+        self.optuna_study.amended(self.now.all_finished)
+        self.announce(trial.number, trial, slot)
+        self._rule_out(report)
+
+    def _rule_out(self, report: TrialReport) -> None:
         ruled_out = culprit(report, self.finished())
         if report.verdict in BLAMED and ruled_out:
             self.study = self.store.leave_out(self.study, *ruled_out, report.reason)
@@ -322,7 +352,7 @@ class History:
         """
         if self.options.timeout is None:
             return None
-        again = self.confirmation_seconds()
+        again = self.confirmation_seconds() + self._finish_seconds()
         reserve = again if again <= CONFIRMATION_SHARE * self.options.timeout else 0.0
         return self.options.timeout - self.elapsed() - reserve
 
@@ -337,10 +367,20 @@ class History:
         steps = SIZED_STEPS * measured.seconds + measured.compile_seconds
         return (statistics.median(starts) if starts else START_SECONDS) + CHECK_SECONDS + steps
 
+    def _finish_seconds(self) -> float:
+        """Return the seconds to compare the best two plans by real steps, and verify the winner."""
+        best = [trial.measurement for trial in self.ranked()[:2] if trial.measurement is not None]
+        return FINISH_SECONDS + sum(FINISH_STEPS * each.seconds for each in best if each.probed)
+
     def late(self) -> bool:
         """Return whether the search has used up its ``--timeout``."""
         left = self.seconds_left()
         return left is not None and left <= 0
+
+    def time_is_over(self) -> bool:
+        """Return whether all of ``--timeout`` has passed, also what is kept for the end."""
+        timeout = self.options.timeout
+        return timeout is not None and self.elapsed() >= timeout
 
     def time_to_confirm(self) -> bool:
         """Return whether ``--timeout`` leaves time for a confirmation run."""

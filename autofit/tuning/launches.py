@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autofit.plan import Plan
 from autofit.storage import Purpose, TrialRecord
 from autofit.worker.records.traces import Trace
-from autofit.worker.records.trials import Asking, TrialReport, Verdict
+from autofit.worker.records.trials import Asking, Stage, TrialReport, Verdict
 
 NEXT_REQUEST_SECONDS = 2.0
 """Seconds after its last report in which a launch is expected to ask for another plan."""
@@ -35,6 +35,8 @@ class RunningLaunch:
     """Its trials, in order: one for each plan that it was given."""
     reported: int = 0
     """Number of trials that have reported."""
+    stages: dict[int, Stage] = field(default_factory=dict)
+    """What it does with a trial that has ended before: real steps, or the check."""
     traces: dict[int, Trace] = field(default_factory=dict)
     """Traces of first steps, by the index of the plan."""
     doubted: Doubt | None = None

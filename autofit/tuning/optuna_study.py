@@ -23,7 +23,7 @@ from autofit.storage.convert import plan_to_json, to_json
 from autofit.strategies import NAMES, Facts
 from autofit.tuning.attributes import ALLOWED, MEMORY, Attribute, parameters, strategy_of
 from autofit.units import format_size
-from autofit.worker.records.trials import HORIZON, GoOn, RoundEnded, TrialReport, Verdict
+from autofit.worker.records.trials import HORIZON, TrialReport, Verdict
 
 if TYPE_CHECKING:
     import optuna
@@ -63,7 +63,6 @@ class OptunaStudy:
         """Open or create it; ``sampler``: as for ``sampler.sampler_of``."""
         import optuna
 
-        from autofit.tuning.pruner import RankSumPruner
         from autofit.tuning.sampler import AutofitSampler, sampler_of
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -72,7 +71,6 @@ class OptunaStudy:
         self._budget = study.budget
         self._horizon = horizon
         self._open_trials: dict[Plan, optuna.Trial] = {}
-        self._pruner = RankSumPruner()
         self._parameters: dict[str, list[str]] = {}
         """The present parameters and their choices."""
         self._held: Plan | None = None
@@ -90,7 +88,7 @@ class OptunaStudy:
                 storage=storage,
                 study_name=name_of(study),
                 sampler=self._sampler,
-                pruner=self._pruner,
+                pruner=optuna.pruners.NopPruner(),
                 direction="minimize",
                 load_if_exists=True,
             )
@@ -265,6 +263,7 @@ class OptunaStudy:
             elif trial.optuna_number != number:
                 self._store.set_optuna_number(trial, number)
         self.confirmed(t for t in trials if t.purpose is Purpose.CONFIRM)
+        self.amended(trials)
 
     def _fail(self, trial: optuna.trial.FrozenTrial) -> None:
         states = self._optuna.trial.TrialState
@@ -279,31 +278,22 @@ class OptunaStudy:
         self._set(Attribute.CONFIRMATIONS, reports)
 
     @_explained
+    def amended(self, trials: Iterable[TrialRecord]) -> None:
+        """Set the reports that have changed since Optuna was told: it keeps ended trials."""
+        kept = {
+            t.user_attrs[Attribute.RECORD]: t.user_attrs.get(Attribute.REPORT)
+            for t in self._study.get_trials(deepcopy=False)
+            if Attribute.RECORD in t.user_attrs
+        }
+        reports = {t.id: to_json(t.report) for t in trials if t.report is not None and t.id in kept}
+        changed = {str(key): each for key, each in reports.items() if each != kept[key]}
+        self._set(Attribute.AMENDED, changed)
+
+    @_explained
     def drop(self, plan: Plan) -> None:
         """End the Optuna trial of a plan whose trial ended without a verdict."""
         if (open_trial := self._open_trials.pop(plan, None)) is not None:
             self._study.tell(open_trial, state=self._optuna.trial.TrialState.FAIL)
-
-    @_explained
-    def end_round(self, plan: Plan, ended: RoundEnded) -> GoOn:
-        """Report the steps of a round to the trial of ``plan``; return whether the trial goes on.
-
-        While its size is searched, it goes on unless it cannot win at any size. A plan without an
-        open trial is measured to the end: it is in its confirmation run.
-        """
-        trial = self._open_trials.get(plan)
-        if trial is None:
-            return GoOn(more=True)
-        if ended.least_seconds is not None:
-            least = ended.least_seconds / ended.effective_batch
-            return GoOn(more=True, pruned=self._pruner.cannot_win(self._study, least))
-        for batch, seconds in ended.steps:
-            charged = seconds + ended.compile_seconds / self._horizon
-            trial.report(charged / ended.effective_batch, batch)
-        if trial.should_prune():
-            return GoOn(more=False, pruned=True)
-        known = self._study.get_trials(deepcopy=False)[trial.number]
-        return GoOn(more=not self._pruner.is_clear(self._study, known))
 
     @_explained
     def tell(self, trial: TrialRecord, seconds: Mapping[str, float] | None = None) -> None:

@@ -12,7 +12,8 @@ from autofit.analysis.pruning import FRAGMENTED, fragmentation
 from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
-from autofit.strategies import AS_IS, Facts, Hardware
+from autofit.storage import TrialRecord
+from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
 from autofit.strategies.allocator import EXPANDABLE
 from autofit.strategies.ranks import count
 from autofit.tuning.earlier import known_plans
@@ -20,7 +21,10 @@ from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
 from autofit.tuning.starts import FixedStarts
 from autofit.units import format_duration
+from autofit.worker.records.trials import Stage
 
+RIVALS = 2
+"""Plans that are compared by real steps."""
 EARLIER = "Study {} has searched the same model. What was fastest there is tried first: {}."
 
 
@@ -85,6 +89,25 @@ class Proposer:
             return start is not None
         return self._history.optuna_study.has_plan(state)
 
+    def last_stage(self, launch: Launch) -> tuple[Stage, list[TrialRecord]]:
+        """Return what ``launch`` does once no plan is left to probe, and with which trials.
+
+        The two fastest plans are compared by real steps, then the winner is verified. No trials:
+        the launch ends. A plan that another launch measured is verified when it is confirmed.
+        """
+        history = self._history
+        ranked = history.ranked_sound()[:RIVALS]
+        if not ranked or history.time_is_over():
+            return Stage.PROBE, []
+        here = [t for t in ranked if launch.can_measure(best_plan(t), history.first_in_process)]
+        if any(trial.measurement is not None and trial.measurement.probed for trial in here):
+            return Stage.STEPS, here
+        plan = best_plan(ranked[0])
+        known = plan in history.checked or history.evidence.holds(plan)
+        if ranked[0] not in here or known or plan.fidelity(history.study.facts) is Fidelity.RECIPE:
+            return Stage.PROBE, []
+        return Stage.CHECK, ranked[:1]
+
     def fallback(self) -> Plan | None:
         """Return the next fallback below the fastest plan; ``None`` if none is left.
 
@@ -120,13 +143,13 @@ class Proposer:
     def nothing_worth_running(self) -> bool:
         """Return whether no plan would be started now, not even one that is running."""
         state = self.state()
-        if self._starts(state).reference_runs or not state.fits:
+        if self._starts(state).script_runs or not state.fits:
             return False
         return not self._history.optuna_study.worth_running(state)
 
-    def reference_running(self) -> bool:
-        """Return whether the reference is running."""
-        return self._starts(self.state()).reference_runs
+    def script_running(self) -> bool:
+        """Return whether the script runs as it is, to be observed."""
+        return self._starts(self.state()).script_runs
 
     def state(self) -> SearchState:
         """Return everything on which the next choice depends."""
@@ -149,8 +172,7 @@ class Proposer:
         )
 
     def _starts(self, state: SearchState) -> FixedStarts:
-        traced = self._history.reference.trace is not None
-        return FixedStarts(state, has_reference=traced, earlier=self._plans_of_earlier())
+        return FixedStarts(state, earlier=self._plans_of_earlier())
 
     def _plans_of_earlier(self) -> tuple[Plan, ...]:
         """Return the fastest plans of an earlier study, once the model is known."""

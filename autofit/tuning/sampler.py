@@ -90,6 +90,7 @@ class AutofitSampler(BaseSampler):
         made_from = (
             len(state.finished),
             study.user_attrs.get(Attribute.CONFIRMATIONS),
+            study.user_attrs.get(Attribute.AMENDED),
             state.running,
             state.facts,
             state.space,
@@ -138,6 +139,15 @@ def state_of(study: Study, read: dict[int, TrialRecord] | None = None) -> Search
         new = trial.number not in read and Attribute.RECORD in trial.user_attrs
         if new and trial.state.is_finished() and Attribute.REPORT in trial.user_attrs:
             read[trial.number] = _record(trial, study, budget)
+    amended = attributes.get(Attribute.AMENDED, {})
+    reports = {
+        number: amended.get(str(trials[number].user_attrs[Attribute.RECORD])) for number in read
+    }
+    found = [
+        record if report is None else replace(record, report=from_json(report, TrialReport))
+        for number, record in read.items()
+        for report in (reports[number],)
+    ]
     again = attributes.get(Attribute.CONFIRMATIONS, ())
     confirmations = tuple(
         _confirmation(number, report, study, budget) for number, report in enumerate(again)
@@ -147,7 +157,7 @@ def state_of(study: Study, read: dict[int, TrialRecord] | None = None) -> Search
     bandwidth = attributes.get(Attribute.BANDWIDTH)
     return SearchState(
         space=space_of(study),
-        finished=tuple(corrected(trial, confirmations, budget) for trial in read.values()),
+        finished=tuple(corrected(trial, confirmations, budget) for trial in found),
         running=frozenset(plan_of(t) for t in trials if t.state is TrialState.RUNNING and _has(t)),
         drifted=tuple(report for report in drifted if report is not None),
         facts=from_json(facts, Facts) if facts else None,

@@ -1,109 +1,106 @@
 """The fixed starts of a search: plans that are tried whatever the sampler is.
 
-The first is the script as it is. If that does not fit, the reference follows. Then come the fastest
-plans of an earlier study of the same model. The weights, gradients and optimizer state alone may
-exceed the budget. Then the leanest plan of each set of levels that lowers them is tried too. All
-are enqueued in the Optuna study.
+The first is the script as it is, which is observed. What an expert would try follows: mixed
+precision, a fused optimizer, and as little checkpointing as fits; then the same compiled. Then come
+the fastest plans of an earlier study of the same model. The weights, gradients and optimizer state
+alone may exceed the budget. Then the leanest plan of each set of levels that lowers them is tried.
+All are enqueued in the Optuna study.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autofit import strategies
+from autofit.analysis.acquisition import PAYBACK
 from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.feasibility import LevelSet, level_sets_within, next_level_set
-from autofit.analysis.verdicts import refused, tainted
+from autofit.analysis.ranking import ranked
 from autofit.plan import Plan
-from autofit.tuning.reference import leading, leaner_reference
+from autofit.space.order import expected
+from autofit.strategies import AS_IS
 from autofit.worker.records.trials import Verdict
 
 MAX_SHORT = 5
 """Trials that may run out of memory before level sets are tried, if no plan fits.
 
 Without this many, level sets are tried only if the computed static memory exceeds the budget."""
+COMPILE = strategies.get("compile")
 
 
 class FixedStarts:
     """The fixed starts that are due in one state of a search."""
 
-    def __init__(
-        self, state: SearchState, *, has_reference: bool, earlier: Sequence[Plan] = ()
-    ) -> None:
-        """``has_reference``: whether there is a trial to compare the others with.
-
-        ``earlier``: the fastest plans of an earlier study of the same model.
-        """
+    def __init__(self, state: SearchState, *, earlier: Sequence[Plan] = ()) -> None:
+        """``earlier``: the fastest plans of an earlier study of the same model."""
         self._state = state
-        self._has_reference = has_reference
         self._earlier = earlier
+        self._tried = state.running.union(trial.plan for trial in state.finished)
+
+    @property
+    def script_runs(self) -> bool:
+        """Whether the script runs as it is."""
+        return Plan() in self._state.running
 
     def due(self, launch: Launch | None) -> tuple[Plan | None, bool]:
         """Return the start for ``launch``, or for a new one; and whether others must wait.
 
-        Others wait for a start that runs, or that needs another launch. They do not wait for a
-        reference with a plan: it is slow, and the winner is compared with it when it is confirmed.
+        Others wait for the script as it is, and while no set of levels is known that fits.
         """
         state = self._state
-        if launch is None and Plan() in state.running:
+        if launch is None and self.script_runs:
             return None, True
-        tried = state.running.union(trial.plan for trial in state.finished)
-        if launch is None and Plan() not in tried:
+        if launch is None and Plan() not in self._tried:
             return Plan(), True
         level_set = self._next_level_set()
         if level_set is not None:
             return self._leanest(level_set, launch), True
         if state.level_sets is not None and not state.fits:
             return None, True
-        first = self._reference()
-        if first is None or first in state.running:
-            return self._from_earlier(launch), False
-        here = launch is None or (launch.fresh and _follows(first, launch))
-        return (first if here else None), True
+        starts = (self._expert(), self._compiled(), *self._earlier)
+        return next((plan for plan in starts if self._can_start(plan, launch)), None), False
 
-    def _from_earlier(self, launch: Launch | None) -> Plan | None:
-        """Return the next plan of an earlier study; ``None`` if ``launch`` can measure none."""
+    def _can_start(self, plan: Plan | None, launch: Launch | None) -> bool:
+        """Return whether a plan is new, allowed, and possible in ``launch``."""
+        if plan is None or plan in self._tried or self._state.why_not(plan) is not None:
+            return False
+        return launch is None or launch.can_measure(plan, self._state.first_in_process)
+
+    def _expert(self) -> Plan | None:
+        """Return the plan that is expected to be fastest, of those that need no own process.
+
+        It leaves open how many blocks are checkpointed, and how the batch is split. A plan that is
+        made for one batch size comes later.
+        """
         state = self._state
-        tried = state.running.union(trial.plan for trial in state.finished)
-        for plan in self._earlier:
-            here = launch is None or launch.can_measure(plan, state.first_in_process)
-            if plan not in tried and here and state.why_not(plan) is None:
-                return plan
-        return None
-
-    @property
-    def reference_runs(self) -> bool:
-        """Whether the neutral plan, or the plan chosen as the reference, is running."""
-        running = self._state.running
-        exact = [plan for plan in running if self._first([plan], ended=False)]
-        return Plan() in running or bool(
-            exact and (self._leading(exact) or self._leaner() in running)
-        )
-
-    def _reference(self) -> Plan | None:
-        """Return the plan to launch as the reference; ``None`` if no reference is missing."""
-        candidates = set(self._state.situation().candidates)
-        plans = [plan for plan in self._state.space.plans() if plan in candidates]
-        return self._leading(plans) or self._leaner()
-
-    @property
-    def _reference_missing(self) -> bool:
-        no_baseline = self._state.baseline in (None, Verdict.MEASURED)
-        return not (self._has_reference or no_baseline)
-
-    def _leading(self, candidates: Sequence[Plan]) -> Plan | None:
-        return self._first(candidates, ended=True) if self._reference_missing else None
-
-    def _leaner(self) -> Plan | None:
-        state = self._state
-        if not self._reference_missing:
+        plans = [
+            plan
+            for plan in state.situation().candidates
+            if plan.fixed.neutral and plan.unsized == plan and not plan.alone
+        ]
+        if state.facts is None or any(not trial.plan.neutral for trial in state.finished):
             return None
-        return leaner_reference(
-            state.space, state.finished, state.facts, state.budget, cuda=state.cuda
-        )
+        return min(plans, key=lambda plan: expected(plan, state.facts), default=None)
 
-    def _first(self, candidates: Sequence[Plan], *, ended: bool) -> Plan | None:
+    def _compiled(self) -> Plan | None:
+        """Return the fastest plan so far, compiled, if compiling may pay within the horizon."""
         state = self._state
-        return leading(candidates, state.finished if ended else (), state.facts, cuda=state.cuda)
+        best = next(iter(ranked(state.finished, state.budget, state.horizon)), None)
+        levels = [
+            level
+            for level in dict(state.space.levels).get(COMPILE.name, ())
+            if level != AS_IS and not COMPILE.level(level).refines
+        ]
+        if best is None or best.measurement is None or state.facts is None or best.plan.neutral:
+            return None
+        if best.plan[COMPILE.name] != AS_IS:
+            return None
+        step, facts = best.measurement.seconds, state.facts
+        for level in sorted(levels, key=lambda each: COMPILE.expected_setup(each, facts)):
+            saved = (1.0 - COMPILE.expected_slowdown(level, facts)) * step * state.horizon
+            if saved >= PAYBACK * COMPILE.expected_setup(level, facts):
+                return best.plan.searched.replace(**{COMPILE.name: level})
+        return None
 
     def _next_level_set(self) -> LevelSet | None:
         """Return the level set to try next; ``None`` if a plan fits or no set is left.
@@ -120,30 +117,15 @@ class FixedStarts:
         return next_level_set(level_sets or (), state.space, state.finished)
 
     def _leanest(self, level_set: LevelSet, launch: Launch | None) -> Plan | None:
-        """Return the plan that tests whether a level set is enough; ``None`` while another runs.
-
-        If the set allows an exact plan, the reference comes first.
-        """
+        """Return the plan that tests whether a level set is enough; ``None`` while another runs."""
         state = self._state
         if launch is None and state.running:
             return None
-        known = state.running.union(trial.plan for trial in state.finished)
-        ended = refused(state.finished)
-        others = [
-            plan
-            for plan in level_set.plans(state.space)
-            if plan not in known and not tainted(plan, ended, state.finished)
-        ]
-        first = None if level_set.own_process else self._leading(others)
-        plan = first or level_set.leanest(state.space)
+        plan = level_set.leanest(state.space)
         if plan is None or plan in state.running:
             return None
         if launch is None:
             return plan
-        alone = first is not None or plan.alone or plan in state.first_in_process
-        here = _follows(plan, launch) and not level_set.own_process and (launch.fresh or not alone)
-        return plan if here else None
-
-
-def _follows(plan: Plan, launch: Launch) -> bool:
-    return plan.follows(launch.fixed)
+        alone = plan.alone or plan in state.first_in_process
+        follows = plan.follows(launch.fixed) and not level_set.own_process
+        return plan if follows and (launch.fresh or not alone) else None

@@ -26,7 +26,7 @@ from autofit.worker.launch.launcher import HARNESS, Control, launch
 from autofit.worker.launch.reaper import SESSION, Reaper
 from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE, Card
-from autofit.worker.records.trials import Answer, GoOn, LaunchEvent, LaunchRequest, Script
+from autofit.worker.records.trials import Answer, LaunchEvent, LaunchRequest, Script
 
 GOODBYE = 15.0
 """Seconds that a running launch has to end after ``stop``."""
@@ -171,8 +171,8 @@ class Slot:
             self._idle.set()  # before a new control: ``stop`` reads the control first, then this
             self._control = Control()
 
-    def answer(self, answer: Answer | GoOn) -> None:
-        """Answer the running launch, which asks for another plan or whether to go on."""
+    def answer(self, answer: Answer) -> None:
+        """Answer the running launch, which asks for another plan."""
         self._control.answer(answer)
 
     def use(self, request: LaunchRequest) -> bool:

@@ -19,7 +19,7 @@ from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE
-from autofit.worker.records.trials import Answer, GoOn, LaunchEnded, LaunchEvent, LaunchRequest
+from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
 
 Happening = tuple[int, LaunchEvent | WorkerError]
 """A slot and its event. After a ``WorkerError`` the slot is free and can be used again."""
@@ -162,7 +162,7 @@ class Pool:
         if self._await(use.remote(request)) is False:
             self._spares.clear()  # something ends such processes: another would be lost too
 
-    def answer(self, slot: int, answer: Answer | GoOn) -> None:
+    def answer(self, slot: int, answer: Answer) -> None:
         """Answer the launch on ``slot``, which asks; do nothing if it has ended."""
         self._await(self._actors[slot].answer.options(concurrency_group="control").remote(answer))
 

@@ -16,12 +16,12 @@ from autofit.worker.launch.child import Child, python
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.oom import classifier
 from autofit.worker.records.hosts import RemoteHost
-from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event, GoOn, LaunchRequest
+from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event, LaunchRequest
 
 POLL = 1.0
 """Seconds after which ``hear`` returns without news, which shows that the actor is alive."""
 
-Message = Agreed | Answer | GoOn | LaunchRequest
+Message = Agreed | Answer | LaunchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ from autofit.worker.records.trials import (
     Answer,
     ChildSpec,
     Event,
-    GoOn,
     LaunchRequest,
 )
 
@@ -37,9 +36,9 @@ The child sends pickled events through it to its parent.
 CONTROL_FD = "AUTOFIT_CONTROL_FD"
 """Environment variable with the child's descriptor of the control pipe.
 
-The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking``, a ``GoOn`` to each
-``RoundEnded`` and an ``Agreed`` once all ranks have sent ``Agreeing``. To a prepared child it also
-sends the ``LaunchRequest`` for which the child is used. When the pipe breaks, the child ends.
+The parent sends one ``ChildSpec``, then an ``Answer`` to each ``Asking`` and an ``Agreed`` once all
+ranks have sent ``Agreeing``. To a prepared child it also sends the ``LaunchRequest`` for which the
+child is used. When the pipe breaks, the child ends.
 """
 
 STAND_IN = "autofit.worker.cluster.stand_in"
@@ -169,7 +168,7 @@ class Child:
         """Give the child ``seconds`` to exit by itself, then kill its process group."""
         self._after(seconds, self.kill)
 
-    def answer(self, answer: Answer | GoOn | Agreed | LaunchRequest) -> None:
+    def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
         """Send the child the answer that it is waiting for."""
         with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
             self._control.send(answer)

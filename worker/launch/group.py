@@ -26,7 +26,6 @@ from autofit.worker.records.trials import (
     ChildSpec,
     Event,
     Finished,
-    GoOn,
     LaunchRequest,
     OutOfMemory,
     PlanEnded,
@@ -138,7 +137,7 @@ class Group:
         for child in self._ranks:
             child.linger(seconds)
 
-    def answer(self, answer: Answer | GoOn | Agreed | LaunchRequest) -> None:
+    def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
         """Send every rank the answer that all of them are waiting for."""
         for child in self._ranks:
             child.answer(answer)

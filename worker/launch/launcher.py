@@ -4,8 +4,7 @@ The child is a new interpreter that runs the harness by its path. ``AUTOFIT_EVEN
 ``AUTOFIT_CONTROL_FD`` hold the descriptors of its two pipes. The child receives one ``ChildSpec``
 with ``multiprocessing.connection.Connection.recv`` and sends events with ``Connection.send``.
 ``lifeline.watch`` ends it when the control pipe breaks. The parent replies to ``Asking`` with an
-``Answer``, and to ``RoundEnded`` with a ``GoOn``. A launch may consist of several such processes,
-the ranks (``group.py``).
+``Answer``. A launch may consist of several such processes, the ranks (``group.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from autofit.worker.records.trials import (
     ChildSpec,
     Event,
     Finished,
-    GoOn,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -49,7 +47,6 @@ from autofit.worker.records.trials import (
     PlanStarted,
     Proven,
     Raised,
-    RoundEnded,
     Shortage,
     Traced,
     TrialReport,
@@ -235,14 +232,13 @@ class Control:
         self._decided.wait()
         return None if self.stopped else self._used_for
 
-    def answer(self, answer: Answer | GoOn) -> None:
+    def answer(self, answer: Answer) -> None:
         """Answer a launch that asks; do nothing if the launch has ended."""
         with self._lock:
             if self._child is None or self._reporter is None:
                 return
-            if isinstance(answer, Answer):
-                self._reporter.answered(answer)
-                self._child.limit(answer.timeout)
+            self._reporter.answered(answer)
+            self._child.limit(answer.timeout)
             self._child.answer(answer)
 
     def attach(self, child: Child | Group, reporter: _TrialReporter) -> None:
@@ -370,8 +366,7 @@ class _TrialReporter:
     def answered(self, answer: Answer) -> None:
         """Record the answer that the child is about to get."""
         self._timeout = answer.timeout
-        if answer.plan is not None:
-            self._plans.append(answer.plan)
+        self._plans += answer.plans
 
     def forward(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
         """Record an event of ``child``; yield what the controller needs of it."""
@@ -404,7 +399,6 @@ class _TrialReporter:
                 | Traced()
                 | Uncontained()
                 | Asking()
-                | RoundEnded()
             ):
                 yield event
             case PlanEnded():

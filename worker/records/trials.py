@@ -152,6 +152,8 @@ class Measurement:
     """``peak_device`` of each rank, with several ranks; ``peak_device`` is the largest."""
     checkpointing: str | None = None
     """The level of ``checkpointing``: how many blocks ran again. ``None`` in older measurements."""
+    probed: bool = False
+    """Whether the figures are those of one chunk, from which a step's were computed."""
 
     def plan(self, searched: Plan) -> Plan:
         """Return the plan that was measured: ``searched`` with the measured numbers."""
@@ -223,9 +225,7 @@ class TrialReport:
     """The plan that was requested; ``best`` holds the one to use."""
     verdict: Verdict
     reason: str = ""
-    """One line for people: why the plan was refused, what failed, where memory ran out, or why a
-    measured plan was stopped early.
-    """
+    """One line for people: why the plan was refused, what failed, or where memory ran out."""
     best: Plan | None = None
     """The plan with its best micro-batch size, for a measured trial."""
     measurements: tuple[Measurement, ...] = ()
@@ -244,11 +244,6 @@ class TrialReport:
     """
     traceback: str = ""
     """Python's traceback without autofit's own frames, for a failed trial."""
-    pruned: bool = False
-    """Whether a measured plan was stopped early, because it is clearly slower than the best one.
-
-    Not stored; the reason says so.
-    """
     startup_seconds: float = 0.0
     """Seconds from the start of the process to the root's first call."""
     gradient_difference: float | None = None
@@ -313,28 +308,6 @@ class Measured:
 
     index: int
     measurement: Measurement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundEnded:
-    """The child has measured some steps of the current plan, and waits for a ``GoOn``."""
-
-    index: int
-    steps: tuple[tuple[int, float], ...]
-    """The new steps: the index of the batch, and seconds.
-
-    Batches are counted from the start of a window. Each window of a trial starts at the next
-    multiple of ``WINDOW``, so no index is used twice in a trial.
-    """
-    effective_batch: int
-    """As in ``Measurement``."""
-    compile_seconds: float = 0.0
-    """As in ``Measurement``, up to now."""
-    least_seconds: float | None = None
-    """Of a window that serves to find the size: what a step takes at least, at any size.
-
-    Such a window has no ``steps``.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,7 +505,6 @@ Event = (
     | Verified
     | BandwidthMeasured
     | PlanStarted
-    | RoundEnded
     | Measured
     | Traced
     | Shortage
@@ -548,12 +520,18 @@ Event = (
 # --- a launch ---------------------------------------------------------------------------------
 
 STEPS = 5
-"""Default number of optimizer steps in a measurement window.
+"""Default number of optimizer steps over which a given plan is measured."""
 
-A window of this length is measured in rounds of as many steps, until the median is known.
-"""
-WINDOW = 100
-"""Indices of batches that each window of a trial has for itself, in ``RoundEnded``."""
+
+class Stage(StrEnum):
+    """What a launch does with the plans of an answer."""
+
+    PROBE = "probe"
+    """Run single chunks under the plan while the script waits, and compute a step from them."""
+    STEPS = "steps"
+    """Measure real optimizer steps, under the plans in turn."""
+    CHECK = "check"
+    """Verify the plan on the script's model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -561,8 +539,7 @@ class LaunchRequest:
     """Processes to start, and the plans to measure in them, one after another.
 
     With ``converses``, the launch asks for another plan after the last, until the answer is that
-    there is none. It also asks whether to go on, at the end of each round of steps. The start-up
-    time is spent once, and each choice uses the results so far.
+    there is none. The start-up time is spent once, and each choice uses the results so far.
     """
 
     script: Script
@@ -626,26 +603,18 @@ class LaunchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The reply to a launch that asks for another plan."""
+    """The reply to a launch that asks for more plans."""
 
-    plan: Plan | None
-    """``None`` if there is none; then the launch ends."""
+    plans: tuple[Plan, ...]
+    """None if there are none; then the launch ends. Only ``Stage.STEPS`` takes several."""
+    stage: Stage = Stage.PROBE
+    """What to do with them."""
     timeout: float
     """Seconds from now after which the launch is killed."""
     whole_fits: bool = False
     """Whether the unchanged script is known to fit by now."""
     proven: tuple[Proven, ...] = ()
     """Evidence from all launches so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoOn:
-    """The reply to ``RoundEnded``."""
-
-    more: bool
-    """Whether more steps could change how the plan compares with the best one."""
-    pruned: bool = False
-    """Whether the plan is clearly slower than the best one, so that its trial ends here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -717,7 +686,6 @@ LaunchEvent = (
     | Proven
     | Verified
     | BandwidthMeasured
-    | RoundEnded
     | Measured
     | Traced
     | Shortage

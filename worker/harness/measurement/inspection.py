@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
 from autofit.worker.harness.measurement import leaks, snapshot
@@ -122,10 +121,6 @@ class InspectedRun(Session):
     def optimizer_plan(self) -> Plan:
         """Return the plan."""
         return self._plan
-
-    def splits(self) -> bool:
-        """Return whether the plan splits the batch."""
-        return self._plan["micro_batch"] != AS_IS
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """End the script: this plan cannot be inspected."""

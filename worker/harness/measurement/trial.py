@@ -1,12 +1,22 @@
-"""A trial: measures plan after plan at the step boundaries of one running script."""
+"""A trial: observes a running script, probes plans in one of its calls, and confirms the best.
+
+The first steps run as the script has them. At the next call the script waits, while plan after plan
+is probed by single chunks (``probe.py``). The best plans then train for some steps in turn, and the
+winner is verified last. So nothing that a check touches is ever measured, and nothing is verified
+that does not win.
+
+Several ranks, several models, and plans that show in whole steps only are measured by steps.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, NoReturn
 
 import torch
@@ -17,52 +27,45 @@ from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
-from autofit.strategies.checkpointing import ALL, Checkpointing, level_of, most_blocks
+from autofit.strategies.checkpointing import Checkpointing, level_of, most_blocks
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.harness.batch import evaluation
-from autofit.worker.harness.batch.layout import equal_cuts
-from autofit.worker.harness.measurement.block_search import solve
+from autofit.worker.harness.measurement import sizes
+from autofit.worker.harness.measurement.probe import NotProbed, Prober, Rest
+from autofit.worker.harness.measurement.probe import Shortage as ProbeShortage
 from autofit.worker.harness.measurement.same_batches import SameBatches
-from autofit.worker.harness.measurement.size_search import (
-    LONG,
-    SHORT,
-    Ask,
-    Ramp,
-    enough,
-    larger_size,
-    least_seconds,
-    ramp,
-    round_ended,
-    settled,
-    size_to_compile,
-)
 from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.tracer import Tracer
 from autofit.worker.harness.measurement.window import (
     RefusedAllocations,
     Step,
     Window,
+    joined,
     leaner_shortage,
 )
 from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
+from autofit.worker.harness.patching.observers import inside
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.ranks import bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
+from autofit.worker.harness.rescue.standby import Graph
+from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.rank_agreement import RankAgreement
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
+from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import is_shortage
-from autofit.worker.oom.classifier import classify
+from autofit.worker.oom.classifier import Kind, classify
 from autofit.worker.records.trials import (
-    STEPS,
-    WINDOW,
+    Answer,
     BandwidthMeasured,
     Finished,
     LaunchRequest,
@@ -72,17 +75,27 @@ from autofit.worker.records.trials import (
     OutOfMemory,
     PlanEnded,
     PlanStarted,
-    RoundEnded,
     Shortage,
+    Stage,
     Traced,
     TrialReport,
     Verdict,
     Verified,
 )
 
-PRUNED = "stopped early: slower than the best plan"
-"""The reason of a plan that is pruned."""
-Schedule = Generator[Window, None, None]
+Schedule = Generator[Window | None, None, None]
+"""Yields the next window of steps, or ``None`` to wait for the next call of the model."""
+Measuring = Generator[Window | None, None, Measurement | None]
+OBSERVED = 2
+"""Steps of the script as it is that are timed, after the traced ones."""
+TURNS = 2
+"""Windows of each plan when plans train in turn: A, B, A, B."""
+TURN = 3
+"""Steps of such a window."""
+SLOW = 1.0
+"""Seconds of a step above which a window has one step less."""
+LONG = 8.0
+"""Seconds of measured steps after which a window ends early."""
 GRACE = 10.0
 """Seconds in which a stopped script must end."""
 
@@ -119,17 +132,28 @@ class Trial(Session):
         self._whole_fits = request.whole_fits
         self._schedule: Schedule | None = None
         self._current: Window | None = None
+        self._waits_for_call = False
+        """The schedule goes on in the next call of the model, which then waits."""
+        self._call: tuple[HarnessRoot, Any, Any] | None = None
+        """The call that waits."""
+        self._prober: Prober | None = None
+        self._suspension = ExitStack()
+        self._probed_plan: Plan | None = None
+        """The plan that is applied for a probe."""
+        self._rest = Rest()
+        self._observed: Measurement | None = None
+        """The script as it is, until the rest of its step is known."""
+        self._probes: dict[Plan, Measurement] = {}
+        self._by_steps: dict[Plan, Measurement] = {}
+        """What real steps have shown, by plan."""
         self.over = False  # the script was told to end
         self._tracer = Tracer(self.seams.weight_views)
         self._traced = 0  # the plan that is being traced
         self._measured: list[tuple[Plan, Measurement]] = []
         """Measurements of the present plan."""
-        self._windows = 0  # of the present plan
-        self._pruned = False
-        """The present plan is clearly slower than the best one of the search."""
         self._shortage: OutOfMemory | None = None
-        self._found: dict[Plan, list[Measurement]] = {}
-        """The measurements of each plan with numbers to find, the best one last."""
+        self._found: dict[Plan, Measurement] = {}
+        """The best measurement of each plan with numbers to find."""
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
@@ -137,7 +161,7 @@ class Trial(Session):
         self._refusals = RefusedAllocations(meter)
         self.reads.start()
         self._verified: set[Plan] = set()
-        """Plans, without a size, under which a step has run."""
+        """Verified plans under which a step has run."""
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
         self._open_graphs = 0
@@ -176,23 +200,64 @@ class Trial(Session):
     # --- the schedule ----------------------------------------------------------------------
 
     def _plans(self) -> Schedule:
-        """Measure the plans, one window of steps at a time."""
+        """Do what the parent asks for, one answer after another."""
         self._startup = time.monotonic() - self._started
         self._measure_bandwidth()
-        for index, plan in enumerate(self._each()):
-            self.index = index
-            self._ranks.tell(PlanStarted(index=self.index, startup_seconds=self._startup))
-            self._measured, self._shortage = [], None
-            self._windows, self._pruned = 0, False
-            try:
-                yield from self._sizes(plan)
-            except Refused as refusal:
-                self._end_plan(Verdict.REFUSED, str(refusal), refusal.strategy)
-            else:
-                self._whole_fits |= plan.neutral and bool(self._measured)
-                verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
-                self._end_plan(verdict, PRUNED if self._pruned else "")
-            self._startup = 0.0
+        for plan in tuple(self._given):
+            yield from self._first(plan)
+        if self._request.converses:
+            self._tracer.stop()  # steps under a plan are compared in a process of their own
+        while self._request.converses:
+            answer = self._reporter.ask(fresh=self._is_fresh())
+            if not answer.plans:
+                return
+            self._whole_fits |= answer.whole_fits
+            self.known.hear(answer.proven)
+            yield from self._follow(answer)
+
+    def _first(self, plan: Plan) -> Schedule:
+        """Begin with a plan of the request.
+
+        A search observes the script as it is, or probes the plan for which a launch was started. A
+        plan that is measured again runs for more steps, and is verified afterwards unless it was.
+        """
+        self._begin(len(self._given) - 1)
+        if not self._request.converses:
+            yield from self._ended(plan, self._again(plan))
+        elif plan.neutral:
+            yield from self._ended(plan, self._as_it_is(plan))
+        else:
+            yield from self._ended(plan, self._sizes(plan))
+
+    def _follow(self, answer: Answer) -> Schedule:
+        """Do what an answer asks for."""
+        first = len(self._given)
+        self._given += answer.plans
+        if answer.stage is Stage.STEPS:
+            yield from self._in_turn(range(first, len(self._given)))
+            return
+        for index, plan in enumerate(answer.plans, first):
+            self._begin(index)
+            measure = self._checked if answer.stage is Stage.CHECK else self._sizes
+            yield from self._ended(plan, measure(plan))
+
+    def _begin(self, index: int) -> None:
+        """Start the plan at ``index``."""
+        self.index = index
+        self._ranks.tell(PlanStarted(index=index, startup_seconds=self._startup))
+        self._measured, self._shortage = [], None
+
+    def _ended(self, plan: Plan, measuring: Schedule) -> Schedule:
+        """Run ``measuring``, and report the plan with what it has measured."""
+        try:
+            yield from measuring
+        except Refused as refusal:
+            self._end_plan(Verdict.REFUSED, str(refusal), refusal.strategy)
+        else:
+            self._whole_fits |= plan.neutral and bool(self._measured)
+            verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
+            self._end_plan(verdict, "")
+        self._startup = 0.0
 
     def _measure_bandwidth(self) -> None:
         """Report how fast the ranks communicate, if the parent does not know."""
@@ -203,133 +268,88 @@ class Trial(Session):
         if found is not None:
             self._ranks.tell(BandwidthMeasured(ranks=self._group.size, bandwidth=found))
 
-    def _each(self) -> Iterator[Plan]:
-        """Yield the plans of the request, then those that the parent answers with."""
-        yield from tuple(self._given)
-        while self._request.converses:
-            answer = self._reporter.ask(fresh=self._is_fresh())
-            if answer.plan is None:
-                return
-            self._whole_fits |= answer.whole_fits
-            self.known.hear(answer.proven)
-            self._given.append(answer.plan)
-            yield answer.plan
-
     def _is_fresh(self) -> bool:
         """Return whether the script is in the first call of its only root."""
         first_call = self.step_calls.seen <= 1 and self.phase == "forward"
         return self.steps == 0 and len(self.roots) == 1 and first_call
 
-    def _sizes(self, plan: Plan) -> Schedule:
-        if not plan.open:
-            yield from self._measure(plan, self._request.steps)
-        elif plan.unsized != plan:
-            yield from self._at_its_size(plan, plan.unsized)
-        else:
-            yield from self._solve(plan)
+    # --- real steps ------------------------------------------------------------------------
 
-    def _at_its_size(self, plan: Plan, unsized: Plan) -> Schedule:
-        """Measure ``plan`` at a size that suits ``unsized``, its part without a fixed size.
+    def _as_it_is(self, plan: Plan) -> Schedule:
+        """Observe the script as it is."""
+        self._observed = yield from self._steps(plan, OBSERVED)
 
-        If the plan keeps fewer activations, start with a larger size that may fit. After a
-        shortage, checkpoint more blocks if the plan leaves their number open; then halve the size.
-        If the measured peak leaves room for a larger size, measure that one too.
-        """
-        if unsized not in self._found:
-            yield from self._solve(unsized)
-            self._measured = []
-        if unsized not in self._found:
+    def _again(self, plan: Plan) -> Schedule:
+        """Measure a plan of an earlier search, and verify it if no process has."""
+        if (yield from self._steps(plan, self._request.steps)) is None:
             return
-        best = self._found[unsized][-1]
-        level = best.checkpointing
-        sizes = {m.micro_batch: m for m in self._found[unsized] if m.checkpointing == level}
-        size = round(size_to_compile(sizes, best) / plan.sized_keeps)
-        while size:
-            first, last = equal_cuts(plan.samples(self.facts.batch or size), size)[-1]
-            size = last - first
-            sized = plan.sized(size, level)
-            if (measured := (yield from self._measure(sized, self._request.steps))) is not None:
-                yield from self._at_larger_size(plan, sizes, measured)
-                return
-            more = Checkpointing().leaner_levels(level or ALL, self.facts)
-            if plan["checkpointing"] == AUTO and more:
-                level = more[0]
-            elif plan["micro_batch"] == AUTO:
-                size //= 2
-            else:
-                return
+        if not plan.neutral and not all(root.proof.is_known(plan) for root in self._alive()):
+            yield from self._checked(plan)
 
-    def _at_larger_size(
-        self, plan: Plan, sizes: Mapping[int, Measurement], measured: Measurement
-    ) -> Schedule:
-        """Measure a compiled plan at a larger size too, if it leaves room for one."""
-        batch, budget = plan.samples(self.facts.batch or 1), self._request.budget
-        larger = larger_size(sizes, measured, batch, budget)
-        if larger is None or plan["micro_batch"] != AUTO or self._pruned:
-            return
-        yield from self._measure(plan.sized(larger, measured.checkpointing), self._request.steps)
-        self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
+    def _checked(self, plan: Plan) -> Schedule:
+        """Verify a plan that was measured, and run a step under it."""
+        measured, self._measured = self._measured, []
+        for root in self._alive():
+            root.take_back()
+        measurement = yield from self._steps(plan, 1, check=True)
+        if measurement is not None:
+            self._measured = measured or [(plan, self._by_steps.get(plan, measurement))]
 
-    def _solve(self, plan: Plan) -> Schedule:
-        """Search the fastest numbers of ``plan`` that fit."""
-        search, measurement = self._search(plan), None
-        while True:
-            try:
-                ask = search.send(measurement)
-            except StopIteration as end:
-                winner = end.value
-                self._measured.sort(key=lambda pair: pair[1] is winner)
-                if winner is not None:
-                    self._found[plan] = [measured for _, measured in self._measured]
-                return
-            sized = plan.sized(ask.micro_batch, self._level(ask))
-            measurement = yield from self._measure(sized, ask.steps)
-            if self._pruned:
-                self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
-                return
+    def _in_turn(self, indices: range) -> Schedule:
+        """Measure plans by real steps: A, B, A, B. Report all of them at the end."""
+        found: dict[int, list[Measurement]] = {index: [] for index in indices}
+        for _ in range(TURNS):
+            for index in indices:
+                if index not in found:
+                    continue
+                plan = self._given[index]
+                if not found[index]:
+                    self._begin(index)
+                self.index, self._measured = index, []
+                try:
+                    measurement = yield from self._steps(plan, self._turn_of(plan))
+                except Refused as refusal:
+                    self._end_plan(Verdict.REFUSED, str(refusal), refusal.strategy)
+                    del found[index]
+                    continue
+                if measurement is None:
+                    self._end_plan(Verdict.OUT_OF_MEMORY, "")
+                    del found[index]
+                else:
+                    found[index].append(measurement)
+        for index, measurements in found.items():
+            self.index, plan = index, self._given[index]
+            measurement = joined(measurements)
+            self._measured, self._shortage = [(plan, measurement)], None
+            self._learn_rest(plan, measurement)
+            self._by_steps[plan] = measurement
+            self._end_plan(Verdict.MEASURED, "")
 
-    def _search(self, plan: Plan) -> Ramp:
-        """Return the search for the numbers that ``plan`` leaves open."""
-        request, gradients = self._request, self._gradient_bytes()
-        batch = plan.samples(self.facts.batch or 1)
-        beside_forward = gradients if self.facts.calls_per_step == 1 else 0
-        if plan["checkpointing"] != AUTO:
-            return ramp(
-                batch,
-                request.budget,
-                request.steps,
-                whole_fits=self._whole_fits,
-                even=lambda: self._ranks.even_chunks(self.roots),
-                gradients=beside_forward,
-            )
-        if reason := Checkpointing().inapplicable(AUTO, self.facts):
-            raise Refused(reason, Checkpointing.name)
-        return solve(
-            batch if plan["micro_batch"] in (AS_IS, AUTO) else int(plan["micro_batch"]),
-            most_blocks(self.facts),
-            request.budget,
-            request.steps,
-            splits=plan["micro_batch"] == AUTO,
-            whole_fits=self._whole_fits,
-            even=lambda: self._ranks.even_chunks(self.roots),
-            gradients=beside_forward,
-            held=gradients,
-        )
+    def _turn_of(self, plan: Plan) -> int:
+        """Return the steps of a window of a turn."""
+        known = self._by_steps.get(plan) or self._probes.get(plan)
+        return TURN - (known is not None and known.seconds > SLOW)
 
-    def _level(self, ask: Ask) -> str | None:
-        """Return the level of ``checkpointing`` that a search asks for."""
-        return None if ask.blocks is None else level_of(ask.blocks, most_blocks(self.facts))
+    def _learn_rest(self, plan: Plan, measured: Measurement) -> None:
+        """Learn what a step needs beside the model, if the script as it is did not show it."""
+        probed = self._probes.get(plan)
+        if probed is not None and self._rest == Rest():
+            self._rest = _difference(measured, probed)
 
-    def _measure(self, plan: Plan, steps: int) -> Generator[Window, None, Measurement | None]:
-        """Measure one window; return ``None`` if memory ran out.
+    def _steps(self, plan: Plan, steps: int, *, check: bool = False) -> Measuring:
+        """Measure one window of real steps; return ``None`` if memory ran out.
 
         Raises ``Refused`` if the plan was refused.
         """
-        compiled = self._compiling.seconds()
-        window = Window(plan, steps, compiled=compiled, refused=self._refusals.count())
+        window = Window(
+            plan,
+            steps,
+            compiled=self._compiling.seconds(),
+            refused=self._refusals.count(),
+            check=check,
+        )
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
-        self._windows += 1
         yield window
         if window.refusal is not None:
             # A new error: the frames of the first hold the batch.
@@ -340,11 +360,207 @@ class Trial(Session):
         measurement = self._measurement(window)
         if (short := window.does_not_hold(measurement, self._request.budget)) is not None:
             self._shortage = leaner_shortage(self._shortage, short)
-            self._pruned = False  # its speed says nothing: a smaller size is used
             return None
+        self._note(plan, measurement)
+        return measurement
+
+    def _note(self, plan: Plan, measurement: Measurement) -> None:
+        known = tuple(root.facts for root in self._alive() if root.facts is not None)
+        if known != self.facts.roots:  # a split has shown that the model draws random numbers
+            self.learn(roots=known)
         self._measured.append((plan, measurement))
         self._ranks.tell(Measured(index=self.index, measurement=measurement))
-        return measurement
+
+    # --- probes ----------------------------------------------------------------------------
+
+    def _sizes(self, plan: Plan) -> Schedule:
+        """Measure a plan, with the fastest numbers where it leaves some open."""
+        yield from self._wait_for_call()
+        if not plan.open:
+            yield from self._measure(plan)
+        elif plan.unsized != plan:
+            yield from self._at_its_size(plan)
+        else:
+            yield from self._solve(plan)
+        self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
+
+    def _at_its_size(self, plan: Plan) -> Schedule:
+        """Measure ``plan`` at the numbers of its part without levels made for one size."""
+        unsized = plan.unsized
+        if unsized not in self._found:
+            yield from self._solve(unsized)
+            self._measured = []
+        if (best := self._found.get(unsized)) is None:
+            return
+        level, size = best.checkpointing, best.micro_batch
+        while size and (yield from self._measure(plan.sized(size, level))) is None:
+            more = Checkpointing().leaner_levels(level or AS_IS, self.facts)
+            if plan["checkpointing"] == AUTO and more:
+                level = more[0]
+            elif plan["micro_batch"] == AUTO:
+                size //= 2
+            else:
+                return
+
+    def _solve(self, plan: Plan) -> Schedule:
+        """Search the fastest numbers of ``plan`` that fit."""
+        search, measurement = self._search(plan), None
+        blocks = most_blocks(self.facts)
+        while True:
+            try:
+                ask = search.send(measurement)
+            except StopIteration as ended:
+                if (best := ended.value) is not None:
+                    self._found[plan] = best
+                    self._measured.sort(key=lambda pair: pair[1] is best)
+                return
+            level = None if ask.blocks is None else level_of(ask.blocks, blocks)
+            measurement = yield from self._measure(plan.sized(ask.micro_batch, level))
+
+    def _search(self, plan: Plan) -> sizes.Solver:
+        """Return the search for the numbers that ``plan`` leaves open."""
+        blocks = None
+        if plan["checkpointing"] == AUTO:
+            if reason := Checkpointing().inapplicable(AUTO, self.facts):
+                raise Refused(reason, Checkpointing.name)
+            blocks = most_blocks(self.facts)
+        split = plan["micro_batch"]
+        batch = plan.samples(self.facts.batch or 1)
+        if split not in (AS_IS, AUTO):
+            batch = int(split)
+        static = self._prober.static() if self._prober is not None else 0
+        return sizes.solve(
+            batch, self._request.budget, static=static, blocks=blocks, splits=split == AUTO
+        )
+
+    def _measure(self, plan: Plan) -> Measuring:
+        """Measure a plan with its numbers: by a probe, or by steps where it shows only there."""
+        if self._prober is not None:
+            try:
+                return self._probe(plan, self._prober)
+            except NotProbed:
+                self._leave_call()
+        return (yield from self._steps(plan, TURN))
+
+    def _probe(self, plan: Plan, prober: Prober) -> Measurement | None:
+        """Probe a plan; return ``None`` if it does not fit.
+
+        Raises ``Refused``, and ``NotProbed`` if the plan shows in whole steps only.
+        """
+        assert self._call is not None, "the script waits in a call"
+        root, _, _ = self._call
+        size = plan["micro_batch"]
+        samples = plan.samples(prober.samples)
+        compiled = self._compiling.seconds()
+        short: OutOfMemory | None = None
+        try:
+            self._apply_for_probe(root, plan)
+            chunk = samples if size == AS_IS else min(samples, int(size))
+            measurement = prober.measure(plan, chunk, self._rest)
+        except ProbeShortage as shortage:
+            short = replace(
+                shortage.found,
+                micro_batch=None if size == AS_IS else int(size),
+                steps=self.steps,
+                room=self.meter.available(),
+            )
+        except (Refused, NotProbed):
+            raise
+        except Exception as error:  # noqa: BLE001 - the plan's fault, or raised again
+            raise self._refusal_of(error, plan) from None
+        finally:
+            self._probed_plan = None
+            root.take_back()
+            prober.free()
+        if short is None:
+            measurement = replace(measurement, compile_seconds=self._compiling.seconds() - compiled)
+            excess = measurement.peak_device - self._request.budget
+            if excess <= 0:
+                self._probes[plan] = measurement
+                self._note(plan, measurement)
+                return measurement
+            short = Window(plan, 0).does_not_hold(measurement, self._request.budget)
+            assert short is not None, "it exceeds the budget"
+        short = replace(short, checkpointing=plan["checkpointing"])
+        self._shortage = leaner_shortage(self._shortage, short)
+        self._ranks.tell(Shortage(index=self.index, out_of_memory=short))
+        return None
+
+    def _apply_for_probe(self, root: HarnessRoot, plan: Plan) -> None:
+        """Apply a plan without its split: a probe cuts the batch itself."""
+        for strategy, level in plan:
+            if reason := strategy.inapplicable(level, self.facts):
+                raise Refused(reason, strategy.name)
+        root.take_back()
+        root.apply(plan.replace(micro_batch=AS_IS))
+        if root.acts_beyond_calls:
+            raise NotProbed("the plan acts outside the model's calls")
+        self._probed_plan = plan
+        self.optimizers.prepare()
+
+    def _refusal_of(self, error: Exception, plan: Plan) -> Refused:
+        """Return the refusal that an error under ``plan`` amounts to; raise one that stays."""
+        if classify(error).kind is not Kind.NOT_OOM:
+            raise error
+        if (fault := error_source.fault_of(error, plan)) is not None:
+            return fault
+        blamed = error_source.blamed(error.__traceback__, plan)
+        if blamed is None and plan["micro_batch"] != AS_IS:
+            blamed = "micro_batch"  # the model does not run on a part of this batch
+        clear_frames(error.__traceback__)
+        return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)
+
+    def _wait_for_call(self) -> Schedule:
+        """Let the script wait in the next call of its only model, if plans can be probed there."""
+        if self._prober is not None or not self._can_probe():
+            return
+        yield None
+        if self._call is None or not self._can_probe():
+            return
+        root, args, kwargs = self._call
+        try:
+            prober = Prober(root, args, kwargs, self.optimizers, self.meter, self.facts)
+        except NotProbed:
+            return
+        self._suspension.enter_context(inside(self.seams))
+        self._suspension.enter_context(self.seams.suspended())
+        self._suspension.enter_context(torch.enable_grad())
+        self._suspension.callback(RandomState.now().restore)
+        self._suspension.enter_context(prober.suspended())
+        self._prober = prober
+        self._compare_with_observed(prober)
+
+    def _compare_with_observed(self, prober: Prober) -> None:
+        """Learn what a step needs beside the model: probe the script as it is, too."""
+        observed, self._observed = self._observed, None
+        if observed is None:
+            return
+        try:
+            self._rest = _difference(observed, prober.measure(Plan(), prober.samples, Rest()))
+        except (NotProbed, ProbeShortage):
+            pass
+        finally:
+            prober.free()
+
+    def _can_probe(self) -> bool:
+        """Return whether plans can be probed: there is one model on one rank, with a batch."""
+        alive = self._alive()
+        return (
+            self._ranks.alone
+            and self._group is None
+            and len(alive) == 1
+            and self.facts.batch is not None
+            and not alive[0].weights_sharded
+            and not isinstance(alive[0].outer, nn.parallel.DistributedDataParallel)
+        )
+
+    def _leave_call(self) -> None:
+        """Let the script go on."""
+        self._prober = None
+        self._suspension.close()
+
+    def _alive(self) -> list[HarnessRoot]:
+        return [root for root in self.roots if root.alive]
 
     def _measurement(self, window: Window, said: tuple[Figures, ...] = ()) -> Measurement:
         """Return the measurement of all ranks; ``said``: their figures, if known already."""
@@ -371,7 +587,6 @@ class Trial(Session):
             measurements=tuple(measurement for _, measurement in self._measured),
             out_of_memory=self._shortage,
             blamed=blamed,
-            pruned=self._pruned,
             startup_seconds=self._startup,
             gradient_difference=max(differences, default=None),
         )
@@ -385,7 +600,11 @@ class Trial(Session):
             self._current = next(self._schedule)
         except StopIteration:
             self._current = None
+            self._leave_call()
             self._end()
+        self._waits_for_call = self._current is None
+        if self._current is not None:
+            self._leave_call()
 
     def _end(self) -> NoReturn:
         self.over = True
@@ -400,13 +619,13 @@ class Trial(Session):
         if self.over:
             return
         window = self._current
-        if window is not None and len(window.seconds) < SHORT:
+        if window is not None and len(window.seconds) < OBSERVED:
             window.count_traced()
         said = self._ranks.figures_at_end(None if window is None else self._figures(window))
         if self._caught:
             self._end_caught()
         elif window is not None and said and self._counts_at_end(window):
-            if len(window.seconds) >= SHORT and window.shortage is None:
+            if len(window.seconds) >= OBSERVED and window.shortage is None:
                 self._measured.append((window.plan, self._measurement(window, said)))
             if self._measured:
                 self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
@@ -418,7 +637,7 @@ class Trial(Session):
 
         A later plan of the launch gets another launch, unless the window was only to be longer.
         """
-        return self.index == 0 or enough(window.seconds, window.steps)
+        return self.index == 0 or len(window.seconds) >= window.steps
 
     # --- decisions for the session -------------------------------------------------------------
 
@@ -446,22 +665,21 @@ class Trial(Session):
 
     def optimizer_plan(self) -> Plan:
         """Return the present window's plan; before the first, the part that all plans share."""
+        if self._probed_plan is not None:
+            return self._probed_plan
         return self._current.plan if self._current is not None else self._request.plans[0].fixed
 
     def optimizer_refused(self, refusal: Refused) -> None:
         """End this plan, and start the next within the same step.
 
-        Raises ``refusal`` if the script has not called its model yet: it ends the launch.
+        Raises ``refusal`` if the script has not called its model yet: it ends the launch. So does a
+        probe, which reports it.
         """
-        if self._current is None:
+        if self._current is None or self._probed_plan is not None:
             raise refusal
         self._ranks.end_unless_agreed(refusal)
         self._current.end_refused(refusal)
         self._advance()
-
-    def splits(self) -> bool:
-        """Return whether a plan of the launch splits the batch; plans to come may."""
-        return self._request.converses or any(p["micro_batch"] != AS_IS for p in self._given)
 
     def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
         """End the launch; the next plan gets a new one.
@@ -517,9 +735,41 @@ class Trial(Session):
         self._ranks.tell(Learned(facts=self.facts))
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
-        """Run a backward pass; it frees the graphs of the calls before it."""
-        run()
+        """Run a backward pass; it frees the graphs of the calls before it.
+
+        In a search the script goes on after a shortage, without gradients: the next call of its
+        model waits for other plans. No step of this process trains a model that is kept.
+        """
+        try:
+            run()
+        except Exception as error:
+            if not self._goes_on_after(error):
+                raise
+            self.shortage(self.runner.out_of_memory(classify(error), None))
+            clear_frames(error.__traceback__)
+            self._drop_graph(tensors)
         self._open_graphs = 0
+
+    def _goes_on_after(self, error: Exception) -> bool:
+        """Return whether memory ran out in a backward pass of a search that goes on."""
+        searches = self._request.converses and self._current is not None
+        return searches and self._can_probe() and is_shortage(error, self.meter.short)
+
+    def _drop_graph(self, tensors: Any) -> None:
+        """Free the graph of a failed backward pass; the step that follows has zero gradients."""
+        Graph(tensors).release()
+        parameters = [p for m in self.modules() for p in m.parameters() if p.requires_grad]
+        for parameter in parameters:
+            parameter.grad = None
+        self.meter.release()
+        try:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        except Exception as error:
+            if not is_shortage(error, self.meter.short):
+                raise
+            for parameter in parameters:
+                parameter.grad = None
 
     def call_failed(self) -> None:
         """Note whether the script receives a shortage: it may catch it."""
@@ -555,7 +805,13 @@ class Trial(Session):
         self.step_calls.called(first=root is self.roots[0])
 
     def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a call; trace it if it is in one of the first steps."""
+        """Run a call; trace it if it is in one of the first steps. If it waits, probe plans."""
+        while self._waits_for_call and not transformed():
+            self._call = root, args, kwargs
+            try:
+                self._advance()
+            finally:
+                self._call = None
         return self._tracer.call(root, root is self.roots[0], args, kwargs, run)
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
@@ -575,12 +831,11 @@ class Trial(Session):
         """Return the facts of a root that all ranks use."""
         return self._ranks.common_facts(facts, first=not self.facts.roots)
 
-    def _gradient_bytes(self) -> int:
-        parameters = (p for module in self.modules() for p in module.parameters())
-        return self._ranks.gradient_bytes(sum(p.nbytes for p in parameters if p.requires_grad))
-
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
-        """Apply and verify ``plan`` on the model with its dropout enabled."""
+        """Apply ``plan``; verify it, with dropout enabled, if the present window is its check."""
+        if self._current is None or not self._current.check:
+            root.apply(plan)
+            return False
         self._compiling.seconds()
         root.take_back()
         self._compiling.seconds()
@@ -632,15 +887,17 @@ class Trial(Session):
         seen = self._ranks.step(own)
         if self.step_calls.learns(seen.calls, self.facts.calls_per_step):
             self.learn(calls_per_step=seen.calls)
-        batch = window.dropped + len(window.counted)
-        step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries, batch)
-        settling, before = window.settles(seen.proven or seen.compiled), len(window.counted)
+        step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
+        settling = window.settles(seen.proven or seen.compiled)
         window.end_short(seen.shortage)
         if window.shortage is not None:
             self._advance()
             return
-        self._tell_verified(window.plan)
-        if traced or settling or window.cold:
+        if window.check or all(root.proof.is_known(window.plan) for root in self._alive()):
+            self._tell_verified(window.plan)
+        if window.check:
+            window.counted.append(step)
+        elif traced or settling or window.cold:
             window.drop(anew=seen.proven and settling)
             if traced and not settling:
                 window.keep_traced(step, self.meter.peak())
@@ -651,43 +908,13 @@ class Trial(Session):
             self.meter.reset()  # peaks of a check and of the first step do not count
         else:
             window.counted.append(step)
-        grown = len(window.counted) > before
-        if grown and round_ended(window.seconds, window.steps) and not self._goes_on(window):
+        if len(window.counted) >= window.steps or (window.counted and window.lasted(LONG)):
             self._advance()
 
-    def _goes_on(self, window: Window) -> bool:
-        """Return whether a window continues at the end of a round; the search may prune its plan.
-
-        A part of a plan that is only measured to find its size is not compared with other plans.
-        """
-        more, plan = not settled(window.seconds, window.steps), self._given[self.index]
-        finds_size = window.steps < STEPS
-        bounded = window.size is not None and plan["checkpointing"] != AUTO
-        compared = window.plan.is_point_of(plan) and (bounded or not finds_size)
-        if not (self._request.converses and compared and window.steps <= STEPS):
-            return more
-        ended = RoundEnded(
-            index=self.index,
-            steps=() if finds_size else window.unreported(first=WINDOW * (self._windows - 1)),
-            effective_batch=window.effective_batch(self.facts, self._ranks.share),
-            compile_seconds=self._compiled - window.compiled,
-            least_seconds=self._least_seconds(window) if finds_size else None,
-        )
-        answer = self._reporter.end_round(ended)
-        self._pruned = answer.pruned
-        return more and answer.more
-
-    def _least_seconds(self, window: Window) -> float:
-        """Return what a step takes at least under the window's plan, at any size."""
-        batch = window.plan.samples(self.facts.batch or 1)
-        fastest = min(step.seconds - step.wait for step in window.counted)
-        return least_seconds(fastest, window.size or batch, batch)
-
     def _tell_verified(self, plan: Plan) -> None:
-        """Report, at most once, that a step ran under a verified plan."""
-        told = plan.searched if plan.unsized == plan else plan
-        if told not in self._verified:
-            self._verified.add(told)
+        """Report, once, that a step ran under a verified plan."""
+        if plan not in self._verified:
+            self._verified.add(plan)
             self._ranks.tell(Verified(plan=plan, sources=digests(self._request.script.cwd)))
 
     def _trace_step(self, losses: list[float]) -> bool:
@@ -708,3 +935,12 @@ class Trial(Session):
         trace = self._tracer.result(self.sensitivity())
         if trace is not None and self._traced == self.index:
             self._ranks.tell(Traced(index=self.index, trace=trace))
+
+
+def _difference(measured: Measurement, probed: Measurement) -> Rest:
+    """Return what real steps need beyond what a probe of the same plan computed."""
+    return Rest(
+        seconds=measured.seconds - probed.seconds,
+        allocated=max(0, measured.peak_allocated - probed.peak_allocated),
+        device=max(0, measured.peak_device - probed.peak_device),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from autofit.exceptions import Refused
@@ -36,8 +36,6 @@ class Step:
     loss: float
     retried: bool
     """The allocator emptied its cache during the step, on this rank."""
-    batch: int = 0
-    """Index of its batch in the window."""
 
 
 class RefusedAllocations:
@@ -85,8 +83,8 @@ class Window:
     """The allocator of a rank emptied its cache in two steps in a row; set by ``measurement``."""
     shortage: OutOfMemory | None = None
     refusal: Refused | None = None
-    reported: int = 0
-    """Steps that were reported at the ends of rounds."""
+    check: bool = False
+    """The plan is verified in the first step, which is then the only one."""
 
     def end_short(self, shortage: OutOfMemory | None) -> None:
         """End the window if memory ran out, on this rank or on another."""
@@ -122,14 +120,6 @@ class Window:
             checkpointing=self.plan["checkpointing"],
         )
 
-    def unreported(self, first: int) -> tuple[tuple[int, float], ...]:
-        """Return the new steps as ``RoundEnded.steps``, and note that they are reported.
-
-        ``first``: the index of the window's first batch.
-        """
-        new, self.reported = self.counted[self.reported :], len(self.counted)
-        return tuple((first + step.batch, step.seconds) for step in new)
-
     @property
     def cold(self) -> bool:
         """Whether the next step is one of the first after a change."""
@@ -151,6 +141,10 @@ class Window:
     def seconds(self) -> list[float]:
         """The duration of each step that counts."""
         return [step.seconds for step in self.counted]
+
+    def lasted(self, seconds: float) -> bool:
+        """Return whether the steps that count took at least ``seconds`` together."""
+        return sum(self.seconds) >= seconds
 
     def effective_batch(self, facts: Facts, share: float) -> int:
         """Return the samples in an optimizer step; ``share`` as for ``measurement``."""
@@ -222,6 +216,22 @@ class Window:
         self.counted[:0] = [step for step, _ in self.traced]
         self.peak = reduce(Peak.worst, (peak for _, peak in self.traced), self.peak)
         self.traced.clear()
+
+
+def joined(windows: Sequence[Measurement]) -> Measurement:
+    """Return the measurement of several windows of one plan: all steps, and the highest peak."""
+    first, *_ = windows
+    return replace(
+        first,
+        step_seconds=tuple(each for window in windows for each in window.step_seconds),
+        losses=tuple(each for window in windows for each in window.losses),
+        peak_allocated=max(each.peak_allocated for each in windows),
+        peak_reserved=max(each.peak_reserved for each in windows),
+        peak_device=max(each.peak_device for each in windows),
+        allocation_retries=sum(each.allocation_retries for each in windows),
+        allocations_refused=max(each.allocations_refused for each in windows),
+        compile_seconds=sum(each.compile_seconds for each in windows),
+    )
 
 
 def leaner_shortage(before: OutOfMemory | None, now: OutOfMemory) -> OutOfMemory:

@@ -20,10 +20,8 @@ from autofit.worker.records.trials import (
     Asking,
     ChildSpec,
     Event,
-    GoOn,
     LaunchRequest,
     Paused,
-    RoundEnded,
 )
 
 CLOSED = (
@@ -50,7 +48,6 @@ class Reporter:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._go_on: queue.SimpleQueue[GoOn] = queue.SimpleQueue()
         self._agreed: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
         self._used_for: queue.SimpleQueue[tuple[LaunchRequest, float]] = queue.SimpleQueue()
 
@@ -69,20 +66,12 @@ class Reporter:
             os._exit(1)
 
     def ask(self, *, fresh: bool) -> Answer:
-        """Ask for another plan, and wait for the answer."""
+        """Ask for more plans, and wait for the answer."""
         if os.getpid() != self._pid:  # the parent does not answer a forked child
-            return Answer(plan=None, timeout=0.0)
+            return Answer(plans=(), timeout=0.0)
         if self.rank == 0:
             self.send(Asking(fresh=fresh))
         return self._answers.get()
-
-    def end_round(self, ended: RoundEnded) -> GoOn:
-        """Report the steps of a round, and wait for the answer whether to go on."""
-        if os.getpid() != self._pid:
-            return GoOn(more=False)
-        if self.rank == 0:
-            self.send(ended)
-        return self._go_on.get()
 
     def pause(self, *, clean: bool) -> tuple[LaunchRequest, float]:
         """Wait until a launch uses this prepared process; return its request, and since when.
@@ -108,13 +97,11 @@ class Reporter:
         except queue.Empty:
             return ()
 
-    def answered(self, answer: Answer | GoOn | Agreed | LaunchRequest) -> None:
+    def answered(self, answer: Answer | Agreed | LaunchRequest) -> None:
         """Receive the parent's answer from the thread that reads the pipe."""
         match answer:
             case Agreed():
                 self._agreed.put(answer)
-            case GoOn():
-                self._go_on.put(answer)
             case Answer():
                 self._answers.put(answer)
             case LaunchRequest():

@@ -85,6 +85,8 @@ class Seams:
         self.handler = handler
         self.loader = True
         """Whether the loader's ``next`` is patched, too."""
+        self.knows_optimizers = True
+        """Attached before the script has made an optimizer."""
         self.inside = 0
         """Above zero while a root's own forward or backward runs. It counts for all threads,
         because CUDA runs backward in a thread of its own."""
@@ -120,11 +122,20 @@ class Seams:
         self._stop_looking: Undo = lambda: None
         self._looking = False
         self._paused = False
+        self._suspended = False
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Every optimizer that the script has made."""
+        self._stepped: tuple[object, frozenset[int]] = (None, frozenset())
+        """The ``id`` of each parameter of an optimizer, and what they were read from."""
 
     def attach(self) -> None:
         """Patch torch."""
-        pre = register_optimizer_step_pre_hook(lambda o, *_: self.handler.step_begins(o))
-        post = register_optimizer_step_post_hook(lambda o, *_: self.handler.step_ended(o))
+        pre = register_optimizer_step_pre_hook(
+            lambda o, *_: self._steps(o, self.handler.step_begins)
+        )
+        post = register_optimizer_step_post_hook(
+            lambda o, *_: self._steps(o, self.handler.step_ended)
+        )
         self._hooks = [pre.remove, post.remove]
         wrap = self.patches.wrap
         wrap(torch.autograd, "backward", self._backward)
@@ -138,6 +149,19 @@ class Seams:
         if self.loader:
             wrap(_BaseDataLoaderIter, "__next__", self._next)
         self.look_for_roots()
+
+    def _steps(self, optimizer: Optimizer, notice: Callable[[Optimizer], None]) -> None:
+        if not self._suspended:
+            notice(optimizer)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let optimizers step unnoticed, while the script waits in a call."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     def run_delayed_calls(self) -> None:
         """Run all delayed calls, because a model is about to change."""
@@ -167,6 +191,11 @@ class Seams:
             self.loader = True
             self.patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
         return lambda: self._readers.remove(reader)
+
+    @property
+    def reads_batches(self) -> bool:
+        """Whether a strategy returns the batches of loaders."""
+        return bool(self._readers)
 
     def detach(self) -> None:
         """Restore torch."""
@@ -219,13 +248,28 @@ class Seams:
                 return plain(module, *args, **kwargs)
             if self.inside:
                 self.handler.inner_call()
-            elif torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            elif torch.is_grad_enabled() and self._trains(module):
                 self.handler.new_root(module)
                 # ``new_root`` has patched the root's class.
                 return type(module).__call__(module, *args, **kwargs)
             return self.wrapped(plain)(module, *args, **kwargs)
 
         return call
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Return whether an optimizer of the script steps parameters of ``module``.
+
+        A model that no optimizer has is no root: a teacher, or a model that is only tried. Where
+        the optimizers were made before ``attach``, any module with trainable parameters counts.
+        """
+        trainable = (p for p in module.parameters() if p.requires_grad)
+        if not self.knows_optimizers:
+            return any(True for _ in trainable)
+        groups = [group["params"] for each in list(self._optimizers) for group in each.param_groups]
+        now = tuple((id(group), len(group)) for group in groups)
+        if self._stepped[0] != now:
+            self._stepped = now, frozenset(id(p) for group in groups for p in group)
+        return any(id(parameter) in self._stepped[1] for parameter in trainable)
 
     def wrapped(self, forward: Forward) -> Forward:
         """Return ``forward`` inside the wrappers around each call of a model."""
@@ -260,6 +304,7 @@ class Seams:
     def _made(self, plain: Callable[..., None]) -> Callable[..., None]:
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
             self.handler.optimizer_made()
 
         return __init__

@@ -299,10 +299,13 @@ class Optimizers:
 
         An optimizer that lets an inner one step for it, like SAM, is left out.
         """
+        return tuple(sorted({type(optimizer).__name__ for optimizer in self.of_roots()}))
+
+    def of_roots(self) -> list[Optimizer]:
+        """Return the optimizers with parameters of the roots, without those that hold another."""
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
-        steps = (o for o in self._made if not _has_another(o))
-        found = (o for o in steps if any(id(p) in own for p in _parameters(o)))
-        return tuple(sorted({type(optimizer).__name__ for optimizer in found}))
+        steps = (each for each in self._made if not _has_another(each))
+        return [each for each in steps if any(id(p) in own for p in _parameters(each))]
 
     def prepare(self) -> bool:
         """Apply the present plan to the existing optimizers of the roots' parameters.

@@ -21,32 +21,28 @@ BATCH = "which dimension the batch is"
 
 
 def with_samples(
-    root: HarnessRoot, facts: RootFacts, args: Any, kwargs: Any, meter: Meter, *, splits: bool
+    root: HarnessRoot, facts: RootFacts, args: Any, kwargs: Any, meter: Meter
 ) -> RootFacts:
     """Return ``facts`` with the samples of a root's first call.
 
-    ``splits``: a plan may split the batch, so verify now how. This must happen before the weights
-    change: a diverged model gives every sample the same output, and any rule of joining chunks
-    would then look right. If nothing is split, an earlier process may have found which dimension is
-    the batch.
+    The batch is the first dimension of the arguments as a rule. Where that may be time, a split is
+    tried now: it tells which dimension it is.
     """
     kwargs = without_cache(root.module, kwargs)
     lost = "how many samples a call of the model has cannot be told"
     batch = beside(lambda: Batch.of(args, kwargs), None, lost)
-    if batch is None:
+    if batch is None or not script_facts.batch_dimension_uncertain(facts, batch):
         return facts
     dim: int | None = root.proof.evidence.get(BATCH)
-    if splits:
+    if dim is None:
         try:
             outcome = attempt(lambda: root.layout(batch), corroborated=meter.short)
         except Refused:  # a plan that splits the batch is refused later, with the reason
             outcome = Outcome()
-        if (layout := outcome.value) is not None:
-            before, dim = dim, layout.dim
-            facts = replace(facts, dropout=facts.dropout or layout.draws)
-            if dim != before:
-                root.proof.evidence.put(dim, BATCH)
+        if outcome.value is not None:
+            dim = outcome.value.dim
+            root.proof.evidence.put(dim, BATCH)
     if dim is None or not (batched := batched_arguments(batch, dim)):
-        uncertain = script_facts.batch_dimension_uncertain(facts, batch)
-        return replace(facts, batch_doubted=uncertain)
+        return replace(facts, batch_doubted=True)
+    root.batch_dim = dim
     return replace(facts, batch=Layout(dim, batched, ()).size(batch))

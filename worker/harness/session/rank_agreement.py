@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -11,7 +11,6 @@ from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.worker.harness.parent.agreement import Figures, Peers, Seen, common
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.verification.proof_record import ProofRecord
 from autofit.worker.records.trials import Event
 
@@ -90,15 +89,6 @@ class RankAgreement:
         if first:
             self.share = share
         return found
-
-    def even_chunks(self, roots: Sequence[HarnessRoot]) -> bool:
-        """Return whether the last calls ran in even chunks on every rank."""
-        own = all(root.chunked is None or root.chunked.even for root in roots)
-        return all(self._peers.agree("the shape of its chunks", own))
-
-    def gradient_bytes(self, own: int) -> int:
-        """Return the bytes of all gradients on the rank that has most; ``own``: on this one."""
-        return max(self._peers.agree("the size of its gradients", own))
 
     def measurement(self, own: Figures) -> tuple[Figures, ...]:
         """Return the figures of every rank, measured in the same window."""

@@ -255,10 +255,6 @@ class RealRun(Session):
             self.learn(world_size=torch.distributed.get_world_size())
         return facts
 
-    def splits(self) -> bool:
-        """Return whether the plan splits the batch."""
-        return self.plan["micro_batch"] != AS_IS
-
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a policy that rescues calls and verifies splits on copies.
 

@@ -91,6 +91,8 @@ class HarnessRoot:
         self._chunked: ChunkedRoot | None = None
         self._last_micro_batch: int | None = None
         self._one_size = False
+        self.batch_dim = 0
+        """The dimension of the arguments that is the batch."""
         self.proof = ProofRecord(evidence)
         """What the checks of this root have found."""
         self._layouts = Layouts(
@@ -149,6 +151,11 @@ class HarnessRoot:
     def plan(self) -> Plan:
         """The plan that is applied."""
         return self._plan
+
+    @property
+    def acts_beyond_calls(self) -> bool:
+        """Whether the plan changes more than calls of the model: their arguments, or the loader."""
+        return self._composed.has_outermost or self._seams.reads_batches
 
     @property
     def weights_sharded(self) -> bool:
@@ -461,9 +468,12 @@ class HarnessRoot:
         a check of its own, with the tolerance of rounding.
         """
         try:
-            return self._layouts.of(batch, gradients=gradients)
+            layout = self._layouts.of(batch, gradients=gradients)
         except Refused as refusal:
             raise Refused(str(refusal), "micro_batch") from refusal
+        if layout.draws and self._facts is not None and not self._facts.dropout:
+            self._facts = replace(self._facts, dropout=True)
+        return layout
 
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted

@@ -154,10 +154,6 @@ class Session:
         """Respond to a strategy that cannot keep its promise on an optimizer."""
         raise NotImplementedError
 
-    def splits(self) -> bool:
-        """Return whether a plan of this session splits the batch."""
-        raise NotImplementedError
-
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """Respond to a strategy that cannot keep its promise on ``root``."""
         raise NotImplementedError
@@ -426,7 +422,7 @@ class Session:
         root.learn(facts)
         if not facts.batch_norm and not transformed():
             with inside(self.seams):
-                facts = with_samples(root, facts, args, kwargs, self.meter, splits=self.splits())
+                facts = with_samples(root, facts, args, kwargs, self.meter)
         root.learn(self.agree_on_facts(facts))
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
         autocast = self.facts.autocast or autocast_on()

@@ -1,0 +1,309 @@
+"""Probes: what a step costs under a plan, from one chunk of a call at which the script waits.
+
+A step takes ``chunks * t(chunk) + the optimizer's step + the rest``, and needs the larger of the
+chunk's peak and the optimizer's. A probe measures the chunk and the optimizer. The rest is what the
+script does beside the model: the loss, the loader, logging. It is learned once, from real steps
+that were also probed.
+
+A probe changes no parameter: optimizers step with a learning rate of 0. What else it changes, such
+as random state or BatchNorm's statistics, stays changed, because the process ends with the search.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autofit.exceptions import Refused
+from autofit.facts import Facts
+from autofit.plan import Plan
+from autofit.strategies.base import Deferred
+from autofit.worker.harness.batch.layout import Batch, Layout
+from autofit.worker.harness.patching.observers import plain_backward
+from autofit.worker.harness.patching.optimizers import Changes, Optimizers, changes_of
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.torch_state.graph import edges_of, next_edges, walk
+from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.verification.split_check import batched_arguments
+from autofit.worker.meter import Meter, Peak
+from autofit.worker.oom.attempt import is_shortage
+from autofit.worker.oom.classifier import classify
+from autofit.worker.records.trials import Measurement, OutOfMemory
+
+NO_OUTPUT = "no output of the model has a gradient"
+SEED = 1e-3
+"""Size of the random gradients that stand for those of the script's loss."""
+
+
+class NotProbed(Exception):
+    """This plan shows in whole steps only; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What a chunk needs."""
+
+    forward: float
+    """Seconds."""
+    both: float
+    """Seconds of forward and backward."""
+    peak: Peak
+    scalar: bool
+    """The model returns the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What the optimizers' step needs."""
+
+    seconds: float
+    peak: Peak
+
+
+@dataclass(slots=True)
+class Rest:
+    """What a real step needs beyond what a probe of the same plan computes."""
+
+    seconds: float = 0.0
+    allocated: int = 0
+    device: int = 0
+
+
+class Prober:
+    """Probes plans at one call of a script's only root."""
+
+    def __init__(
+        self,
+        root: HarnessRoot,
+        args: Any,
+        kwargs: Any,
+        optimizers: Optimizers,
+        meter: Meter,
+        facts: Facts,
+    ) -> None:
+        """Raises ``NotProbed`` if the call shows no batch."""
+        self._root, self._optimizers, self._meter, self._facts = root, optimizers, meter, facts
+        batch = Batch.of(args, without_cache(root.module, kwargs))
+        batched = batched_arguments(batch, root.batch_dim)
+        if not batched:
+            raise NotProbed("the call shows no batch")
+        self._layout = Layout(root.batch_dim, batched, ())
+        self._batch = Batch([_detached(leaf) for leaf in batch.leaves], batch.spec)
+        self.samples = self._layout.size(batch)
+        """Samples in the call."""
+        self._parameters = [p for p in root.module.parameters() if p.requires_grad]
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._delays = False
+        """The model has one output, so its calls may wait for the loss."""
+        self._steps: dict[Changes, StepCost] = {}
+        """What the optimizers' step costs under each plan's part of optimizers."""
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Keep the script's gradients aside, and let optimizers change no parameter."""
+        before = [_learning_rates(each) for each in self._optimizers.of_roots()]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            for groups in before:
+                for group, rate in groups:
+                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            yield
+        finally:
+            for groups in before:
+                for group, rate in groups:
+                    group["lr"] = rate
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+
+    def static(self) -> int:
+        """Return the bytes that the process occupies while no chunk runs."""
+        return self._meter.current() + self._meter.context
+
+    def measure(self, plan: Plan, size: int, rest: Rest) -> Measurement:
+        """Probe ``plan``, which is applied to the root, with chunks of at most ``size`` samples.
+
+        Raises ``Shortage`` if memory runs out, ``Refused`` if the plan does not run here.
+        """
+        samples = plan.samples(self.samples)
+        chunks = math.ceil(samples / size)
+        cut = (0, math.ceil(samples / chunks))
+        passes = self._passes(plan, cut, split=chunks > 1)
+        step = self._step_cost(plan)
+        self.free()
+        again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
+        calls = self._facts.calls_per_step
+        seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds
+        allocated = max(passes.peak.allocated + rest.allocated, step.peak.allocated)
+        return Measurement(
+            micro_batch=cut[1],
+            effective_batch=plan.effective_batch(self._facts),
+            step_seconds=(max(seconds + rest.seconds, 1e-6),),
+            peak_allocated=allocated,
+            peak_reserved=max(passes.peak.reserved + rest.device, step.peak.reserved),
+            peak_device=max(passes.peak.device + rest.device, step.peak.device),
+            checkpointing=plan["checkpointing"],
+            probed=True,
+        )
+
+    # --- a chunk ---------------------------------------------------------------------------
+
+    def _passes(self, plan: Plan, cut: tuple[int, int], *, split: bool) -> Passes:
+        """Run a chunk twice. The first pass may compile or choose kernels; the second counts.
+
+        If the batch is split, the gradients of the first pass exist in the second.
+        """
+        with self._shortages("forward"):
+            self._once(cut)
+            if not split:
+                self._drop_gradients()
+            return self._once(cut)
+
+    def _once(self, cut: tuple[int, int]) -> Passes:
+        meter = self._meter
+        args, kwargs = self._batch.call(self._layout.select(self._batch, cut))
+        meter.synchronize()
+        meter.reset()
+        began = time.perf_counter()
+        output = self._root.forward(*args, **kwargs)
+        seeds = _seeds(flatten(output)[0])
+        del output
+        if not seeds:
+            raise NotProbed(NO_OUTPUT)
+        scalar = any(each.numel() == 1 for each in seeds)
+        self._delays = len(seeds) == 1 and not scalar
+        meter.synchronize()
+        forward = time.perf_counter() - began
+        plain_backward(seeds, [_cotangent(each) for each in seeds])
+        del seeds
+        meter.synchronize()
+        both = time.perf_counter() - began
+        meter.sample()
+        return Passes(forward, both, meter.peak(), scalar)
+
+    # --- the optimizer ---------------------------------------------------------------------
+
+    def _step_cost(self, plan: Plan) -> StepCost:
+        """Return what the optimizers' step costs under ``plan``, measured once for its part."""
+        key = changes_of(plan)
+        if key not in self._steps:
+            with self._shortages("optimizer step"):
+                self._step()  # makes the state
+                self._steps[key] = self._step()
+        return self._steps[key]
+
+    def _step(self) -> StepCost:
+        meter = self._meter
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        meter.synchronize()
+        meter.reset()
+        began = time.perf_counter()
+        for optimizer in self._optimizers.of_roots():
+            try:
+                optimizer.step()
+            except Refused:
+                raise
+            except Exception as error:  # it needs a closure, or gradients that are not zero
+                if is_shortage(error, meter.short):
+                    raise
+        meter.synchronize()
+        seconds = time.perf_counter() - began
+        meter.sample()
+        return StepCost(seconds, meter.peak())
+
+    @contextmanager
+    def _shortages(self, phase: str) -> Iterator[None]:
+        """Raise ``Shortage`` in place of an allocator's error, which holds the tensors."""
+        found = None
+        try:
+            yield
+        except (Refused, NotProbed):
+            raise
+        except Exception as error:
+            if not is_shortage(error, self._meter.short):
+                raise
+            clear_frames(error.__traceback__)
+            known = classify(error)
+            found = OutOfMemory(phase=phase, message=known.message, requested=known.requested)
+        if found is not None:
+            raise Shortage(found)
+
+    # --- between probes --------------------------------------------------------------------
+
+    def forget_steps(self) -> None:
+        """Measure the optimizers' step anew: other weights are in use."""
+        self._steps.clear()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def free(self) -> None:
+        """Free what a probe has left."""
+        self._drop_gradients()
+        gc.collect()
+        self._meter.release()
+
+
+class Shortage(Exception):
+    """Memory ran out in a probe."""
+
+    def __init__(self, found: OutOfMemory) -> None:
+        super().__init__(found.message)
+        self.found = found
+
+
+def _detached(leaf: Any) -> Any:
+    """Return an argument without the graph that made it; a probe's backward must not free that."""
+    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def _seeds(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the outputs from which the script may run backward: the loss, if there is one.
+
+    Otherwise all of them, without those from which another output is made.
+    """
+    made = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, Deferred)
+        and leaf.grad_fn is not None
+        and leaf.is_floating_point()
+    ]
+    losses = [each for each in made if each.numel() == 1]
+    if losses:
+        return losses[:1]
+    if len(made) < 2:
+        return made
+    own = {each.grad_fn: each for each in made}
+    behind = set()
+    for each in made:
+        for node, _ in walk([e for edge in edges_of([each]) for e in next_edges(edge[0])], set()):
+            if node in own:
+                behind.add(node)
+    return [each for each in made if each.grad_fn not in behind]
+
+
+def _cotangent(output: torch.Tensor) -> torch.Tensor:
+    if output.numel() == 1:
+        return torch.ones_like(output)
+    return torch.randn_like(output) * SEED
+
+
+def _learning_rates(optimizer: Optimizer) -> list[tuple[dict[str, Any], Any]]:
+    return [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
