@@ -37,6 +37,7 @@ from autofit.storage.searches import (
     SearchState,
     Submission,
 )
+from autofit.worker.records.phases import Seconds
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 T = TypeVar("T")
@@ -133,7 +134,14 @@ def study_record(row: models.Study) -> StudyRecord:
         launches=row.launches,
         created=row.created,
         opened=row.opened,
+        seconds_by_phase=seconds_by_phase(row),
     )
+
+
+def seconds_by_phase(row: models.Study | models.Trial) -> Seconds:
+    """Return the seconds of a row by phase."""
+    plain = table(row.seconds_by_phase, "seconds by phase")
+    return from_json(list(plain.items()), Seconds)
 
 
 def _script(row: models.Study) -> Script:
@@ -192,6 +200,7 @@ def _report(row: models.Trial) -> TrialReport | None:
         blamed=row.blamed,
         traceback=row.traceback or "",
         startup_seconds=row.startup_seconds or 0.0,
+        seconds_by_phase=seconds_by_phase(row),
     )
 
 
@@ -205,6 +214,7 @@ def write_report(row: models.Trial, report: TrialReport) -> None:
     row.blamed = report.blamed
     row.traceback = readable(report.traceback)
     row.startup_seconds = report.startup_seconds
+    row.seconds_by_phase = dict(report.seconds_by_phase)
     row.measurements = [
         models.Measurement(position=position, **to_json(each))
         for position, each in enumerate(report.measurements)

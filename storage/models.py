@@ -22,6 +22,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
@@ -124,6 +125,8 @@ class Study(Held, Base):
     facts: Mapped[dict[str, Any] | None] = mapped_column(Json())
     left_out: Mapped[list[Any]]
     seconds: Mapped[float]
+    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    """The part of ``seconds`` outside of trials, by phase."""
     launches: Mapped[int]
     created: Mapped[datetime]
     opened: Mapped[datetime]
@@ -165,6 +168,7 @@ class Trial(Held, Base):
     blamed: Mapped[str | None] = mapped_column(String(64))
     traceback: Mapped[str | None] = mapped_column(Text)
     startup_seconds: Mapped[float | None]
+    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     trace: Mapped[dict[str, Any] | None] = mapped_column(Json(), deferred=True)
     """For the study's reference and confirmation runs; hundreds of kilobytes, loaded on demand."""
 
@@ -197,6 +201,7 @@ class Measurement(Base):
     rank_peaks: Mapped[list[Any]] = mapped_column(server_default="[]")
     checkpointing: Mapped[str | None] = mapped_column(String(16))
     """The level of ``checkpointing``; null in measurements of older versions."""
+    probed: Mapped[bool] = mapped_column(server_default=false())
 
 
 class Event(Base):

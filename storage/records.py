@@ -16,6 +16,7 @@ from autofit.exceptions import UsageError
 from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage.owner import Owner
+from autofit.worker.records.phases import Seconds
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict
 
 ORIGIN = "AUTOFIT_ORIGIN"
@@ -158,6 +159,8 @@ class StudyRecord:
     """In UTC."""
     opened: datetime
     """Start of the last search, in UTC."""
+    seconds_by_phase: Seconds = ()
+    """Seconds outside of trials, by phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

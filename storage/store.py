@@ -49,6 +49,7 @@ from autofit.storage.records import (
 )
 from autofit.storage.searches import ACTIVE
 from autofit.storage.url import default_url
+from autofit.worker.records.phases import Seconds, added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, Script, TrialReport, Verdict
 
@@ -223,11 +224,14 @@ class Store:
                 row.left_out = [*row.left_out, [strategy, level, reason]]
             return self._record(convert.study_record, row)
 
-    def add_seconds(self, study: StudyRecord, seconds: float) -> StudyRecord:
-        """Add ``seconds`` to the study's search time."""
+    def add_seconds(
+        self, study: StudyRecord, seconds: float, by_phase: Seconds = ()
+    ) -> StudyRecord:
+        """Add ``seconds`` to the study's search time; ``by_phase``: those outside of trials."""
         with self.writing() as session:
             row = self._study(session, study.id)
             row.seconds += seconds
+            row.seconds_by_phase = dict(added(convert.seconds_by_phase(row), by_phase))
             return self._record(convert.study_record, row)
 
     def next_launch(self, study: StudyRecord) -> int:
@@ -355,6 +359,8 @@ class Store:
             row = self._trial(session, trial)
             if row.state != State.FINISHED:
                 raise StorageError(f"{_name(trial)} has not finished; finish it")
+            row.measurements = []
+            session.flush()  # the new ones take the positions of the old
             convert.write_report(row, report)
             session.flush()
             return self._record(convert.trial_record, row)

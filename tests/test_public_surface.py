@@ -25,6 +25,7 @@ from autofit.export.document import document
 from autofit.facts import Hardware
 from autofit.inspection.document import check_document, explanation_document
 from autofit.plan import Plan
+from autofit.worker.records.phases import ORDER
 from autofit.worker.records.trials import Measurement, Script, Verdict
 from tests.inspection import by_hand
 
@@ -129,6 +130,7 @@ def result() -> Result:
         launches=1,
         launches_out_of_memory=0,
         search_seconds=1.0,
+        seconds_by_phase=tuple((phase, 1.0) for phase in ORDER),
         versions={},
     )
 

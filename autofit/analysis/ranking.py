@@ -13,6 +13,7 @@ from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
 from autofit.units import exact_size, format_size
+from autofit.worker.records.phases import Seconds, added
 from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
 
 CLEARLY_FASTER = 0.1
@@ -152,11 +153,18 @@ def result_of(
         launches=len(launches),
         launches_out_of_memory=len(short),
         search_seconds=study.seconds,
+        seconds_by_phase=seconds_by_phase(study, trials),
         versions=dict(study.versions),
         ranks=study.key.gpus,
         facts=study.facts,
         elsewhere=_elsewhere(trials, study.budget if memory is None else memory, point.plan),
     )
+
+
+def seconds_by_phase(study: StudyRecord, trials: Sequence[TrialRecord]) -> Seconds:
+    """Return the seconds of a study by phase, those of its trials included."""
+    reports = (trial.report for trial in trials)
+    return added(study.seconds_by_phase, *(each.seconds_by_phase for each in reports if each))
 
 
 def _elsewhere(

@@ -8,6 +8,7 @@ from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
 from autofit.strategies.ranks import count
 from autofit.units import format_size
+from autofit.worker.records.phases import Seconds
 from autofit.worker.records.trials import Measurement, Script, Verdict
 
 
@@ -42,6 +43,8 @@ class Result:
     search_seconds: float
     versions: dict[str, str]
     """Releases of autofit, torch, Python and other packages that affect the figures."""
+    seconds_by_phase: Seconds = ()
+    """Where the time went, in all trials and outside of them: see ``worker/records/phases.py``."""
     ranks: int = 1
     """Processes of each training, one a device; those of a plan's ``ranks`` do not count."""
     facts: Facts | None = None

@@ -17,6 +17,7 @@ from autofit.plan import SPLITTING, Plan
 from autofit.space.order import by_cost
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity
+from autofit.worker.records.phases import added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import CHECK, Measurement, OutOfMemory, TrialReport, Verdict
 
@@ -202,8 +203,9 @@ def amended(trial: TrialRecord, report: TrialReport) -> TrialReport:
         trial: The trial, of which single chunks were measured.
         report: What the same process found of its best plan later.
     """
-    before = trial.report
-    assert before is not None, "the trial has ended"
+    assert trial.report is not None, "the trial has ended"
+    seconds = added(trial.report.seconds_by_phase, report.seconds_by_phase)
+    before = replace(trial.report, seconds_by_phase=seconds)
     if report.verdict is Verdict.MEASURED and report.measurement is not None:
         others = tuple(each for each in before.measurements[:-1])
         return replace(

@@ -13,6 +13,7 @@ from autofit.storage import Outcome, Purpose, State, Store, StudyKey, StudyRecor
 from autofit.storage.convert import from_json, to_json
 from autofit.storage.owner import Owner
 from autofit.tuning.notices import Notice
+from autofit.worker.records.phases import Seconds, without
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Script, TrialReport
 
@@ -76,6 +77,7 @@ class StudyCopy:
     seconds: float
     launches: int
     trials: tuple[TrialCopy, ...]
+    seconds_by_phase: Seconds = ()
 
 
 def copy_of(store: Store, study: StudyRecord) -> StudyCopy:
@@ -93,6 +95,7 @@ def copy_of(store: Store, study: StudyRecord) -> StudyCopy:
         seconds=study.seconds,
         launches=study.launches,
         trials=tuple(_trial(store, trial, traced) for trial in found),
+        seconds_by_phase=study.seconds_by_phase,
     )
 
 
@@ -154,7 +157,9 @@ def write_copy(
             purpose=each.purpose,
         )
         store.finish(trial, each.report, trace=each.trace)
-    store.add_seconds(study, max(0.0, copy.seconds - store.study(study.id).seconds))
+    before = store.study(study.id)
+    by_phase = without(copy.seconds_by_phase, before.seconds_by_phase)
+    store.add_seconds(study, max(0.0, copy.seconds - before.seconds), by_phase)
     return store.study(study.id)
 
 

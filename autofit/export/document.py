@@ -29,6 +29,7 @@ def document(result: Result) -> dict[str, Any]:
         "launches": result.launches,
         "launches_out_of_memory": result.launches_out_of_memory,
         "search_seconds": result.search_seconds,
+        "seconds_by_phase": dict(result.seconds_by_phase),
         "study": result.study,
         "script": script_document(result.script),
         "ranks": result.ranks,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autofit.analysis.ranking import seconds_by_phase
 from autofit.analysis.studies import Side, StoredStudy
 from autofit.analysis.verdicts import best_plan
 from autofit.export.document import figures, script_document
@@ -31,6 +32,7 @@ def study_document(found: StoredStudy) -> dict[str, Any]:
         "trials": found.searched,
         "launches": study.launches,
         "search_seconds": study.seconds,
+        "seconds_by_phase": dict(seconds_by_phase(study, found.trials)),
         "created": study.created.isoformat(),
         "last_search": study.opened.isoformat(),
         "best": best,
@@ -64,6 +66,7 @@ def trial_document(trial: TrialRecord) -> dict[str, Any]:
         "launch": trial.launch,
         "created": trial.created.isoformat(),
         "ended": None if trial.ended is None else trial.ended.isoformat(),
+        "seconds_by_phase": {} if report is None else dict(report.seconds_by_phase),
         "figures": None if trial.measurement is None else figures(trial.measurement),
     }
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Self
 
 from autofit.analysis.candidates import Launch
@@ -22,7 +21,7 @@ from autofit.tuning import messages
 from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
 from autofit.tuning.confirmation import Confirmation
-from autofit.tuning.history import History
+from autofit.tuning.history import LAUNCHES, History
 from autofit.tuning.launches import (
     NEXT_REQUEST_SECONDS,
     Doubt,
@@ -42,7 +41,9 @@ from autofit.tuning.notices import (
 )
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.proposals import Proposer
+from autofit.worker.cluster.pool import Pool
 from autofit.worker.cluster.reservation import Reservation
+from autofit.worker.records.phases import OTHER, RAY, Phases
 from autofit.worker.records.trials import (
     Answer,
     Asking,
@@ -107,6 +108,7 @@ class Search:
         self._tell = listener
         self._owner = Owner.current()
         self._started = time.monotonic()
+        self._clock = Phases(self._started, OTHER)
         self._launches = RunningLaunches()
         self._lost_workers: Counter[tuple[Plan, Purpose]] = Counter()
         """Number of lost workers, by the plan and purpose that ran there."""
@@ -135,6 +137,7 @@ class Search:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             for launch in self._launches.values():
+                self._history.spent(launch.outside())
                 self._release(launch)
             if error is not None:
                 self._history.store_seconds()
@@ -178,10 +181,10 @@ class Search:
 
     def _open(self) -> None:
         options = self._options
-        self._slots = open_slots(options, self._stack, self._reserved)
+        with self._clock.within(RAY):
+            self._slots = open_slots(options, self._stack, self._reserved)
         hardware = self._slots.hardware
         budget = studies.budget(self._slots.free, hardware, options.memory, options.headroom)
-        self._workers = partial(self._slots.workers, self._stack)  # started for the first launch
         self._store = self._stack.enter_context(Store(options.storage))
         study, before = studies.open_study(
             self._store,
@@ -198,7 +201,7 @@ class Search:
             self._tell(Line(text=line))
         if study.facts is not None:
             self._tell(FactsKnown(facts=study.facts))
-        self._history = History(self._store, study, options, self._tell, self._started)
+        self._history = History(self._store, study, options, self._tell, self._started, self._clock)
         if options.sampler == "gp":
             self._history.say(messages.LEARNS_NOTHING)
         for number, trial in enumerate(before):
@@ -210,11 +213,17 @@ class Search:
             learns=self._reserved is not None and not before and not options.fresh,
         )
 
+    def _workers(self) -> Pool:
+        """Return the pool of workers, which is started for the first launch."""
+        with self._clock.within(RAY):
+            return self._slots.workers(self._stack)
+
     # --- driving ---------------------------------------------------------------------------
 
     def _drive(self, propose: Callable[[], Plan | None], purpose: Purpose = Purpose.SEARCH) -> None:
         """Keep every slot busy with proposed plans, until none is proposed and nothing runs."""
         while True:
+            self._clock.enter(LAUNCHES if self._launches else OTHER)
             while self._slots.update(self._history.say, idle=not self._launches):
                 self._store.heartbeat(self._owner)
             if purpose is Purpose.SEARCH:
@@ -241,6 +250,7 @@ class Search:
         number = self._store.next_launch(self._history.study)
         trial = self._begin(plan, number, purpose)
         self._launches[slot] = RunningLaunch([trial], number=number, ahead=plan.fixed)
+        self._clock.enter(LAUNCHES)
         request = self._request(plan, purpose)
         self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
 
@@ -403,6 +413,9 @@ class Search:
 
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]
+        if isinstance(event, LaunchEnded):
+            self._history.spent(launch.outside(event))
+            self._clock.enter(LAUNCHES if len(self._launches) > 1 else OTHER)
         if isinstance(event, LaunchEnded) and (
             self._slots.handle_end(slot, event, self._history.say) or launch.killed
         ):
@@ -467,6 +480,7 @@ class Search:
     def _handle_lost_worker(self, slot: int, error: WorkerError) -> None:
         """Let the plan of a lost worker run again; record a failure if it loses each worker."""
         launch = self._launches.pop(slot)
+        self._history.spent(launch.outside())
         running = next(iter(launch.trials[launch.reported :]), None)
         running = None if launch.reported in launch.stages else running
         self._lost_in_a_row += 1
@@ -575,7 +589,9 @@ class Search:
             case Traced(trace=trace):
                 self._history.reference.run_again(trace)
             case TrialReport(verdict=Verdict.SCRIPT_FAILED):
-                self._history.finish(doubt.trial, replace(event, plan=doubt.trial.plan), slot)
+                seconds = doubt.report.seconds_by_phase
+                failed = replace(event, plan=doubt.trial.plan, seconds_by_phase=seconds)
+                self._history.finish(doubt.trial, failed, slot)
             case TrialReport():
                 self._history.reference.run_longer(event)
             case LaunchEnded():

@@ -38,9 +38,12 @@ from autofit.tuning.notices import Confirmed, FactsKnown, Line, Listener, TrialE
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
+from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Proven, TrialReport, Verdict, Verified
 
+LAUNCHES = "launches"
+"""Phase of this process in which launches run; they report their own phases."""
 FINISH_SECONDS = 10.0
 """Seconds to verify the winner."""
 FINISH_STEPS = 8
@@ -113,8 +116,12 @@ class History:
         options: SearchOptions,
         listener: Listener,
         started: float,
+        clock: Phases | None = None,
     ) -> None:
-        """``started``: when the search began, by ``time.monotonic``."""
+        """``started``: when the search began, by ``time.monotonic``.
+
+        ``clock``: measures where the time of this process goes.
+        """
         self.store = store
         store.say = self.say
         self.study = study
@@ -131,6 +138,9 @@ class History:
         self._read_at = -1
         self._started = started
         self._stored_seconds = 0.0
+        self._clock = clock or Phases(phase=OTHER)
+        self._outside: Seconds = ()
+        """Seconds of launches that belong to no stored trial."""
         self._said: set[str] = set()
         where = lookup.key_of(
             options.script,
@@ -283,6 +293,7 @@ class History:
         """
         cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by --timeout
         if report.verdict is Verdict.INTERRUPTED or cut:
+            self.spent(report.seconds_by_phase)
             return  # the trial is released with its launch, and can be proposed again
         report = judged(report, self.baseline())
         if report.best is not None and self.study.facts is not None:
@@ -390,8 +401,14 @@ class History:
     def store_seconds(self) -> None:
         """Add the time since the last call to the study, so that a kill loses little of it."""
         elapsed = self.elapsed()
-        self.store.add_seconds(self.study, elapsed - self._stored_seconds)
-        self._stored_seconds = elapsed
+        own = tuple(each for each in self._clock.take() if each[0] != LAUNCHES)
+        by_phase = added(self._outside, own)
+        self.store.add_seconds(self.study, elapsed - self._stored_seconds, by_phase)
+        self._stored_seconds, self._outside = elapsed, ()
+
+    def spent(self, seconds: Seconds) -> None:
+        """Add seconds of a launch that belong to no stored trial."""
+        self._outside = added(self._outside, seconds)
 
 
 def phases(trial: TrialRecord) -> Mapping[str, float]:

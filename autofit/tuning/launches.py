@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from autofit.plan import Plan
 from autofit.storage import Purpose, TrialRecord
+from autofit.worker.records.phases import OTHER, RAY, Seconds, added, total, without
 from autofit.worker.records.traces import Trace
-from autofit.worker.records.trials import Asking, Stage, TrialReport, Verdict
+from autofit.worker.records.trials import Asking, LaunchEnded, Stage, TrialReport, Verdict
 
 NEXT_REQUEST_SECONDS = 2.0
 """Seconds after its last report in which a launch is expected to ask for another plan."""
@@ -66,6 +67,10 @@ class RunningLaunch:
     """
     last_report: float = 0.0
     """Time of its last report, by ``time.monotonic``."""
+    submitted: float = field(default_factory=time.monotonic)
+    """When it was submitted, by ``time.monotonic``."""
+    of_trials: Seconds = ()
+    """Seconds of its trials by phase."""
 
     @property
     def fixed(self) -> Plan:
@@ -88,8 +93,17 @@ class RunningLaunch:
     def note(self, report: TrialReport) -> None:
         """Record the report of its current plan."""
         self.reported, self.last_report = self.reported + 1, time.monotonic()
+        self.of_trials = added(self.of_trials, report.seconds_by_phase)
         if report.verdict is Verdict.REFUSED:
             self.refused.add(report.index)
+
+    def outside(self, ended: LaunchEnded | None = None) -> Seconds:
+        """Return its seconds outside of its trials; without ``ended`` it is lost, or ends now."""
+        whole = time.monotonic() - self.submitted
+        if ended is None:
+            return ((OTHER, max(0.0, whole - total(self.of_trials))),)
+        on_the_way = ((RAY, max(0.0, whole - ended.seconds)),)
+        return added(without(ended.seconds_by_phase, self.of_trials), on_the_way)
 
     @property
     def purpose(self) -> Purpose:

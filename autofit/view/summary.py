@@ -10,6 +10,7 @@ from autofit.storage.url import without_password
 from autofit.strategies.ranks import count
 from autofit.units import exact_size, format_duration
 from autofit.view import words
+from autofit.worker.records import phases
 from autofit.worker.records.trials import Script, Verdict
 
 PLAN_FILE = "plan.json"
@@ -34,6 +35,7 @@ def lines(result: Result, *, storage: str | None = None, memory: int | None = No
         against_baseline(result),
         *notes(result),
         _effort(result),
+        *_seconds(result),
         *_next(commands(result.script, storage, memory)),
     ]
 
@@ -123,6 +125,31 @@ def _effort(result: Result) -> str:
         f"{trials} in {launches}, memory ran out in {result.launches_out_of_memory} of these, "
         f"{format_duration(result.search_seconds)}; study {result.study}."
     )
+
+
+PHASES = {
+    "start": (phases.START,),
+    "import": (phases.IMPORT,),
+    "first batch": (phases.FIRST_BATCH,),
+    "check": (phases.CHECK,),
+    "steps": (phases.OBSERVE, phases.PROBE, phases.CONFIRM),
+    "compile": (phases.COMPILE,),
+    "waiting for data": (phases.DATA,),
+    "Ray": (phases.RAY,),
+    "waiting for the search": (phases.IDLE,),
+    "other": (phases.OTHER,),
+}
+"""The words of the summary for the phases."""
+
+
+def _seconds(result: Result) -> list[str]:
+    """Return the line on where the time went, if it is known; at least 1 s for each phase."""
+    known = dict(result.seconds_by_phase)
+    summed = {word: sum(known.get(each, 0.0) for each in PHASES[word]) for word in PHASES}
+    parts = [f"{word} {seconds:.0f}" for word, seconds in summed.items() if seconds >= 1]
+    if not parts:
+        return []
+    return [f"Seconds: {', '.join(parts)} of {sum(known.values()):.0f}."]
 
 
 def commands(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -71,7 +72,8 @@ def study(store: Store, measured: Callable[..., TrialReport]) -> StudyRecord:
     add(store, study, TrialReport(index=0, plan=refused, verdict=Verdict.REFUSED, reason=reason))
     add(store, study, measured(BF16, 10.0, 20.0))
     add(store, study, measured(FUSED, 15.0, 18.0))
-    add(store, study, measured(FUSED, 14.0, 18.0), Purpose.CONFIRM)
+    confirmed = replace(measured(FUSED, 14.0, 18.0), seconds_by_phase=(("check", 2.0),))
+    add(store, study, confirmed, Purpose.CONFIRM)
     return study
 
 
@@ -135,12 +137,15 @@ def test_the_trials_as_json(
     store: Store, study: StudyRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = store.leave_out(study, "attention", "sdpa", "it differs")
+    store.add_seconds(study, 3.5, (("Ray", 1.5),))
     assert main(["history", "show", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["trial"] for each in found["all_trials"]] == [0, 1, 2, 3, 4]
     verdicts = ["out_of_memory", "refused", "measured", "measured", "measured"]
     assert [each["verdict"] for each in found["all_trials"]] == verdicts
     assert [each["figures"] is None for each in found["all_trials"]] == [True, True, *[False] * 3]
+    assert found["seconds_by_phase"] == {"check": 2.0, "Ray": 1.5}
+    assert [each["seconds_by_phase"] for each in found["all_trials"]][-1] == {"check": 2.0}
     assert found["left_out"] == [{"strategy": "attention", "level": "sdpa", "reason": "it differs"}]
 
 

@@ -32,6 +32,12 @@ def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     )
 
 
+def test_the_phases_that_took_a_second_are_listed(make_result: MakeResult) -> None:
+    known = {"import": 12.4, "observe": 0.6, "confirm": 29.0, "check": 0.9, "other": 1.1}
+    result = make_result(seconds_by_phase=tuple(known.items()))
+    assert "Seconds: import 12, steps 30, other 1 of 44." in lines(result)
+
+
 def test_a_result_is_printed_in_one_line(make_result: MakeResult) -> None:
     assert str(make_result()) == "20.3 samples/s in 23.1 GiB of 24.0 GiB: bf16, micro 8"
 

@@ -43,6 +43,7 @@ def make_result() -> MakeResult:
             "launches": 3,
             "launches_out_of_memory": 1,
             "search_seconds": 112.5,
+            "seconds_by_phase": (("import", 12.5), ("first batch", 0.5)),
             "versions": {"torch": "2.13.0+cpu", "a package": "1"},
         }
         return Result(**(fields | changed))  # type: ignore[arg-type]

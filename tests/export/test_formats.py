@@ -44,6 +44,7 @@ KEYS = {
     "launches",
     "launches_out_of_memory",
     "search_seconds",
+    "seconds_by_phase",
     "study",
     "script",
     "ranks",
@@ -64,6 +65,7 @@ def test_the_json_contract(make_result: MakeResult) -> None:
     assert found["peak_reserved_bytes"] == 3 << 29
     assert found["peak_allocated_bytes"] == 1 << 30
     assert found["fidelity"] == "rounding"
+    assert found["seconds_by_phase"] == {"import": 12.5, "first batch": 0.5}
     assert found["baseline"] == {"verdict": "out_of_memory"}
 
 
@@ -72,7 +74,7 @@ def test_a_measured_baseline_has_the_same_fields(make_result: MakeResult) -> Non
     result = make_result(PLAN, baseline=now, baseline_verdict=Verdict.MEASURED)
     found = json.loads(render("json", result))["baseline"]
     only = {"trials", "launches", "launches_out_of_memory", "search_seconds", "study", "script"}
-    only |= {"ranks", "devices", "confirmed", "step_variation"}
+    only |= {"ranks", "devices", "confirmed", "step_variation", "seconds_by_phase"}
     same = KEYS - only - {"baseline", "hardware", "versions"}
     assert set(found) == same | {"verdict"}
     assert set(found["plan"].values()) == {"as_is"}

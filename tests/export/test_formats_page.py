@@ -12,6 +12,7 @@ from autofit.analysis.result import Result
 from autofit.cli import main
 from autofit.export import FORMATS, SUFFIXES, render
 from autofit.plan import Plan
+from autofit.worker.records.phases import ORDER
 
 pytestmark = pytest.mark.quick
 
@@ -33,6 +34,10 @@ def test_every_key_of_a_result_is_there(formats: str, make_result: Callable[...,
     document = json.loads(render("json", make_result(Plan())))
     keys = {*document, *document["baseline"], *document["script"], *document["hardware"]}
     assert not [key for key in sorted(keys) if f"| `{key}` |" not in formats]
+
+
+def test_every_phase_is_there(formats: str) -> None:
+    assert not [phase for phase in ORDER if f"| `{phase}` |" not in formats]
 
 
 def test_every_key_of_the_catalogue_is_there(

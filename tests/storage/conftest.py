@@ -78,6 +78,7 @@ def report() -> Report:
             blamed="precision",
             traceback="Traceback (most recent call last):\n  é\n",
             startup_seconds=5.5,
+            seconds_by_phase=(("import", 5.5), ("first batch", 0.1 + 0.2)),
         )
 
     return make

@@ -86,11 +86,34 @@ def test_a_store_of_an_older_version_keeps_what_it_holds(
         command.downgrade(config, "0001")
         assert engine.revision(connection) == "0001"
     with Store(location) as again:
-        assert again.trials(study) == (kept,)
+        assert kept.report is not None
+        assert again.trials(study) == (
+            replace(kept, report=replace(kept.report, seconds_by_phase=())),
+        )
         assert again.reference(study) is None
 
 
-def test_a_store_of_the_version_before_gets_a_table_of_bandwidths(
+def test_trials_of_the_version_before_have_no_seconds_by_phase(
+    store: Store, location: str, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
+    kept = store.finish(trial, report(plan))
+    store.add_seconds(study, 2.0, (("Ray", 2.0),))
+    store.close()
+    config = Config()
+    config.set_main_option("script_location", engine.migrations_folder())
+    with connected(location) as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0013")
+    with Store(location) as again:
+        assert kept.report is not None
+        before = replace(kept.report, seconds_by_phase=())
+        assert again.trials(study) == (replace(kept, report=before),)
+        assert again.study(study.id).seconds_by_phase == ()
+        assert again.study(study.id).seconds == 2.0
+
+
+def test_a_store_before_bandwidths_gets_a_table_of_them(
     store: Store, location: str, study: StudyRecord
 ) -> None:
     store.close()

@@ -96,8 +96,8 @@ def test_facts_left_out_seconds_and_launches_are_kept(
     store.leave_out(study, "precision", "bf16", "it drifted")
     store.leave_out(study, "precision", "bf16", "again")
     store.leave_out(study, "checkpointing", "all", "no blocks")
-    store.add_seconds(study, 1.5)
-    after = store.add_seconds(study, 2.0)
+    store.add_seconds(study, 1.5, (("Ray", 1.0), ("other", 0.5)))
+    after = store.add_seconds(study, 2.0, (("Ray", 0.25),))
     assert after == store.study(study.id)
     assert after.facts == facts
     assert after.left_out == (
@@ -105,6 +105,7 @@ def test_facts_left_out_seconds_and_launches_are_kept(
         ("checkpointing", "all", "no blocks"),
     )
     assert (after.seconds, after.launches) == (3.5, 3)
+    assert after.seconds_by_phase == (("Ray", 1.25), ("other", 0.5))
 
 
 def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:

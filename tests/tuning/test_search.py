@@ -206,6 +206,9 @@ class TestTooLargeAsItIs:
         assert best["peak_bytes"] <= best["budget_bytes"] == budget
         assert best["launches_out_of_memory"] == 1
         assert best["search_seconds"] < 120
+        by_phase = best["seconds_by_phase"]
+        assert sum(by_phase.values()) == pytest.approx(best["search_seconds"], rel=0.1)
+        assert {"import", "check", "confirm", "Ray"} <= by_phase.keys()
         assert trials(folder)[0].verdict is Verdict.OUT_OF_MEMORY
         assert "out of memory in forward" in done.stderr
         assert "Traceback" not in done.stderr
@@ -259,4 +262,5 @@ class TestTooLargeAsItIs:
         assert trials(folder, None) == before
         first, second = json.loads(done.stdout), json.loads(again.stdout)
         assert second.pop("search_seconds") >= first.pop("search_seconds")
+        assert second.pop("seconds_by_phase")["import"] == first.pop("seconds_by_phase")["import"]
         assert first == second

@@ -26,6 +26,7 @@ def main() -> None:
     from autofit.worker.harness.process.private_files import PrivateFiles
     from autofit.worker.harness.verification.short_of_memory import NOTE, in_check
     from autofit.worker.launch import lifeline
+    from autofit.worker.records.phases import IMPORT
     from autofit.worker.records.trials import Uncontained
 
     spec, reporter, lifeline_fd = connect()
@@ -48,6 +49,7 @@ def main() -> None:
         loaded = program.load(spec.request.script)
         program.become(loaded, spec.request.script)
         conduct.wait_for_torch()
+        reporter.phases.enter(IMPORT)
         program.run(loaded)
     except SystemExit as leave:
         leaving.ends_by(leave)

@@ -27,6 +27,7 @@ from autofit.worker.launch.guard import BRIEFLY, Guard
 from autofit.worker.launch.reaper import SESSION, processes, with_descendants
 from autofit.worker.oom import classifier
 from autofit.worker.records.inspection import Inspected
+from autofit.worker.records.phases import Seconds, added, filled, without
 from autofit.worker.records.trials import (
     LOST,
     Answer,
@@ -144,14 +145,17 @@ def _run(
                 return False
             end = _End.of(child, reporter.kills, control.stopped)
             yield from reporter.close(end)
+    lost = guard.wait(request.budget)
+    seconds = time.monotonic() - reporter.start
     yield LaunchEnded(
         steps=reporter.steps,
         stopped=reporter.stopped,
-        seconds=time.monotonic() - reporter.start,
+        seconds=seconds,
+        seconds_by_phase=filled(reporter.seconds_by_phase, seconds),
         output=end.output,
         oom_killed=end.oom_killed,
         taken=reporter.taken,
-        lost=guard.wait(request.budget),
+        lost=lost,
     )
     return True
 
@@ -334,6 +338,10 @@ class _TrialReporter:
         self._index = 0  # failures before the first plan starts count for the first plan
         self._reported: set[int] = set()
         self._startup = 0.0
+        self.seconds_by_phase: Seconds = ()
+        """Of the process, as far as it has reported them."""
+        self._of_trials: Seconds = ()
+        """Those of the reported plans."""
         self._measurements: list[Measurement] = []
         self._shortage: OutOfMemory | None = None
 
@@ -383,6 +391,7 @@ class _TrialReporter:
                 self._paused = True
             case PlanStarted():
                 self._index, self._startup = event.index, event.startup_seconds
+                self.seconds_by_phase = event.seconds_by_phase
                 self._measurements, self._shortage = [], None
             case Measured():
                 self._measurements.append(event.measurement)
@@ -403,11 +412,14 @@ class _TrialReporter:
                 yield event
             case PlanEnded():
                 self._reported.add(event.report.index)
+                self._of_trials = added(self._of_trials, event.report.seconds_by_phase)
+                self.seconds_by_phase = self._of_trials
                 yield event.report
             case Raised():
                 self.final, self._index = event, event.index
+                self.seconds_by_phase = event.seconds_by_phase
             case Finished():
-                self.final = event
+                self.final, self.seconds_by_phase = event, event.seconds_by_phase
 
     def close(self, end: _End) -> Iterator[TrialReport]:
         """Yield the report of the plan that was running when the child ended, if there was one."""
@@ -501,4 +513,9 @@ class _TrialReporter:
             out_of_memory=self._shortage,
             traceback=traceback,
             startup_seconds=self._startup,
+            seconds_by_phase=without(self._up_to_now(), self._of_trials),
         )
+
+    def _up_to_now(self) -> Seconds:
+        """Return the process's seconds; those that it has not reported count as ``other``."""
+        return filled(self.seconds_by_phase, time.monotonic() - self.start)

@@ -17,6 +17,7 @@ from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.hosts import LOOPBACK, Hosts, RemoteHost
 from autofit.worker.records.inspection import Inspected, Inspection
+from autofit.worker.records.phases import Seconds
 from autofit.worker.records.places import Place
 from autofit.worker.records.traces import Trace
 
@@ -246,6 +247,8 @@ class TrialReport:
     """Python's traceback without autofit's own frames, for a failed trial."""
     startup_seconds: float = 0.0
     """Seconds from the start of the process to the root's first call."""
+    seconds_by_phase: Seconds = ()
+    """The plan's seconds by phase; the first plan of a process also has those before it."""
     gradient_difference: float | None = None
     """Relative difference of the gradients from the plain model's, as the gradient check found it.
 
@@ -300,6 +303,8 @@ class PlanStarted:
 
     index: int
     startup_seconds: float = 0.0
+    seconds_by_phase: Seconds = ()
+    """The process's seconds by phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +385,8 @@ class Raised:
     """The level of ``checkpointing`` that was being measured."""
     follows: bool = False
     """Whether it only reports that another rank has ended."""
+    seconds_by_phase: Seconds = ()
+    """The process's seconds by phase."""
 
     @property
     def out_of_memory(self) -> OutOfMemory:
@@ -433,6 +440,8 @@ class Finished:
     """Optimizer steps taken."""
     stopped: bool
     """Whether the harness stopped it after the last plan."""
+    seconds_by_phase: Seconds = ()
+    """The process's seconds by phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -669,6 +678,8 @@ class LaunchEnded:
     stopped: bool
     """Whether the harness stopped the script after the last plan; else it ended or died."""
     seconds: float
+    seconds_by_phase: Seconds = ()
+    """``seconds`` by phase: those of all trials, and those outside of them."""
     output: str = ""
     """The last lines that the script wrote to standard output and error."""
     oom_killed: bool = False

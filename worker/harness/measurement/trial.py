@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any, NoReturn
@@ -64,6 +64,7 @@ from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.records.phases import CHECK, CONFIRM, DATA, OBSERVE, PROBE
 from autofit.worker.records.trials import (
     Answer,
     BandwidthMeasured,
@@ -118,11 +119,11 @@ class Trial(Session):
         """``group``: the ranks of a single-process script."""
         known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
-        super().__init__(meter, known, request.ranks, group)
+        super().__init__(meter, known, request.ranks, group, reporter.phases)
         self._ranks = RankAgreement(reporter, request.processes, connects=group is None)
         self._reporter = reporter
         self._batches = SameBatches()
-        self.seams.order_batches(self._batches.next)
+        self.seams.order_batches(self._next_batch)
         self.index = 0  # of the present plan
         self._request = request
         self._pausing = threading.Lock()
@@ -350,6 +351,7 @@ class Trial(Session):
         )
         self.meter.release()
         self._batches.again(self.facts.calls_per_step)
+        self.phases.enter(OBSERVE if plan.neutral else CONFIRM)
         yield window
         if window.refusal is not None:
             # A new error: the frames of the first hold the batch.
@@ -437,7 +439,8 @@ class Trial(Session):
         """Measure a plan with its numbers: by a probe, or by steps where it shows only there."""
         if self._prober is not None:
             try:
-                return self._probe(plan, self._prober)
+                with self.phases.within(PROBE):
+                    return self._probe(plan, self._prober)
             except NotProbed:
                 self._leave_call()
         return (yield from self._steps(plan, TURN))
@@ -472,8 +475,10 @@ class Trial(Session):
             self._probed_plan = None
             root.take_back()
             prober.free()
+        now = self._compiling.seconds()
+        self.phases.compiled(now)
         if short is None:
-            measurement = replace(measurement, compile_seconds=self._compiling.seconds() - compiled)
+            measurement = replace(measurement, compile_seconds=now - compiled)
             excess = measurement.peak_device - self._request.budget
             if excess <= 0:
                 self._probes[plan] = measurement
@@ -535,12 +540,9 @@ class Trial(Session):
         observed, self._observed = self._observed, None
         if observed is None:
             return
-        try:
+        with self.phases.within(PROBE), suppress(NotProbed, ProbeShortage):
             self._rest = _difference(observed, prober.measure(Plan(), prober.samples, Rest()))
-        except (NotProbed, ProbeShortage):
-            pass
-        finally:
-            prober.free()
+        prober.free()
 
     def _can_probe(self) -> bool:
         """Return whether plans can be probed: there is one model on one rank, with a batch."""
@@ -639,6 +641,11 @@ class Trial(Session):
         """
         return self.index == 0 or len(window.seconds) >= window.steps
 
+    @contextmanager
+    def _around_check(self) -> Iterator[None]:
+        with self._refusals.excluded(), self.phases.within(CHECK):
+            yield
+
     # --- decisions for the session -------------------------------------------------------------
 
     def policy(self, module: nn.Module) -> RunPolicy:
@@ -646,7 +653,7 @@ class Trial(Session):
         return RunPolicy(
             strict=True,
             may_run_whole=False,
-            around_proof=self._refusals.excluded,
+            around_proof=self._around_check,
             whole_fits=lambda: self._whole_fits,
             group=self._group,
         )
@@ -794,6 +801,11 @@ class Trial(Session):
         verdict = Verdict.MEASURED if self._measured else Verdict.OUT_OF_MEMORY
         self._end_plan(verdict, "", for_all=True)
 
+    def _next_batch(self, plain: Callable[[Any], Any], iterator: Any) -> Any:
+        """Return the next batch of a loader."""
+        with self.phases.within(DATA):
+            return self._batches.next(plain, iterator)
+
     def root_called(self, root: HarnessRoot) -> None:
         """Count the call; the first call of all starts the schedule."""
         self._end_if_due()
@@ -839,8 +851,11 @@ class Trial(Session):
         self._compiling.seconds()
         root.take_back()
         self._compiling.seconds()
-        with self._tracer.with_dropout(), self._refusals.excluded():
-            return self.prove_on_model(root, plan, args, kwargs, known=known)
+        with self._tracer.with_dropout(), self._refusals.excluded(), self.phases.within(CHECK):
+            try:
+                return self.prove_on_model(root, plan, args, kwargs, known=known)
+            finally:
+                self.phases.compiled(self._compiling.seconds())
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Trace a parameter that steps during backward: its gradient is freed then."""
@@ -874,6 +889,7 @@ class Trial(Session):
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
         compiled, self._compiled = self._compiled, self._compiling.seconds()
+        self.phases.compiled(self._compiled)
         retries, self._retries = self._retries, self.meter.retries()
         own = Seen(
             seconds=seconds,

@@ -8,11 +8,13 @@ import queue
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from autofit.worker.launch import lifeline
 from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD
 from autofit.worker.launch.reaper import SESSION
+from autofit.worker.records.phases import IDLE, Phases, process_start
 from autofit.worker.records.trials import (
     Agreed,
     Agreeing,
@@ -20,8 +22,12 @@ from autofit.worker.records.trials import (
     Asking,
     ChildSpec,
     Event,
+    Finished,
     LaunchRequest,
     Paused,
+    PlanEnded,
+    PlanStarted,
+    Raised,
 )
 
 CLOSED = (
@@ -42,6 +48,8 @@ class Reporter:
 
     def __init__(self, connection: Connection, rank: int = 0, *, trial: bool = True) -> None:
         self.rank = rank
+        self.phases = Phases(process_start())
+        """Where the time of this process goes."""
         self._trial = trial
         self._pipe = lifeline.file_of(connection.fileno())
         self._connection = connection
@@ -52,9 +60,10 @@ class Reporter:
         self._used_for: queue.SimpleQueue[tuple[LaunchRequest, float]] = queue.SimpleQueue()
 
     def send(self, event: Event) -> None:
-        """Send one event; a forked child of the script sends nothing."""
+        """Send one event, with seconds by phase; a forked child of the script sends nothing."""
         if os.getpid() != self._pid:
             return
+        event = self._timed(event)
         with self._lock:
             # The descriptor may belong to another file by now; never write into that one.
             ours = lifeline.file_of(self._connection.fileno()) == self._pipe
@@ -65,13 +74,24 @@ class Reporter:
             os.write(2, CLOSED.encode())
             os._exit(1)
 
+    def _timed(self, event: Event) -> Event:
+        """Return ``event`` with its ``seconds_by_phase``, if it has any."""
+        match event:
+            case PlanEnded():
+                report = replace(event.report, seconds_by_phase=self.phases.take())
+                return PlanEnded(report=report)
+            case PlanStarted() | Raised() | Finished():
+                return replace(event, seconds_by_phase=tuple(self.phases.seconds().items()))
+        return event
+
     def ask(self, *, fresh: bool) -> Answer:
         """Ask for more plans, and wait for the answer."""
         if os.getpid() != self._pid:  # the parent does not answer a forked child
             return Answer(plans=(), timeout=0.0)
         if self.rank == 0:
             self.send(Asking(fresh=fresh))
-        return self._answers.get()
+        with self.phases.within(IDLE):
+            return self._answers.get()
 
     def pause(self, *, clean: bool) -> tuple[LaunchRequest, float]:
         """Wait until a launch uses this prepared process; return its request, and since when.
@@ -82,7 +102,9 @@ class Reporter:
         if os.getpid() != self._pid or not clean:
             os.killpg(os.getpgid(0), signal.SIGKILL)
         self.send(Paused())
-        return self._used_for.get()
+        used_for = self._used_for.get()
+        self.phases.restart()  # the time before belongs to the launch beside this process
+        return used_for
 
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
         """Wait until every rank has sent a value; return the values in the order of the ranks.

@@ -23,6 +23,7 @@ from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.records.phases import FIRST_BATCH, OTHER, Phases
 from autofit.worker.records.trials import CHECK, OutOfMemory
 
 OUTSIDE = "outside the model"
@@ -38,6 +39,7 @@ class CallOwner(Protocol):
     optimizers: Optimizers
     roots: list[HarnessRoot]
     steps: int
+    phases: Phases
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan that ``root`` should run under now."""
@@ -127,6 +129,7 @@ class CallRunner:
             output = root.call(args, kwargs)
             self.phase = OUTSIDE
             return output
+        self._owner.phases.enter(OTHER, after=FIRST_BATCH)
         self._owner.call_begins()
         self.phase = "forward"
         self._owner.reads.gradients_outdated()

@@ -45,6 +45,7 @@ from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.meter import Meter
+from autofit.worker.records.phases import CHECK, FIRST_BATCH, IMPORT, Phases
 from autofit.worker.records.trials import OutOfMemory
 
 BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
@@ -61,12 +62,15 @@ class Session:
         known: Known | None = None,
         ranks: int = 1,
         group: RankGroup | None = None,
+        phases: Phases | None = None,
     ) -> None:
         """``known``: what was verified of the roots before; ``ranks``: that train together.
 
-        ``group``: the ranks of a single-process script.
+        ``group``: the ranks of a single-process script. ``phases``: of this process.
         """
         self.meter = meter
+        self.phases = phases or Phases()
+        """Where the time of this process goes."""
         self.seams = Seams(self)
         self._group = group
         self.calls = Calls()
@@ -268,6 +272,7 @@ class Session:
 
     def new_root(self, module: nn.Module) -> None:
         """Handle the calls of a new root."""
+        self.phases.enter(FIRST_BATCH, after=IMPORT)
         known = self.known.of(module)
         self._leader.met(module)
         self._proofs -= sum(each.proof.proofs for each in self.roots if not each.alive)
@@ -384,6 +389,7 @@ class Session:
 
     def optimizer_made(self) -> None:
         """Look for roots again: the script may start another training, a fold for example."""
+        self.phases.enter(FIRST_BATCH, after=IMPORT)
         self._quiet_steps = 0
         self.seams.look_for_roots()
 
@@ -421,7 +427,7 @@ class Session:
         facts = script_facts.describe(root.outer, args, kwargs)
         root.learn(facts)
         if not facts.batch_norm and not transformed():
-            with inside(self.seams):
+            with inside(self.seams), self.phases.within(CHECK):
                 facts = with_samples(root, facts, args, kwargs, self.meter)
         root.learn(self.agree_on_facts(facts))
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
