@@ -232,7 +232,7 @@ def _lowered(strategy: Strategy) -> str:
 def _searched(level: Level) -> str:
     """Return how a search treats a level, in a few words."""
     tried = "tried beside the fastest plans" if level.refines else "tried in combinations"
-    fresh = "needs a new process" if not level.undo and not level.late else ""
+    fresh = "needs a new process" if not level.undo else ""
     return ", ".join(filter(None, (tried, fresh)))
 
 

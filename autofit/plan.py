@@ -123,12 +123,9 @@ class Plan:
     def follows(self, fixed: Plan) -> bool:
         """Return whether a launch whose plans have the levels ``fixed`` can measure this plan.
 
-        The plan must have these levels. Further levels must be such that a running process can
-        apply.
+        The plan must have exactly these levels, of those that a running process cannot remove.
         """
-        own, given = set(self.fixed.changes), set(fixed.changes)
-        more = own - given
-        return given <= own and all(strategies.get(name).level(each).late for name, each in more)
+        return self.fixed == fixed.fixed
 
     def whole(self, facts: Facts) -> Self:
         """Return this plan without a micro-batch size that cuts no call of the script.

@@ -116,8 +116,6 @@ class Level:
     a level that acts before the model's first call."""
     undo: bool = True
     """Can be undone between two steps, so that one launch measures several plans."""
-    late: bool = False
-    """Cannot be undone, but can be applied in a launch that started without it."""
     alone: bool = False
     """A process can measure one plan with it, because the next could not be checked."""
     replaces_as_is: bool = False
@@ -495,8 +493,7 @@ class Strategy(ABC):
 
     def acts_at_start(self, level: str) -> bool:
         """Return whether ``level`` acts in a process before the model exists."""
-        fixed = not self.level(level).undo and not self.level(level).late
-        return fixed or type(self).on_process is not Strategy.on_process
+        return not self.level(level).undo or type(self).on_process is not Strategy.on_process
 
     def on_process(self, level: str, process: Process) -> Undo | None:
         """Change settings of the process after torch is imported and before any root runs.

@@ -75,9 +75,9 @@ def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
 
 
 def _includes(trial: TrialRecord, plan: Plan) -> bool:
-    """Return whether a complete trial chose the number of blocks, and ``plan`` is all of them."""
+    """Return whether a complete trial chose the number of blocks, and ``plan`` has one of these."""
     report = trial.report
-    if report is None or plan["checkpointing"] != ALL:
+    if report is None or plan["checkpointing"] not in (AS_IS, ALL):
         return False
     measured = report.verdict is Verdict.MEASURED and not report.reason
     complete = measured or report.verdict is Verdict.OUT_OF_MEMORY

@@ -140,7 +140,7 @@ class ActivePlan:
 def staying(plan: Plan) -> Plan:
     """Return the levels of ``plan`` that cannot be undone when the function ends."""
     levels = ((strategy, strategy.level(name)) for strategy, name in plan)
-    return Plan.of({s.name: each.name for s, each in levels if not (each.undo or each.late)})
+    return Plan.of({s.name: each.name for s, each in levels if not each.undo})
 
 
 def check_given(plan: Plan | None) -> None:

@@ -137,7 +137,7 @@ class Search:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             for launch in self._launches.values():
-                self._history.spent(launch.outside())
+                self._history.spent(launch.own_seconds())
                 self._release(launch)
             if error is not None:
                 self._history.store_seconds()
@@ -414,7 +414,7 @@ class Search:
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]
         if isinstance(event, LaunchEnded):
-            self._history.spent(launch.outside(event))
+            self._history.spent(launch.own_seconds(event))
             self._clock.enter(LAUNCHES if len(self._launches) > 1 else OTHER)
         if isinstance(event, LaunchEnded) and (
             self._slots.handle_end(slot, event, self._history.say) or launch.killed
@@ -480,7 +480,7 @@ class Search:
     def _handle_lost_worker(self, slot: int, error: WorkerError) -> None:
         """Let the plan of a lost worker run again; record a failure if it loses each worker."""
         launch = self._launches.pop(slot)
-        self._history.spent(launch.outside())
+        self._history.spent(launch.own_seconds())
         running = next(iter(launch.trials[launch.reported :]), None)
         running = None if launch.reported in launch.stages else running
         self._lost_in_a_row += 1

@@ -139,7 +139,7 @@ class History:
         self._started = started
         self._stored_seconds = 0.0
         self._clock = clock or Phases(phase=OTHER)
-        self._outside: Seconds = ()
+        self._unstored: Seconds = ()
         """Seconds of launches that belong to no stored trial."""
         self._said: set[str] = set()
         where = lookup.key_of(
@@ -402,13 +402,13 @@ class History:
         """Add the time since the last call to the study, so that a kill loses little of it."""
         elapsed = self.elapsed()
         own = tuple(each for each in self._clock.take() if each[0] != LAUNCHES)
-        by_phase = added(self._outside, own)
+        by_phase = added(self._unstored, own)
         self.store.add_seconds(self.study, elapsed - self._stored_seconds, by_phase)
-        self._stored_seconds, self._outside = elapsed, ()
+        self._stored_seconds, self._unstored = elapsed, ()
 
     def spent(self, seconds: Seconds) -> None:
         """Add seconds of a launch that belong to no stored trial."""
-        self._outside = added(self._outside, seconds)
+        self._unstored = added(self._unstored, seconds)
 
 
 def phases(trial: TrialRecord) -> Mapping[str, float]:

@@ -97,7 +97,7 @@ class RunningLaunch:
         if report.verdict is Verdict.REFUSED:
             self.refused.add(report.index)
 
-    def outside(self, ended: LaunchEnded | None = None) -> Seconds:
+    def own_seconds(self, ended: LaunchEnded | None = None) -> Seconds:
         """Return its seconds outside of its trials; without ``ended`` it is lost, or ends now."""
         whole = time.monotonic() - self.submitted
         if ended is None:

@@ -67,8 +67,6 @@ class Optimizer(Strategy):
             fidelity=Fidelity.ROUNDING,
             slowdown=1.05,
             keeps=0.27,
-            undo=False,
-            late=True,
         ),
         Level(
             name="lion",

@@ -63,7 +63,7 @@ class InspectedRun(Session):
 
     def __init__(self, request: LaunchRequest, reporter: Reporter, meter: Meter) -> None:
         assert request.inspection is not None, "it is asked for"
-        super().__init__(meter, ranks=request.ranks)
+        super().__init__(meter, ranks=request.ranks, phases=reporter.phases)
         self.index = 0
         self.over = False
         self._asked_for: Inspection = request.inspection

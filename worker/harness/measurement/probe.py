@@ -28,8 +28,8 @@ from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import Deferred
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.patching.observers import plain_backward
-from autofit.worker.harness.patching.optimizers import Changes, Optimizers, changes_of
+from autofit.worker.harness.patching.observers import Seams, plain_backward
+from autofit.worker.harness.patching.optimizers import Optimizers
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.graph import edges_of, next_edges, walk
 from autofit.worker.harness.torch_state.hf_cache import without_cache
@@ -87,12 +87,15 @@ class Prober:
         root: HarnessRoot,
         args: Any,
         kwargs: Any,
+        *,
+        seams: Seams,
         optimizers: Optimizers,
         meter: Meter,
         facts: Facts,
     ) -> None:
         """Raises ``NotProbed`` if the call shows no batch."""
-        self._root, self._optimizers, self._meter, self._facts = root, optimizers, meter, facts
+        self._root, self._seams, self._optimizers = root, seams, optimizers
+        self._meter, self._facts = meter, facts
         batch = Batch.of(args, without_cache(root.module, kwargs))
         batched = batched_arguments(batch, root.batch_dim)
         if not batched:
@@ -105,8 +108,6 @@ class Prober:
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._delays = False
         """The model has one output, so its calls may wait for the loss."""
-        self._steps: dict[Changes, StepCost] = {}
-        """What the optimizers' step costs under each plan's part of optimizers."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -138,8 +139,7 @@ class Prober:
         samples = plan.samples(self.samples)
         chunks = math.ceil(samples / size)
         cut = (0, math.ceil(samples / chunks))
-        passes = self._passes(plan, cut, split=chunks > 1)
-        step = self._step_cost(plan)
+        passes, step = self._passes(cut, split=chunks > 1)
         self.free()
         again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
         calls = self._facts.calls_per_step
@@ -158,16 +158,25 @@ class Prober:
 
     # --- a chunk ---------------------------------------------------------------------------
 
-    def _passes(self, plan: Plan, cut: tuple[int, int], *, split: bool) -> Passes:
-        """Run a chunk twice. The first pass may compile or choose kernels; the second counts.
+    def _passes(self, cut: tuple[int, int], *, split: bool) -> tuple[Passes, StepCost]:
+        """Run a chunk and the optimizer twice; the second time counts.
 
-        If the batch is split, the gradients of the first pass exist in the second.
+        The first time may compile, choose kernels, and make the optimizer's state. If the batch is
+        split, gradients of an earlier chunk exist while the second runs.
         """
         with self._shortages("forward"):
             self._once(cut)
+        with self._shortages("optimizer step"):
+            self._step()
+        with self._shortages("forward"):
             if not split:
                 self._drop_gradients()
-            return self._once(cut)
+            elif self._seams.stepping:  # the step has freed them
+                with self._seams.part_of_backward(more=True):
+                    self._once(cut)
+            passes = self._once(cut)
+        with self._shortages("optimizer step"):
+            return passes, self._step()
 
     def _once(self, cut: tuple[int, int]) -> Passes:
         meter = self._meter
@@ -192,15 +201,6 @@ class Prober:
         return Passes(forward, both, meter.peak(), scalar)
 
     # --- the optimizer ---------------------------------------------------------------------
-
-    def _step_cost(self, plan: Plan) -> StepCost:
-        """Return what the optimizers' step costs under ``plan``, measured once for its part."""
-        key = changes_of(plan)
-        if key not in self._steps:
-            with self._shortages("optimizer step"):
-                self._step()  # makes the state
-                self._steps[key] = self._step()
-        return self._steps[key]
 
     def _step(self) -> StepCost:
         meter = self._meter
@@ -241,10 +241,6 @@ class Prober:
             raise Shortage(found)
 
     # --- between probes --------------------------------------------------------------------
-
-    def forget_steps(self) -> None:
-        """Measure the optimizers' step anew: other weights are in use."""
-        self._steps.clear()
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

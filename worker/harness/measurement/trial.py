@@ -524,11 +524,20 @@ class Trial(Session):
             return
         root, args, kwargs = self._call
         try:
-            prober = Prober(root, args, kwargs, self.optimizers, self.meter, self.facts)
+            prober = Prober(
+                root,
+                args,
+                kwargs,
+                seams=self.seams,
+                optimizers=self.optimizers,
+                meter=self.meter,
+                facts=self.facts,
+            )
         except NotProbed:
             return
         self._suspension.enter_context(inside(self.seams))
         self._suspension.enter_context(self.seams.suspended())
+        self._suspension.enter_context(self.reads.paused())
         self._suspension.enter_context(torch.enable_grad())
         self._suspension.callback(RandomState.now().restore)
         self._suspension.enter_context(prober.suspended())

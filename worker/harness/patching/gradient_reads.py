@@ -6,7 +6,8 @@ subclass: a property of the same name there takes precedence while somebody list
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ class ReadBeforeStep:
         """Stop watching."""
         while self._undos:
             self._undos.pop()()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the reads in this context: they are autofit's own."""
+        fresh, self.fresh = self.fresh, False
+        try:
+            yield
+        finally:
+            self.fresh = fresh
 
     def gradients_complete(self) -> None:
         """Note the end of a backward pass: a read from now on sees its gradients."""
