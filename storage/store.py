@@ -359,8 +359,10 @@ class Store:
             row = self._trial(session, trial)
             if row.state != State.FINISHED:
                 raise StorageError(f"{_name(trial)} has not finished; finish it")
-            row.measurements = []
+            for each in row.measurements:
+                session.delete(each)
             session.flush()  # the new ones take the positions of the old
+            session.expire(row, ["measurements"])
             convert.write_report(row, report)
             session.flush()
             return self._record(convert.trial_record, row)

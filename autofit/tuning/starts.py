@@ -19,6 +19,7 @@ from autofit.analysis.ranking import ranked
 from autofit.plan import Plan
 from autofit.space.order import expected
 from autofit.strategies import AS_IS
+from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import Verdict
 
 MAX_SHORT = 5
@@ -80,7 +81,12 @@ class FixedStarts:
         ]
         if state.facts is None or any(not trial.plan.neutral for trial in state.finished):
             return None
-        return min(plans, key=lambda plan: expected(plan, state.facts), default=None)
+
+        def order(plan: Plan) -> tuple[float, bool]:
+            plain = plan.replace(checkpointing=AS_IS)  # checkpointing may take no block at all
+            return expected(plain, state.facts), plan["checkpointing"] != AUTO
+
+        return min(plans, key=order, default=None)
 
     def _compiled(self) -> Plan | None:
         """Return the fastest plan so far, compiled, if compiling may pay within the horizon."""

@@ -127,10 +127,6 @@ class Prober:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
 
-    def static(self) -> int:
-        """Return the bytes that the process occupies while no chunk runs."""
-        return self._meter.current() + self._meter.context
-
     def measure(self, plan: Plan, size: int, rest: Rest) -> Measurement:
         """Probe ``plan``, which is applied to the root, with chunks of at most ``size`` samples.
 

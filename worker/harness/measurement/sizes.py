@@ -23,7 +23,7 @@ MARGIN = 0.02
 TIE = 0.02
 """Relative difference below which two times are equal; fewer chunks, then fewer blocks, win."""
 TRIES = 3
-"""Times that one number is made leaner after its prediction did not fit."""
+"""Times that a number is measured because a prediction says that it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Ask:
 
 Solver = Generator[Ask, Measurement | None, Measurement | None]
 """Receives ``None`` if memory ran out; returns the winner, or ``None`` if nothing fits."""
-Measuring = Generator[Ask, Measurement | None, Measurement | None]
+Steps = Generator[Ask, Measurement | None, None]
 
 
 def even(batch: int, largest: int) -> int:
@@ -47,19 +47,21 @@ def even(batch: int, largest: int) -> int:
     return math.ceil(batch / chunks)
 
 
-def solve(
-    batch: int, budget: int, *, static: int = 0, blocks: int | None = None, splits: bool = True
-) -> Solver:
+def solve(batch: int, budget: int, *, blocks: int | None = None, splits: bool = True) -> Solver:
     """Search the numbers under which a step is fastest within ``budget`` bytes.
+
+    The whole batch comes first if a line through two small chunks says that it fits. Otherwise the
+    whole batch with as few checkpointed blocks as fit is compared with the largest chunk that fits
+    without checkpointing. If neither fits, all blocks are checkpointed and the chunk is as large as
+    it may be.
 
     Args:
         batch: Samples in a call of the model.
         budget: Bytes that the process may occupy on the device.
-        static: Bytes that it occupies before a call; 0 if unknown.
         blocks: Blocks that may be checkpointed; ``None`` if the plan has a number of its own.
         splits: Whether the batch may be cut into chunks.
     """
-    search = _Search(batch, budget, static, blocks, splits)
+    search = _Search(batch, budget, blocks, splits)
     yield from search.run()
     return search.winner()
 
@@ -67,12 +69,11 @@ def solve(
 class _Search:
     """One search, with everything that was measured so far."""
 
-    def __init__(
-        self, batch: int, budget: int, static: int, blocks: int | None, splits: bool
-    ) -> None:
-        self._batch, self._budget = batch, budget
-        self._static, self._most, self._splits = static, blocks, splits
+    def __init__(self, batch: int, budget: int, blocks: int | None, splits: bool) -> None:
+        self._batch, self._room = batch, (1 - MARGIN) * budget
+        self._blocks, self._splits = blocks, splits
         self._found: dict[tuple[int, int], Measurement | None] = {}
+        """By the samples of a chunk and the number of checkpointed blocks."""
 
     def winner(self) -> Measurement | None:
         """Return the fastest measurement; of equal ones that with fewest chunks, then blocks."""
@@ -83,94 +84,93 @@ class _Search:
         equal = [point for point, each in fitting.items() if each.seconds <= fastest * (1 + TIE)]
         return fitting[max(equal, key=lambda point: (point[0], -point[1]))]
 
-    def run(self) -> Generator[Ask, Measurement | None, None]:
+    def run(self) -> Steps:
         """Measure the points that decide."""
-        small = even(self._batch, math.ceil(self._batch / PART)) if self._splits else self._batch
-        yield from self._largest(small, 0)
-        if self._whole_fits(0) or not self._most:
-            return
-        yield from self._fewest_blocks(small)
-        if not self._whole_fits(self._most) and self._splits:
-            yield from self._largest(small, self._most)
+        yield from self._two_sizes(0)
+        yield from self._largest(0)
+        if self._blocks and not self._fits(self._batch, 0):
+            yield from self._two_sizes(self._blocks)
+            yield from self._fewest_blocks()
+            if not self._whole_fits():
+                yield from self._largest(self._blocks)
 
-    def _measure(self, size: int, blocks: int) -> Measuring:
+    def _measure(self, size: int, blocks: int) -> Steps:
         """Measure one point, once."""
         if (size, blocks) not in self._found:
-            asked = Ask(size, None if self._most is None else blocks)
-            self._found[size, blocks] = yield asked
-        return self._found[size, blocks]
+            self._found[size, blocks] = yield Ask(size, blocks if self._blocks else None)
 
-    def _whole_fits(self, blocks: int) -> bool:
-        return any(
-            size == self._batch and number <= blocks and each is not None
-            for (size, number), each in self._found.items()
-        )
+    def _fits(self, size: int, blocks: int) -> bool:
+        return self._found.get((size, blocks)) is not None
 
-    def _largest(self, small: int, blocks: int) -> Generator[Ask, Measurement | None, None]:
-        """Measure the largest chunk that fits with so many blocks checkpointed."""
-        size = small
-        while (yield from self._measure(size, blocks)) is None:
-            if size == 1 or not self._splits or (blocks == 0 and self._most):
+    def _whole_fits(self) -> bool:
+        return any(size == self._batch and found for (size, _), found in self._found.items())
+
+    def _sizes(self, blocks: int) -> list[int]:
+        """Return the sizes that fit with so many blocks, ascending."""
+        return sorted(size for (size, at), each in self._found.items() if at == blocks and each)
+
+    def _two_sizes(self, blocks: int) -> Steps:
+        """Measure two small chunks, which give a line; the whole batch if it is not cut."""
+        size = self._batch
+        if self._splits:
+            size = even(self._batch, math.ceil(self._batch / PART))
+        yield from self._measure(size, blocks)
+        while self._splits and size > 1 and not self._fits(size, blocks):
+            if blocks == 0 and self._blocks:
                 return  # checkpointing frees more than a smaller chunk does
             size = even(self._batch, size // 2)
+            yield from self._measure(size, blocks)
+        if self._fits(size, blocks) and size < self._batch:
+            yield from self._measure(even(self._batch, 2 * size), blocks)
+
+    def _line(self, blocks: int) -> tuple[float, float] | None:
+        """Return the bytes of a sample and those of everything else; ``None`` if unknown."""
+        sizes = self._sizes(blocks)
+        if len(sizes) < 2:
+            return None
+        low, high = sizes[0], sizes[-1]
+        peaks = [each.peak_device for s in (low, high) if (each := self._found[s, blocks])]
+        slope = max(0.0, (peaks[1] - peaks[0]) / (high - low))
+        return slope, peaks[1] - slope * high
+
+    def _largest(self, blocks: int) -> Steps:
+        """Measure the largest chunk that fits with so many blocks."""
         for _ in range(TRIES):
-            found = self._predicted_size(blocks)
-            if found <= size:
+            if (line := self._line(blocks)) is None:
                 return
-            if (yield from self._measure(found, blocks)) is not None:
-                size = found
+            slope, rest = line
+            short = [size for (size, at), each in self._found.items() if at == blocks and not each]
+            most = min([self._batch, *(size - 1 for size in short)])
+            if slope:
+                most = min(most, math.floor((self._room - rest) / slope))
+            largest = max(self._sizes(blocks))
+            if most < 1 or (size := even(self._batch, most)) <= largest:
+                return
+            yield from self._measure(size, blocks)
 
-    def _predicted_size(self, blocks: int) -> int:
-        """Return the largest size expected to fit that was not refused before."""
-        slope, rest = self._line(blocks)
-        short = [size for (size, at), each in self._found.items() if at == blocks and each is None]
-        most = min([self._batch, *(each - 1 for each in short)])
-        room = (1 - MARGIN) * self._budget - rest
-        most = most if slope <= 0 else min(most, math.floor(room / slope))
-        return even(self._batch, most) if most >= 1 else 0
-
-    def _line(self, blocks: int) -> tuple[float, float]:
-        """Return the bytes of a sample, and those of everything else, at a number of blocks."""
-        points = sorted(
-            (size, each.peak_device)
-            for (size, at), each in self._found.items()
-            if at == blocks and each is not None
-        )
-        (low, first), (high, last) = points[0], points[-1]
-        if low == high:
-            return max(0.0, first - self._static) / low, float(min(first, self._static))
-        slope = (last - first) / (high - low)
-        return slope, last - slope * high
-
-    def _fewest_blocks(self, small: int) -> Generator[Ask, Measurement | None, None]:
+    def _fewest_blocks(self) -> Steps:
         """Measure the whole batch with as few checkpointed blocks as fit."""
-        assert self._most, "there are blocks to checkpoint"
-        size = small
-        while (yield from self._measure(size, self._most)) is None:
-            if size == 1 or not self._splits:
-                return
-            size = even(self._batch, size // 2)
-        held, rest = self._line(self._most)
-        expected = rest + held * self._batch
-        if expected > (1 - MARGIN) * self._budget:
-            if expected > self._budget * (1 + PART * MARGIN) and self._splits:
-                return  # the chunk is made smaller instead
-            yield from self._measure(self._batch, self._most)
-            return
-        plain = self._line(0)[0] if self._has(0) else None
-        if plain is None:  # nothing fits without checkpointing: begin with half of the blocks
-            number = self._most // 2
-        else:
-            room = (1 - MARGIN) * self._budget - expected
-            freed = max(plain - held, 0.0) * self._batch / self._most
-            number = self._most - (math.floor(room / freed) if freed else self._most)
+        assert self._blocks, "there are blocks to checkpoint"
+        number = self._expected_blocks()
         for _ in range(TRIES):
-            number = min(max(number, 1), self._most)
-            if (yield from self._measure(self._batch, number)) is not None:
+            if number > self._blocks:
                 return
-            if number == self._most:
+            yield from self._measure(self._batch, number)
+            if self._fits(self._batch, number):
                 return
-            number += max(1, (self._most - number + 1) // 2)
+            number = self._blocks if number < self._blocks else self._blocks + 1
 
-    def _has(self, blocks: int) -> bool:
-        return any(at == blocks and each is not None for (_, at), each in self._found.items())
+    def _expected_blocks(self) -> int:
+        """Return the blocks to checkpoint for the whole batch; more than there are if none fit."""
+        assert self._blocks, "there are blocks to checkpoint"
+        checkpointed, plain = self._line(self._blocks), self._line(0)
+        if checkpointed is None:
+            return self._blocks if not self._splits else self._blocks + 1
+        slope, rest = checkpointed
+        left = self._room - rest - slope * self._batch
+        if left < 0:
+            return self._blocks + 1
+        if plain is None:
+            return self._blocks // 2 + 1
+        of_block = max(plain[0] - slope, 0.0) * self._batch / self._blocks
+        return max(1, self._blocks - (math.floor(left / of_block) if of_block else self._blocks))

@@ -430,10 +430,8 @@ class Trial(Session):
         batch = plan.samples(self.facts.batch or 1)
         if split not in (AS_IS, AUTO):
             batch = int(split)
-        static = self._prober.static() if self._prober is not None else 0
-        return sizes.solve(
-            batch, self._request.budget, static=static, blocks=blocks, splits=split == AUTO
-        )
+        budget = self._request.budget
+        return sizes.solve(batch, budget, blocks=blocks, splits=split == AUTO)
 
     def _measure(self, plan: Plan) -> Measuring:
         """Measure a plan with its numbers: by a probe, or by steps where it shows only there."""
