@@ -62,7 +62,7 @@ class RootFacts:
     """``batch`` is the first dimension of the arguments, which may be time. No split was
     verified."""
     blocks: int = 0
-    """Number of repeated blocks: the longest run of children of one class in a container."""
+    """Number of repeated blocks, which checkpointing recomputes."""
     classes: int = 0
     """Outputs of its head, the widest linear layer outside the blocks; 0 without a head."""
     convolutions: int = 0

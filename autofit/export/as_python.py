@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from textwrap import dedent, indent
 
@@ -13,49 +14,42 @@ from autofit.analysis.result import Result
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.strategies.base import ByHand
+from autofit.strategies.inspection import blocks
 from autofit.units import format_size
 
-BLOCKS = """
-from collections import Counter
+IMPORTS = """
+from __future__ import annotations
 
-def kind(module):
-    parts = [type(each) for each in module.children()]
-    listed = isinstance(module, torch.nn.Sequential)
-    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or len(parts) <= listed:
-        return None
-    return (type(module), *(parts if listed else ()))
+from collections.abc import Container, Iterator
+from typing import Any
 
-def blocks_of(module, in_lists):  # in lists; else those that a module holds one by one
-    here = not in_lists or isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-    kinds = Counter(kind(each) for each in module.children())
-    for each in module.children():
-        inside = list(blocks_of(each, in_lists))
-        block = here and kind(each) and kinds[kind(each)] > 1
-        if in_lists:
-            block = block and not isinstance(each, torch.nn.Sequential)
-        else:
-            within = sum(len(list(part.parameters())) for part in inside)
-            block = block and within < 0.9 * len(list(each.parameters()))
-        yield from [each] if block else inside
-
-lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
-alone = [each[0] for each in lists if len(each) == 1 and kind(each[0])]  # it may run several times
-blocks = list(blocks_of(model, True)) or list(blocks_of(model, False)) or alone[:1]
+import torch
+from torch import nn
 """
-"""Code that finds the repeated blocks of a model, a short version of the search's own."""
+"""Imports of a program that finds the repeated blocks of a model."""
 
 
 def render(result: Result) -> str:
     """Return a module with ``prepare(model)`` and ``train_step(...)`` that only imports torch."""
     hands = [hand for strategy, level in result.plan if (hand := strategy.by_hand(level))]
     scaler = "scaler = torch.amp.GradScaler()" if any(hand.scaled for hand in hands) else ""
-    top = "\n\n".join(filter(None, [_head(result), "import torch", scaler]))
-    return "\n\n\n".join([top, _prepare(result.plan), _train_step(hands)]) + "\n"
+    by_blocks = any(hand.blocks for hand in hands)
+    imports = IMPORTS.strip() if by_blocks else "import torch"
+    top = "\n\n".join(filter(None, [_head(result), imports, scaler]))
+    search = [_block_search()] if by_blocks else []
+    return "\n\n\n".join([top, *search, _prepare(result.plan), _train_step(hands)]) + "\n"
 
 
 def carried(result: Result) -> set[str]:
     """Return the names of the strategies that a few lines of PyTorch express."""
     return {strategy.name for strategy, level in result.plan if strategy.by_hand(level)}
+
+
+def _block_search() -> str:
+    """Return the functions that find the blocks, as a search has them."""
+    source = inspect.getsource(blocks)
+    functions = source[source.index("def repeated_blocks") :].strip()
+    return functions.replace("    from torch import nn\n\n", "")
 
 
 def _head(result: Result) -> str:
@@ -86,7 +80,7 @@ def _prepare(plan: Plan) -> str:
 def _statements(plan: Plan) -> Iterator[str]:
     hands = [strategy.by_hand(level) for strategy, level in plan]
     if any(hand is not None and hand.blocks for hand in hands):
-        yield BLOCKS.strip("\n")
+        yield "blocks = repeated_blocks(model)"
     for (strategy, level), hand in zip(plan, hands, strict=True):
         if hand is None:
             summary = strategy.level(level).summary

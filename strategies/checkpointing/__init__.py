@@ -151,9 +151,9 @@ class Checkpointing(Strategy):
         if level == AUTO:
             raise Refused("auto is for a search: give a number of blocks")
         module = root.module
-        if has_own_switch(module):
-            return _switch_on(module, level)
         blocks = repeated_blocks(module)
+        if uses_own_switch(module, blocks):
+            return _switch_on(module, level, blocks)
         blocks = blocks[: count(level, len(blocks))]
         if not blocks:
             return None  # another root of this script has the blocks
@@ -226,16 +226,27 @@ def has_own_switch(module: Any) -> bool:
 
 def run_again(module: Any, blocks: Sequence[Any]) -> Sequence[Any]:
     """Return the modules that run again in backward; the whole model if that is unknown."""
-    if not has_own_switch(module):
+    if not uses_own_switch(module, blocks):
         return blocks
-    layers = [m for m in module.modules() if any(c.__name__ == LAYER for c in type(m).__mro__)]
-    return layers or [module]
+    return [each for each in blocks if _has_switch(each)] or [module]
 
 
-def _switch_on(module: Any, level: str) -> Undo:
-    """Call the model's own method, then disable checkpointing in the other blocks."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
+def uses_own_switch(module: Any, blocks: Sequence[Any]) -> bool:
+    """Return whether a Hugging Face model's own method checkpoints the ``blocks``.
 
+    In a Swin-V2 only the stages have a switch. Its blocks are checkpointed without the method.
+    """
+    if not has_own_switch(module):
+        return False
+    return any(map(_has_switch, blocks)) or not any(map(_has_switch, module.modules()))
+
+
+def _has_switch(module: Any) -> bool:
+    return any(each.__name__ == LAYER for each in type(module).__mro__)
+
+
+def _switch_on(module: Any, level: str, blocks: Sequence[Any]) -> Undo:
+    """Call the model's own method, then disable checkpointing outside the first blocks."""
     flags = [vars(each).get("gradient_checkpointing") for each in module.modules()]
     handles = [
         (each, {name: vars(each).get(name) for name in INPUT_HOOKS})
@@ -249,9 +260,10 @@ def _switch_on(module: Any, level: str) -> Undo:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     for each, before in handles:
         _drop_input_hooks(each, before)
-    layers = [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index < count(level, len(layers))
+    layers = [each for each in blocks if _has_switch(each)]
+    some = set(layers[: count(level, len(layers))])
+    for each in filter(_has_switch, module.modules()):
+        each.gradient_checkpointing = each in some
     _replace_calls(module)
 
     def undo() -> None:

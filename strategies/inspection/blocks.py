@@ -1,119 +1,110 @@
-"""Finds a model's repeated blocks, for checkpointing and regional compilation."""
+"""Finds a model's repeated blocks, for checkpointing and regional compilation.
+
+The Python export copies these functions into its program.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-NEARLY_ALL = 0.9
-"""If inner blocks hold this share of a child's parameters, they replace the child."""
-
-
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of ``model`` in the order of their registration.
 
-    These are the blocks in its lists. If there are none, they are repeated children of one class,
-    as in a U-Net. There two ``Sequential`` modules with equal parts count as one class. If a child
-    consists nearly only of such blocks, these are returned and not the child. Blocks inside a block
-    are ignored. If nothing is repeated, the result is the only block of a list, which may run
-    several times: ALBERT's layers share their parameters.
+    A block has submodules and parameters, and its class occurs at least twice outside other blocks.
+    Containers are no blocks, but ``Sequential`` modules with equal parts count as one class. The
+    only member of a ``ModuleList`` is a block too, because it may run several times: ALBERT's
+    layers share their parameters. Blocks of one or two layers, such as a convolution and its norm,
+    are ignored if larger blocks have most layers.
     """
-    found = listed_blocks(model) or list(dict.fromkeys(_one_by_one(model)))
-    return found or list(dict.fromkeys(_alone(model)))
+    blocks = list(dict.fromkeys(outermost(model, block_kinds(model))))
+    large = [each for each in blocks if layers(each) >= 3]
+    return large if 2 * sum(map(layers, large)) > sum(map(layers, blocks)) else blocks
 
 
-def listed_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that ``model`` has in lists.
+def block_kinds(module: nn.Module, opened: frozenset[Any] = frozenset()) -> set[Any]:
+    """Return the kinds of the blocks in ``module``. A block may be inside the ``opened`` kinds.
 
-    They are two or more children of one class in a ``ModuleList`` or ``Sequential``. The list may
-    be the model itself. Each block needs submodules: a bare linear layer has nothing to recompute.
-    If no list consists of blocks only, the blocks are the most frequent class in a list, between
-    stem and head.
+    A kind that occurs once is opened, that of the largest module first.
     """
-    found = list(_in_lists(model, _all_alike)) or list(_in_lists(model, _most_alike))
-    return list(dict.fromkeys(found))
+    every = {kind_of(each) for each in module.modules()} - {None}
+    kinds: dict[Any, list[nn.Module]] = {}
+    for each in dict.fromkeys(outermost(module, every - opened)):
+        kinds.setdefault(kind_of(each), []).append(each)
+    lists = lists_of(module)
+    single = [each for each, *more in kinds.values() if not more and not alone(lists.get(each))]
+    if single:
+        return block_kinds(module, opened | {kind_of(max(single, key=layers))})
+    return set().union(*(smaller(alike, lists) or {kind} for kind, alike in kinds.items()))
 
 
-def _in_lists(
-    module: nn.Module, alike: Callable[[list[nn.Module]], list[nn.Module]]
-) -> Iterator[nn.Module]:
-    from torch import nn
+def smaller(alike: list[nn.Module], lists: dict[nn.Module, nn.Module]) -> set[Any]:
+    """Return the kinds of the blocks inside the modules ``alike`` that replace them, if any.
 
-    members = list(module.children())
-    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-    if listed and (blocks := alike(members)):
-        yield from blocks
-        return
-    for child in members:
-        yield from _in_lists(child, alike)
+    The blocks of a stage replace the stage, and those of two towers the towers. They are in lists,
+    and have three layers or more. The other layers of a stage are fewer than those of one block. A
+    layer with experts has more of them: its attention. In modules outside of containers, such as
+    towers, the other layers must be the minority.
+    """
+    inside = [part for each in alike for part in outermost(each, block_kinds(each))]
+    kinds = {kind_of(part) for part in inside if part in lists and layers(part) >= 3}
+    inside = [part for each in alike for part in outermost(each, kinds)]
+    if len(inside) <= len(alike):
+        return set()
+    sizes = [layers(part) for part in inside]
+    others = sum(map(layers, alike)) - sum(sizes)
+    contained = any(each in lists and is_container(lists[each]) for each in alike)
+    return kinds if others < (len(alike) * max(sizes) if contained else sum(sizes)) else set()
 
 
-def _one_by_one(module: nn.Module) -> Iterator[nn.Module]:
-    kinds = Counter(kind for child in module.children() if (kind := _kind(child)))
+def outermost(module: nn.Module, kinds: Container[Any]) -> Iterator[nn.Module]:
+    """Yield the modules of these kinds in ``module``, but none inside another."""
     for child in module.children():
-        inside = list(_one_by_one(child))
-        repeated = kinds[_kind(child)] > 1
-        if repeated and _parameters(*inside) < NEARLY_ALL * _parameters(child):
-            yield child
-        else:
-            yield from inside
+        yield from [child] if kind_of(child) in kinds else outermost(child, kinds)
 
 
-def _all_alike(members: list[nn.Module]) -> list[nn.Module]:
-    """Return the members of a list of blocks; none if it contains anything else."""
-    blocks = _most_alike(members)
-    return blocks if len(blocks) == len(members) else []
-
-
-def _most_alike(members: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks in a list if most members have their class."""
-    if len(members) < 2:
-        return []
-    kind, count = Counter(type(member) for member in members).most_common(1)[0]
-    blocks = [member for member in members if type(member) is kind]
-    most = count >= 2 and 2 * count > len(members)
-    return blocks if most and all(_composite(block) for block in blocks) else []
-
-
-def _alone(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield blocks that are the only member of a list."""
+def kind_of(module: nn.Module) -> Any:
+    """Return a key that is equal for modules of one kind; ``None`` if they cannot be blocks."""
     from torch import nn
 
-    members = list(module.children())
-    if isinstance(module, nn.ModuleList) and len(members) == 1 and _composite(members[0]):
-        yield members[0]
-        return
-    for child in members:
-        yield from _alone(child)
+    parts = [type(child) for child in module.children()]
+    listed = isinstance(module, nn.Sequential)
+    holds = is_container(module) and not listed
+    if holds or len(parts) <= listed or not any(True for _ in module.parameters()):
+        return None
+    return (type(module), *(parts if listed else ()))
 
 
-def _composite(module: nn.Module) -> bool:
-    from torch import nn
+def lists_of(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return each member of a list in ``module`` with what holds it.
 
-    listed = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-    return not listed and bool(_kind(module))
-
-
-def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return a key that is equal for modules of one kind.
-
-    The key is empty for modules without submodules or weights. A ``Sequential`` of one module is
-    not a block of its own.
+    This is a container, or a module whose children are of one kind.
     """
+    found = {}
+    for each in module.modules():
+        if is_container(each) or len({kind_of(child) for child in each.children()}) == 1:
+            found.update(dict.fromkeys(each.children(), each))
+    return found
+
+
+def is_container(module: nn.Module) -> bool:
+    """Return whether ``module`` is a container of torch's."""
     from torch import nn
 
-    inside = tuple(type(child) for child in module.children())
-    several = len(inside) > isinstance(module, nn.Sequential)
-    holds = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    if holds or not several or not _parameters(module):
-        return ()
-    return (type(module), *inside) if isinstance(module, nn.Sequential) else (type(module),)
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
-def _parameters(*modules: nn.Module) -> int:
-    return sum(1 for module in modules for _ in module.parameters())
+def alone(holder: nn.Module | None) -> bool:
+    """Return whether the holder is a ``ModuleList`` of one."""
+    from torch import nn
+
+    return isinstance(holder, nn.ModuleList) and len(list(holder.children())) == 1
+
+
+def layers(module: nn.Module) -> int:
+    """Return the number of modules in ``module`` that have parameters of their own."""
+    return sum(any(True for _ in each.parameters(recurse=False)) for each in module.modules())

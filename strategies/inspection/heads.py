@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from autofit.strategies.inspection.blocks import listed_blocks
+from autofit.strategies.inspection.blocks import repeated_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,15 +25,15 @@ weights (Korthikanti et al., 2022, section 4.1)."""
 def find_head(model: nn.Module) -> Any:
     """Return the head of ``model``, or ``None``.
 
-    A Hugging Face model names its head. In other models it is the widest linear layer outside lists
-    of blocks, if there is only one and it is wider than its input.
+    A Hugging Face model names its head. In other models it is the widest linear layer outside the
+    repeated blocks, if there is only one and it is wider than its input.
     """
     from torch import nn
 
     named = getattr(model, "get_output_embeddings", lambda: None)()
     if named is not None:
         return named
-    inside = {id(each) for block in listed_blocks(model) for each in block.modules()}
+    inside = {id(each) for block in repeated_blocks(model) for each in block.modules()}
     layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
     wide = [each for each in layers if each.out_features > each.in_features]
     outside = [each for each in wide if id(each) not in inside]

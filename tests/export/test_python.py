@@ -130,9 +130,11 @@ MODELS: list[tuple[Callable[[], nn.Module], int]] = [
     (lambda: Parts(*[nn.ModuleList([alike(), alike()]) for _ in range(2)], HEAD), 4),
     (lambda: Parts(nn.Sequential(alike(), alike()), nn.Sequential(STEM, nn.ReLU(), HEAD)), 2),
     (lambda: Parts(alike(), alike(), nn.Sequential(STEM, HEAD), nn.Sequential(Toy())), 5),
-    (lambda: Parts(Parts(alike(), alike()), Parts(alike(), alike())), 4),
+    (lambda: Parts(Parts(alike(), alike()), Parts(alike(), alike())), 2),
     (lambda: Parts(STEM, nn.ModuleList([Parts(alike())]), HEAD), 1),
     (lambda: Parts(*[Parts(alike(), alike(), nn.Linear(8, 8)) for _ in range(2)]), 2),
+    (lambda: Parts(*[Parts(nn.Sequential(Toy(), Toy(), Toy()), HEAD) for _ in range(2)]), 6),
+    (lambda: Parts(*[nn.ModuleDict({"a": Toy(), "b": alike()}) for _ in range(3)], Toy()), 4),
 ]
 
 

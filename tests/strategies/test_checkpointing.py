@@ -24,6 +24,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, RootFacts, get
+from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build
 from tests.roots import Rooted
@@ -105,6 +106,27 @@ def flops(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> int:
         held.call((x,), {}).sum().backward()
     module.zero_grad()
     return int(counter.get_total_flops())
+
+
+@quick
+@pytest.mark.parametrize("name", ["Swin", "Swinv2"])
+@pytest.mark.parametrize(("level", "again"), [("3", [1, 1, 1, 0]), ("all", [1, 1, 1, 1])])
+def test_the_blocks_of_stages_run_again_once(
+    name: str, level: str, again: list[int], rooted: Rooted
+) -> None:
+    """The model's own method would run the stages again: in a Swin also, in a Swin-V2 only."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"image_size": 32, "window_size": 4, "embed_dim": 8}
+    config = getattr(transformers, f"{name}Config")(**shape, depths=[2, 2], num_heads=[1, 2])
+    module = getattr(transformers, f"{name}Model")(config)
+    calls = []
+    blocks = repeated_blocks(module)
+    for number, block in enumerate(blocks):
+        attention = block.get_submodule("attention")
+        attention.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    held = rooted(module, checkpointing=level)
+    held.call((torch.randn(2, 3, 32, 32),), {}).pooler_output.sum().backward()
+    assert [calls.count(number) - 1 for number in range(len(blocks))] == again
 
 
 @quick

@@ -136,6 +136,22 @@ for step in range(12):
 """
 
 
+SEVERAL_TIMES = """
+class Turns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.ModuleList([Block()])
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.shared[0](x)
+        return self.head(x)
+
+
+""" + ONLY_BLOCKS.replace("nn.Sequential(*[Block() for _ in range(3)])", "Turns()")
+
+
 BETWEEN = """
 for step in range(12):
     x, y = torch.randint(17, (6, 5)), torch.randint(17, (6, 5))
@@ -156,8 +172,8 @@ for step in range(12):
 
 @pytest.mark.parametrize(
     "text",
-    [GRADIENTS + LOOP, VALUES + LOOP, COPIES + LOOP, SCALED, ONLY_BLOCKS],
-    ids=["gradients", "values", "copies", "scaled", "only blocks"],
+    [GRADIENTS + LOOP, VALUES + LOOP, COPIES + LOOP, SCALED, ONLY_BLOCKS, SEVERAL_TIMES],
+    ids=["gradients", "values", "copies", "scaled", "only blocks", "several times"],
 )
 def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
     assert_same(tmp_path, MODEL + text + TAIL, FULL)

@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward, Undo, WeightShards, Wrapper
-from autofit.strategies.inspection.blocks import listed_blocks
+from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.batch.outputs import Gradients
 from autofit.worker.harness.patching.observers import plain_backward
@@ -457,7 +457,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
                 users[parameter] = users.get(parameter, 0) + 1
     return [
         block
-        for block in listed_blocks(module)
+        for block in repeated_blocks(module)
         if block is not module and all(users[each] == 1 for each in block.parameters())
     ]
 
