@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -50,6 +51,11 @@ BUDGET = 0.5
 GRAPHS_A_BLOCK = 4
 """Graphs for each block: with and without gradients, in training and evaluation. Blocks of one
 class share torch's limit."""
+
+MOST_SECONDS = 60.0
+"""Seconds that a trial may take to compile."""
+GLANCE = 2
+"""Blocks whose compilation tells how long the others take."""
 
 TRITON = (7, 0)
 """The first CUDA compute capability that Triton supports."""
@@ -209,6 +215,8 @@ class Compile(Strategy):
         dynamic = None if _mostly_alike(modules) else False
         for each in modules:
             _compile(each, dynamic=dynamic)
+        if root.strict:
+            _limit_time(modules)
 
         def undo() -> None:
             for each in modules:
@@ -220,6 +228,44 @@ class Compile(Strategy):
             _forget()
 
         return undo
+
+
+def _limit_time(modules: Sequence[Any]) -> None:
+    """Refuse a compilation that is expected to take more than ``MOST_SECONDS``.
+
+    Blocks of one kind share compiled code: then only the first takes time. If the last two have
+    taken time too, so will the others.
+    """
+    begun: list[float] = []
+
+    def limited(compiled: Forward) -> Forward:
+        first = True
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                begun.append(time.monotonic())
+                _refuse_if_long(begun, len(modules))
+            return compiled(*args, **kwargs)
+
+        return call
+
+    for each in modules:
+        each._compiled_call_impl = limited(each._compiled_call_impl)
+
+
+def _refuse_if_long(begun: Sequence[float], modules: int) -> None:
+    """Raise ``Refused`` if the blocks that are left would take too long, like the last two.
+
+    ``begun``: when each block was called first, by ``time.monotonic``.
+    """
+    if len(begun) <= GLANCE:
+        return
+    each = (begun[-1] - begun[-1 - GLANCE]) / GLANCE
+    expected = begun[-1] - begun[0] + each * (modules - len(begun) + 1)
+    if expected > MOST_SECONDS:
+        raise Refused(f"compiling {modules} blocks is expected to take {expected:.0f} s")
 
 
 def _mostly_alike(modules: Sequence[Any]) -> bool:

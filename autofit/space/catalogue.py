@@ -14,6 +14,8 @@ from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import Ranks
 
 RANKS = Ranks.name
+NUMBERED = ("micro_batch", "checkpointing")
+"""Strategies of which each trial finds a number, ``as_is`` among them."""
 Reason = tuple[str, str, str]
 """``(strategy, level, reason why the search leaves the level out)``."""
 
@@ -29,9 +31,10 @@ class Space:
     def plans(self, fixed: Mapping[str, str] | None = None) -> tuple[Plan, ...]:
         """Return every plan that a search may launch besides the neutral one, cheapest first.
 
-        Every plan splits the batch if it can be split. The search for a size tries the whole batch
-        too, so that a plan without a split would be measured twice. A level that is never worse
-        than ``as_is`` replaces it. If there is a number of ranks, every plan has it.
+        Every plan splits the batch and checkpoints if it can. The search for its numbers tries the
+        whole batch and no block too, so that a plan without them would be measured twice. A level
+        that is never worse than ``as_is`` replaces it. If there is a number of ranks, every plan
+        has it.
         ``refinements`` returns the plans with levels that refine.
 
         ``fixed`` holds levels that every plan must have.
@@ -40,7 +43,7 @@ class Space:
         given = {name: (level,) for name, level in (fixed or {}).items()}
         combinations = itertools.product(*(given.get(name) or self._tried(name) for name in names))
         combined = (Plan.of(dict(zip(names, levels, strict=True))) for levels in combinations)
-        plans = {plan if "micro_batch" in given else _undivided(plan) for plan in combined}
+        plans = {_possible(plan, given) for plan in combined}
         tried = (plan for plan in plans if not plan.neutral and not clash(plan))
         return tuple(sorted(tried, key=by_cost))
 
@@ -80,7 +83,7 @@ class Space:
 
     def _tried(self, name: str) -> tuple[str, ...]:
         choices = self.choices(name)
-        if name == "micro_batch" and AUTO in choices:
+        if name in NUMBERED and AUTO in choices:
             return (AUTO,)
         if name == RANKS:
             return (self.ranks,)
@@ -129,10 +132,12 @@ def _reason(
     return strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
 
 
-def _undivided(plan: Plan) -> Plan:
-    """Return ``plan`` without its split of the batch, if its other levels rule out a split only."""
-    whole = plan.replace(micro_batch=AS_IS)
-    return whole if clash(plan) and not clash(whole) else plan
+def _possible(plan: Plan, given: Mapping[str, object]) -> Plan:
+    """Return ``plan`` without a level of ``NUMBERED``, if its other levels rule out that only."""
+    if not clash(plan):
+        return plan
+    fewer = [plan.replace(**{name: AS_IS}) for name in NUMBERED if name not in given]
+    return next((each for each in fewer if not clash(each)), plan)
 
 
 def clash(plan: Plan) -> str | None:

@@ -409,7 +409,7 @@ class Search:
         """Return the seconds that a plan may take; ``--timeout`` does not limit confirmations."""
         if self._options.timeout is None or purpose is Purpose.CONFIRM:
             return PLAN_SECONDS
-        return max(1.0, min(PLAN_SECONDS, self._history.seconds_left() or 0.0))
+        return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._history.elapsed()))
 
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]

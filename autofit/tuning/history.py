@@ -153,6 +153,8 @@ class History:
         self._machine = MachineKey.of(study.hardware, study.versions)
         self.bandwidths = store.bandwidths(self._machine)
         """How fast the ranks of a training communicate on this machine, by their number."""
+        self._numbers: dict[int, int] = {}
+        """The number of each trial in the table, by id."""
         self.checked: set[Plan] = set()
         """Plans that this search has verified."""
         self._new: dict[str, Proven] = {}
@@ -328,7 +330,9 @@ class History:
         trial = next(each for each in self.now.all_finished if each.id == trial.id)
         trial = self.store.amend(trial, amended(trial, report))
         self.optuna_study.amended(self.now.all_finished)
-        self.announce(trial.number, trial, slot)
+        self.announce(
+            self._numbers[trial.id], trial, slot, after="the check" if checked else "real steps"
+        )
         self._rule_out(report)
 
     def _rule_out(self, report: TrialReport) -> None:
@@ -344,11 +348,12 @@ class History:
             searched = next((each for each in mine if each is not None), None)
             self.tell(Confirmed(plan=plan, measurement=trial.measurement, searched=searched))
 
-    def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
-        """Send the notice of a finished trial."""
+    def announce(self, number: int, trial: TrialRecord, slot: int, *, after: str = "") -> None:
+        """Send the notice of a finished trial; ``after``: as in ``TrialEnded``."""
+        self._numbers[trial.id] = number
         assert trial.report is not None, "a finished trial has a report"
         best = any(each.id == trial.id for each in self.ranked_sound()[:1])
-        self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best))
+        self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best, after=after))
 
     # --- time ------------------------------------------------------------------------------
 

@@ -87,6 +87,8 @@ class TrialEnded:
     report: TrialReport
     best: bool
     """Whether its plan is the fastest that fits so far."""
+    after: str = ""
+    """What has changed the verdict of a trial that had one: ``"real steps"``, ``"the check"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

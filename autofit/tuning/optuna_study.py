@@ -34,8 +34,10 @@ KNOWN = 20
 """Proposals in a row that need no trial, after which a sampler is taken to have no new plan."""
 DEADLINE_TOLERANCE = 1.0
 """Seconds by which the deadline may move before it is set again."""
-PATIENCE = 10
-"""Trials in a row without a faster plan after which a search by another sampler ends."""
+PATIENCE = 4
+"""Trials in a row without a faster plan after which a search ends."""
+OTHERS = 10
+"""The same for a search by another sampler."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,18 +146,17 @@ class OptunaStudy:
     def should_stop(self, launch: Launch | None = None) -> bool:
         """Return whether no plan is worth a trial in ``launch``, or in a new one.
 
-        Samplers other than autofit's do not say. With them a search ends after ``PATIENCE`` trials
-        without a faster plan, or after ``KNOWN`` proposals of known plans.
+        A search also ends after some trials in a row without a faster plan: ``PATIENCE`` of
+        autofit's own sampler. Others do not say what they expect, so they have ``OTHERS`` trials,
+        or ``KNOWN`` proposals of known plans.
         """
         if self._held is not None:
             return False
-        if self._own is not None:
-            return self._own.expected_gain(self._study, launch) is None
-        if self._exhausted:
-            return True
         values = [t.value for t in self._measured() if self._holds(t) and t.value is not None]
         later = values[values.index(min(values)) + 1 :] if values else values
-        return len(later) >= PATIENCE
+        if self._own is not None:
+            return len(later) >= PATIENCE or (self._own.expected_gain(self._study, launch) is None)
+        return self._exhausted or len(later) >= OTHERS
 
     def _ask_for(self, launch: Launch | None) -> optuna.Trial:
         """Ask for a trial; the sampler finds the launch in its attributes."""

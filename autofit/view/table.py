@@ -48,8 +48,10 @@ class Columns:
         return cls(plan=plan, verdict=max(8, free - plan), bar=bar)
 
 
-def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, best: bool) -> Row:
-    """Return the row of a finished trial."""
+def trial_row(
+    number: int, report: TrialReport, *, budget: int, versus: str, best: bool, after: str = ""
+) -> Row:
+    """Return the row of a finished trial; ``after``: what has measured or refused it anew."""
     measured = report.measurement if report.verdict is Verdict.MEASURED else None
     out = report.verdict is Verdict.OUT_OF_MEMORY
     over = f"> {words.in_unit_of(budget, budget)}" if out else "-"
@@ -60,7 +62,7 @@ def trial_row(number: int, report: TrialReport, *, budget: int, versus: str, bes
         versus=versus,
         peak=words.in_unit_of(budget, measured.peak_device) if measured else over,
         bar=bar_of(measured.peak_device, budget) if measured else "#" * BAR + ">" if out else "",
-        verdict=words.verdict(report, best=best),
+        verdict=words.verdict(report, best=best) + (f", after {after}" if after else ""),
     )
 
 

@@ -112,6 +112,7 @@ class Transcript:
             budget=budget,
             versus=self._versus(ended),
             best=ended.best,
+            after=ended.after,
         )
         measured = ended.report.verdict is Verdict.MEASURED
         style = "best" if ended.best else "" if measured else "bad"
@@ -127,7 +128,7 @@ class Transcript:
         if ended.report.verdict is not Verdict.MEASURED or measurement is None:
             return "-"
         if ended.report.plan.neutral:
-            self._baseline = self._baseline or measurement
+            self._baseline = measurement
             return "now"
         if self._baseline is None and not self._first_seen:
             return "-"  # the study was resumed: an earlier search showed the baseline

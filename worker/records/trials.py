@@ -21,6 +21,8 @@ from autofit.worker.records.phases import Seconds
 from autofit.worker.records.places import Place
 from autofit.worker.records.traces import Trace
 
+PROBE_SPREAD = 0.05
+"""How far the seconds of a probe may be off: the loader and the loss are not part of it."""
 HORIZON = 10_000
 """Default number of optimizer steps over which the compile time is spread."""
 
@@ -179,6 +181,8 @@ class Measurement:
     @property
     def spread(self) -> float:
         """How far ``seconds`` may be off, as a share: see ``worker/records/medians.py``."""
+        if self.probed:
+            return PROBE_SPREAD
         return medians.spread(self.step_seconds)
 
     @property

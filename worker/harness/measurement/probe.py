@@ -115,12 +115,15 @@ class Prober:
         before = [_learning_rates(each) for each in self._optimizers.of_roots()]
         for parameter in self._parameters:
             parameter.grad = None
+        gc.collect()
+        gc.freeze()  # what exists now is not garbage: later collections are short
         try:
             for groups in before:
                 for group, rate in groups:
                     group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             yield
         finally:
+            gc.unfreeze()
             for groups in before:
                 for group, rate in groups:
                     group["lr"] = rate
@@ -136,7 +139,6 @@ class Prober:
         chunks = math.ceil(samples / size)
         cut = (0, math.ceil(samples / chunks))
         passes, step = self._passes(cut, split=chunks > 1)
-        self.free()
         again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
         calls = self._facts.calls_per_step
         seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds

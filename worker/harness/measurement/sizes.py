@@ -11,8 +11,10 @@ before it counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from autofit.worker.records.trials import Measurement
 
@@ -174,3 +176,46 @@ class _Search:
             return self._blocks // 2 + 1
         of_block = max(plain[0] - slope, 0.0) * self._batch / self._blocks
         return max(1, self._blocks - (math.floor(left / of_block) if of_block else self._blocks))
+
+
+def roomier(
+    known: Sequence[tuple[Ask, Measurement]],
+    now: tuple[Ask, Measurement],
+    batch: int,
+    budget: int,
+    *,
+    blocks: int,
+    splits: bool,
+) -> Ask | None:
+    """Return faster numbers that should fit, for a plan that needs less memory than expected.
+
+    A compiled plan is measured at the numbers of the same plan without compilation, and often
+    leaves room. Its activations are taken to be the same share of the other plan's at any numbers.
+
+    Args:
+        known: The measurements of the plan without compilation.
+        now: The measurement of the compiled plan.
+        batch, budget, splits: As for ``solve``.
+        blocks: Blocks that may be checkpointed; 0 if none may.
+    """
+    rest, sample, block = _plane(known)
+    asked, measured = now
+    held = asked.micro_batch * (sample - (asked.blocks or 0) * block)
+    if held <= 0 or measured.peak_device <= rest:
+        return None
+    share = (measured.peak_device - rest) / held
+    room = ((1 - MARGIN) * budget - rest) / share
+    whole = batch * sample - room
+    number = 0 if whole <= 0 else math.ceil(whole / (batch * block)) if block > 0 else blocks + 1
+    if number <= blocks and (asked.micro_batch < batch or number < (asked.blocks or 0)):
+        return Ask(batch, number if blocks else None)
+    size = even(batch, math.floor(room / sample)) if splits and room >= sample else 0
+    return Ask(size, asked.blocks and 0) if size > asked.micro_batch else None
+
+
+def _plane(known: Sequence[tuple[Ask, Measurement]]) -> tuple[float, float, float]:
+    """Return the bytes of everything else, of a sample, and of a sample in a block."""
+    rows = [[1.0, ask.micro_batch, -ask.micro_batch * (ask.blocks or 0)] for ask, _ in known]
+    peaks = [float(each.peak_device) for _, each in known]
+    rest, sample, block = np.linalg.lstsq(np.array(rows), np.array(peaks), rcond=None)[0]
+    return float(rest), float(sample), float(block)

@@ -27,7 +27,7 @@ from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies.base import AS_IS
-from autofit.strategies.checkpointing import Checkpointing, level_of, most_blocks
+from autofit.strategies.checkpointing import Checkpointing, count, level_of, most_blocks
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.measurement import sizes
@@ -153,8 +153,8 @@ class Trial(Session):
         self._measured: list[tuple[Plan, Measurement]] = []
         """Measurements of the present plan."""
         self._shortage: OutOfMemory | None = None
-        self._found: dict[Plan, Measurement] = {}
-        """The best measurement of each plan with numbers to find."""
+        self._found: dict[Plan, list[Measurement]] = {}
+        """The measurements of each plan with numbers to find, the best one last."""
         self._compiling = CompileClock()
         self._compiled = 0.0
         """Seconds spent compiling when the last step ended."""
@@ -387,37 +387,57 @@ class Trial(Session):
         self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
 
     def _at_its_size(self, plan: Plan) -> Schedule:
-        """Measure ``plan`` at the numbers of its part without levels made for one size."""
+        """Measure ``plan`` at the numbers of its part without levels made for one size.
+
+        If that leaves room, measure it once more at numbers that should be faster.
+        """
         unsized = plan.unsized
         if unsized not in self._found:
             yield from self._solve(unsized)
             self._measured = []
-        if (best := self._found.get(unsized)) is None:
+        if unsized not in self._found:
             return
+        best = self._found[unsized][-1]
         level, size = best.checkpointing, best.micro_batch
-        while size and (yield from self._measure(plan.sized(size, level))) is None:
+        while (measured := (yield from self._measure(plan.sized(size, level)))) is None:
             more = Checkpointing().leaner_levels(level or AS_IS, self.facts)
             if plan["checkpointing"] == AUTO and more:
                 level = more[0]
-            elif plan["micro_batch"] == AUTO:
+            elif plan["micro_batch"] == AUTO and size > 1:
                 size //= 2
             else:
                 return
+        ask = sizes.roomier(
+            [(self._ask_of(each), each) for each in self._found[unsized]],
+            (self._ask_of(measured), measured),
+            plan.samples(self.facts.batch or 1),
+            self._request.budget,
+            blocks=most_blocks(self.facts) if plan["checkpointing"] == AUTO else 0,
+            splits=plan["micro_batch"] == AUTO,
+        )
+        if ask is not None:
+            yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))
+
+    def _ask_of(self, measured: Measurement) -> sizes.Ask:
+        blocks = count(measured.checkpointing or AS_IS, most_blocks(self.facts))
+        return sizes.Ask(measured.micro_batch, blocks)
+
+    def _level(self, ask: sizes.Ask) -> str | None:
+        """Return the level of ``checkpointing`` that is asked for."""
+        return None if ask.blocks is None else level_of(ask.blocks, most_blocks(self.facts))
 
     def _solve(self, plan: Plan) -> Schedule:
         """Search the fastest numbers of ``plan`` that fit."""
         search, measurement = self._search(plan), None
-        blocks = most_blocks(self.facts)
         while True:
             try:
                 ask = search.send(measurement)
             except StopIteration as ended:
                 if (best := ended.value) is not None:
-                    self._found[plan] = best
                     self._measured.sort(key=lambda pair: pair[1] is best)
+                    self._found[plan] = [measured for _, measured in self._measured]
                 return
-            level = None if ask.blocks is None else level_of(ask.blocks, blocks)
-            measurement = yield from self._measure(plan.sized(ask.micro_batch, level))
+            measurement = yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))
 
     def _search(self, plan: Plan) -> sizes.Solver:
         """Return the search for the numbers that ``plan`` leaves open."""
