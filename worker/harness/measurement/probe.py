@@ -40,6 +40,7 @@ from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import classify
 from autofit.worker.records.trials import Measurement, OutOfMemory
 
+PLAIN_GRAD: Any = torch.Tensor.grad
 NO_OUTPUT = "no output of the model has a gradient"
 SEED = 1e-3
 """Size of the random gradients that stand for those of the script's loss."""
@@ -105,7 +106,7 @@ class Prober:
         self.samples = self._layout.size(batch)
         """Samples in the call."""
         self._parameters = [p for p in root.module.parameters() if p.requires_grad]
-        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._gradients = [_gradient(each) for each in self._parameters]
         self._delays = False
         """The model has one output, so its calls may wait for the loss."""
 
@@ -203,8 +204,8 @@ class Prober:
     def _step(self) -> StepCost:
         meter = self._meter
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+            if (gradient := _gradient(parameter)) is not None:
+                gradient.zero_()
         meter.synchronize()
         meter.reset()
         began = time.perf_counter()
@@ -257,6 +258,12 @@ class Shortage(Exception):
     def __init__(self, found: OutOfMemory) -> None:
         super().__init__(found.message)
         self.found = found
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return ``.grad`` unnoticed: other reads are taken for the script's own."""
+    found: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
+    return found
 
 
 def _detached(leaf: Any) -> Any:

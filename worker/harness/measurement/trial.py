@@ -381,26 +381,43 @@ class Trial(Session):
         if not plan.open:
             yield from self._measure(plan)
         elif plan.unsized != plan:
-            yield from self._at_its_size(plan)
-        else:
+            yield from self._at_numbers_of(plan, (yield from self._solved(plan.unsized)))
+        elif (known := self._solved_alike(plan)) is None:
             yield from self._solve(plan)
+        else:
+            yield from self._at_numbers_of(plan, known, leaner=False)
+            if not self._measured:
+                yield from self._solve(plan)
         self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
 
-    def _at_its_size(self, plan: Plan) -> Schedule:
-        """Measure ``plan`` at the numbers of its part without levels made for one size.
-
-        If that leaves room, measure it once more at numbers that should be faster.
-        """
-        unsized = plan.unsized
-        if unsized not in self._found:
-            yield from self._solve(unsized)
+    def _solved(self, plan: Plan) -> Generator[Window | None, None, list[Measurement]]:
+        """Return the measurements from which the numbers of ``plan`` were found, the best last."""
+        if plan not in self._found:
+            yield from self._solve(plan)
             self._measured = []
-        if unsized not in self._found:
+        return self._found.get(plan, [])
+
+    def _solved_alike(self, plan: Plan) -> list[Measurement] | None:
+        """Return the measurements of the first solved plan that leaves the same numbers open."""
+        numbers = ("micro_batch", "checkpointing")
+        alike = (p for p in self._found if all(p[n] == plan[n] for n in numbers))
+        return next((self._found[p] for p in alike if p != plan), None)
+
+    def _at_numbers_of(
+        self, plan: Plan, known: list[Measurement], *, leaner: bool = True
+    ) -> Schedule:
+        """Measure ``plan`` at the best numbers of another one, of which ``known`` was measured.
+
+        If that leaves room, measure it once more at numbers that should be faster. If it does not
+        fit and ``leaner``, measure it at leaner numbers.
+        """
+        if not known:
             return
-        best = self._found[unsized][-1]
-        level, size = best.checkpointing, best.micro_batch
+        level, size = known[-1].checkpointing, known[-1].micro_batch
         while (measured := (yield from self._measure(plan.sized(size, level)))) is None:
             more = Checkpointing().leaner_levels(level or AS_IS, self.facts)
+            if not leaner:
+                return
             if plan["checkpointing"] == AUTO and more:
                 level = more[0]
             elif plan["micro_batch"] == AUTO and size > 1:
@@ -408,7 +425,7 @@ class Trial(Session):
             else:
                 return
         ask = sizes.roomier(
-            [(self._ask_of(each), each) for each in self._found[unsized]],
+            [(self._ask_of(each), each) for each in known],
             (self._ask_of(measured), measured),
             plan.samples(self.facts.batch or 1),
             self._request.budget,
