@@ -2,7 +2,7 @@
 
 A grid is a table in ``results/grids/``; its README describes the columns. ``Replay`` stands for
 the device. It runs the same search for a micro-batch size as a real trial, and it returns the same
-report. Only the windows come from the table.
+report. Only the figures of a step come from the table.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from autofit.plan import Plan
 from autofit.space.static_memory import Static
 from autofit.strategies import AS_IS, REGISTRY, Facts, Hardware, Memory, RootFacts, get
 from autofit.strategies.micro_batch import AUTO
-from autofit.worker.harness.measurement.size_search import enough, ramp
+from autofit.worker.harness.measurement.sizes import Ask, roomier, solve
 from autofit.worker.records.trials import (
     HORIZON,
-    STEPS,
     Measurement,
     OutOfMemory,
     TrialReport,
@@ -42,8 +41,10 @@ CONTEXT = round(0.74 * GIB)
 """Bytes on the device beside torch's allocator, as ``results/grid.json`` has them."""
 STARTUP = 20.0
 """Seconds to start a process, up to the first call of the model."""
-CHECK = 5.0
-"""Seconds to check a plan."""
+OBSERVED = 5
+"""Steps in which the script is observed as it is."""
+PROBED = 2
+"""Times that a probe runs a chunk; the first time may compile."""
 NOISE = 0.02
 """Standard deviation of the logarithm of a measured step time: two launches of one plan differ by
 up to 3 % (``autofit.analysis.verdicts.TIE``)."""
@@ -320,7 +321,7 @@ class Trial:
     launch: int
     """Number of its process: 0, 1, 2, ..."""
     seconds: dict[str, float]
-    """Device seconds of its phases: ``startup``, ``check``, ``compile``, ``steps``."""
+    """Device seconds of its phases: ``startup``, ``compile``, ``steps``, ``probe``."""
 
 
 @dataclass
@@ -338,9 +339,8 @@ class Replay:
     fixed: Plan | None = None
     """The levels that the running process cannot remove; ``None`` if none runs."""
     _index: int = 0
-    _whole_fits: bool = False
-    _sizes: dict[Plan, int] = field(default_factory=dict)
-    """The best size of each plan that the running process has measured."""
+    _found: dict[Plan, list[Measurement]] = field(default_factory=dict)
+    """What the running process has measured of plans at several sizes; the best one is last."""
 
     def end(self) -> None:
         """End the running process."""
@@ -348,13 +348,12 @@ class Replay:
 
     def measure(self, plan: Plan) -> Trial:
         """Measure a plan, in the running process if ``Plan.follows`` allows it."""
-        phases = dict.fromkeys(("startup", "check", "compile", "steps"), 0.0)
+        phases = dict.fromkeys(("startup", "compile", "steps", "probe"), 0.0)
         if self.fixed is None or not plan.follows(self.fixed):
             phases["startup"] = STARTUP
-            self.launches, self._index, self._sizes = self.launches + 1, 0, {}
+            self.launches, self._index, self._found = self.launches + 1, 0, {}
         else:
             self._index += 1
-        phases["check"] = 0.0 if plan.neutral else CHECK
         found, short = list[Measurement](), list[int]()
         winner = self._sized(plan, phases, found, short)
         others = [each for each in found if each is not winner]
@@ -376,8 +375,7 @@ class Replay:
             out_of_memory=out_of_memory,
             startup_seconds=phases["startup"],
         )
-        self._whole_fits |= plan.neutral and winner is not None
-        self.fixed = plan.fixed if winner else None
+        self.fixed = plan.fixed
         self.seconds += sum(phases.values())
         return Trial(report=report, launch=self.launches - 1, seconds=phases)
 
@@ -386,67 +384,64 @@ class Replay:
     ) -> Measurement | None:
         """Measure a plan at the sizes that a real trial would try; return its best."""
 
-        def window(of: Plan, size: int, steps: int) -> Measurement | None:
+        def window(of: Plan, size: int) -> Measurement | None:
             row = self.grid.row(of, size)
+            chunks = math.ceil(self.grid.work.batch / row.micro_batch)
+            phase, runs = ("steps", OBSERVED) if of.neutral else ("probe", PROBED / chunks)
             if row.peak > self.budget:
-                phases["steps"] += self._longest(of)
+                phases[phase] += self._longest(of) / chunks
                 short.append(row.micro_batch)
                 return None
-            step = row.seconds * self._noise(of, row)
-            took = [step]
-            while not enough(took, steps):
-                took.append(step)
-            compiling = compile_seconds(of, row)
+            step, compiling = row.seconds * self._noise(of, row), compile_seconds(of, row)
             phases["compile"] += compiling
-            phases["steps"] += row.warm - compiling + sum(took)
+            phases[phase] += runs * step
             return Measurement(
                 micro_batch=row.micro_batch,
                 effective_batch=self.grid.work.batch,
-                step_seconds=(*took,),
+                step_seconds=(step,),
                 peak_allocated=row.allocated,
                 peak_reserved=row.reserved,
                 peak_device=round(row.peak),
                 compile_seconds=compiling,
+                probed=not of.neutral,
             )
 
-        def ramped(of: Plan, into: list[Measurement]) -> Measurement | None:
-            sizes = ramp(
-                self.grid.work.batch,
-                self.budget,
-                STEPS,
-                whole_fits=self._whole_fits,
-                gradients=round(Static.of(self.grid.work.facts).gradients),
-            )
-            measured = None
+        def solved(of: Plan, into: list[Measurement]) -> Measurement | None:
+            search, measured = solve(self.grid.work.batch, self.budget), None
             while True:
                 try:
-                    ask = sizes.send(measured)
+                    ask = search.send(measured)
                 except StopIteration as end:
                     winner: Measurement | None = end.value
                     if winner is not None:
-                        self._sizes[of] = winner.micro_batch
+                        self._found[of] = sorted(into, key=lambda each: each is winner)
                     return winner
-                measured = window(of, ask.micro_batch, ask.steps)
+                measured = window(of, ask.micro_batch)
                 if measured is not None:
                     into.append(measured)
 
         if plan["micro_batch"] != AUTO:
-            measured = window(plan, self.grid.work.batch, STEPS)
+            measured = window(plan, self.grid.work.batch)
             found.extend([measured] if measured else [])
             return measured
         unsized = plan.unsized
         if unsized == plan or whole(unsized) not in self.grid.rows:
-            return ramped(plan, found)
-        if unsized not in self._sizes:
-            ramped(unsized, [])
-        size = round(self._sizes.get(unsized, 0) / plan.sized_keeps)
-        while size:
-            measured = window(plan, size, STEPS)
-            if measured is not None:
-                found.append(measured)
-                return measured
+            return solved(plan, found)
+        if unsized not in self._found:
+            solved(unsized, [])
+        known = self._found.get(unsized)
+        size = known[-1].micro_batch if known else 0
+        while size and (measured := window(plan, size)) is None:
             size //= 2
-        return None
+        if not known or measured is None:
+            return None
+        found.append(measured)
+        asked = [(Ask(each.micro_batch), each) for each in (*known, measured)]
+        batch = self.grid.work.batch
+        more = roomier(asked[:-1], asked[-1], batch, self.budget, blocks=0, splits=True)
+        roomy = window(plan, more.micro_batch) if more is not None else None
+        found.extend([roomy] if roomy else [])
+        return min(found, key=lambda each: each.seconds)
 
     def _longest(self, plan: Plan) -> float:
         """Return the longest recorded step of a plan, or of the grid if the plan has none."""

@@ -32,7 +32,6 @@ import optuna
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 from recorded import (
-    CHECK,
     H200,
     NOISE,
     STARTUP,
@@ -204,7 +203,7 @@ def search(
 
 def _start(study: optuna.Study, left: Sequence[Plan]) -> Plan | None:
     """Return the fixed start that is due, as in every search, while no plan fits."""
-    start, _ = FixedStarts(state_of(study), has_reference=True).due(None)
+    start, _ = FixedStarts(state_of(study)).due(None)
     return start if start is not None and (start.neutral or start in left) else None
 
 
@@ -354,7 +353,7 @@ def page(document: dict[str, Any]) -> str:
         "The last column divides autofit's seconds by those of the better of TPE and GP.",
         "",
         "Compilation and steps cost what was recorded.",
-        f"A launch costs {STARTUP:.0f} s more, and a check {CHECK:.0f} s.",
+        f"A launch costs {STARTUP:.0f} s more.",
         f"Measured times have {NOISE:.0%} noise. All samplers start with the script as it is.",
         f"TPE and GP then draw {FIRST} trials at random.",
         "If a proposal is known or was not recorded, the nearest untried plan takes its place.",

@@ -68,27 +68,37 @@ def tried(facts: Facts = FACTS, hardware: Hardware = CPU, **more: object) -> Spa
 # --- the space ------------------------------------------------------------------------------
 
 
-def test_the_batch_is_split_in_every_plan_where_it_can_be() -> None:
+def test_every_plan_finds_its_numbers_where_it_can() -> None:
     plans = tried().plans()
-    assert len(plans) == len({*plans}) == 6  # 2 precisions x 3 ways to checkpoint
+    assert len(plans) == len({*plans}) == 2, "the precisions"
     assert {plan["micro_batch"] for plan in plans} == {"auto"}
+    assert {plan["checkpointing"] for plan in plans} == {"auto"}
+    one = replace(FACTS, roots=(replace(ROOT, blocks=1),))
+    assert {plan["checkpointing"] for plan in tried(one).plans()} == {"as_is", "all"}
 
 
 def test_the_neutral_plan_is_never_among_them() -> None:
-    plans = tried(without=frozenset({"micro_batch"})).plans()
-    assert len(plans) == 6
+    numbers = {"micro_batch", "checkpointing"}
+    plans = tried(without=frozenset(numbers)).plans()
+    assert len(plans) == 2
     assert Plan() not in plans
-    unfused = tried(without=frozenset({"micro_batch", "optimizer"})).plans()
-    assert len(unfused) == 5
-    assert Plan() not in unfused
+    assert tried(without=frozenset({*numbers, "optimizer"})).plans() == (BF16,)
 
 
 def test_plans_come_cheapest_first() -> None:
     plans = tried(hardware=GPU).plans()
     costs = [by_cost(plan) for plan in plans]
     assert costs == sorted(costs)
-    first = {"precision": "bf16", "optimizer": "fused", "micro_batch": "auto"}
-    assert plans[0] == Plan.of(first)
+    first = {"precision": "bf16", "optimizer": "fused"}
+    first |= {"checkpointing": "auto", "micro_batch": "auto"}
+    assert next(plan for plan in plans if plan.unsized == plan) == Plan.of(first)
+
+
+def test_a_number_that_other_levels_rule_out_is_left_out_alone() -> None:
+    """One graph has no calls of single blocks."""
+    whole = [plan for plan in tried(hardware=GPU).plans() if plan["compile"] == "full"]
+    assert whole
+    assert {(p["checkpointing"], p["micro_batch"]) for p in whole} == {("as_is", "auto")}
 
 
 @pytest.mark.parametrize("allow", list(Fidelity))
@@ -148,7 +158,7 @@ def test_of_several_devices_every_plan_has_ranks() -> None:
     assert tried(few, hardware=replace(GPU, devices=4)).ranks == "3"
     alone = tried(adam)
     assert {(plan["ranks"], plan["sharding"]) for plan in alone.plans()} == {("as_is", "as_is")}
-    spread = plans[0].replace(sharding="zero1")
+    spread = plans[0].replace(sharding="zero1", compile="as_is")
     refined = alone.refinements(spread)
     assert {(plan["ranks"], plan["sharding"]) for plan in refined} == {("as_is", "as_is")}
 
@@ -175,7 +185,7 @@ def test_levels_that_refine_stand_beside_plans_that_were_measured(ended: Ended) 
         (s.name, level.name) for s in strategies.REGISTRY for level in s.levels if level.refines
     }
     assert not any({*plan.changes} & refining for plan in found.plans())
-    tried_as = BF16.replace(optimizer="fused", micro_batch="auto")
+    tried_as = BF16.replace(checkpointing="auto", optimizer="fused", micro_batch="auto")
     for plan in found.refinements(BF16):
         assert len({*plan.changes} & refining) == 1
         assert sum(plan[name] != tried_as[name] for name in strategies.NAMES) <= 2
@@ -231,16 +241,17 @@ def test_a_plan_follows_what_it_has_or_can_put_in_place() -> None:
     assert ALL.follows(SOME.fixed)
     assert some.follows(Plan()), "state becomes 8 bits in a running process"
     assert some.follows(eight.fixed)
-    assert not SOME.follows(eight.fixed), "and does not go back"
+    assert SOME.follows(eight.fixed), "and goes back"
+    assert lora.follows(lora.fixed)
+    assert not SOME.follows(lora.fixed), "the model was made with it"
     assert not lora.follows(Plan()), "the model was made without"
     assert not some.replace(adapters="lora").follows(eight.fixed)
 
 
 def test_a_plan_that_was_refused_fixes_nothing(ended: Ended) -> None:
-    eight, lean = Plan.of({"optimizer": "eight_bit"}), Plan.of({"allocator": "expandable"})
+    lora, lean = Plan.of({"adapters": "lora"}), Plan.of({"allocator": "expandable"})
     trials = [
-        ended(plan, verdict=Verdict.MEASURED)
-        for plan in (lean, lean.replace(**dict(eight.changes)))
+        ended(plan, verdict=Verdict.MEASURED) for plan in (lean, lean.replace(**dict(lora.changes)))
     ]
     launch = RunningLaunch(trials, ahead=lean.fixed)
     for index, verdict in enumerate((Verdict.MEASURED, Verdict.REFUSED)):
@@ -248,7 +259,7 @@ def test_a_plan_that_was_refused_fixes_nothing(ended: Ended) -> None:
     assert launch.fixed == lean
     assert launch.about_to_ask
     launch.refused.clear()
-    assert launch.fixed == lean.replace(optimizer="eight_bit")
+    assert launch.fixed == lean.replace(adapters="lora")
 
 
 # --- rules ----------------------------------------------------------------------------------
@@ -264,11 +275,14 @@ def test_what_is_made_for_one_size_waits_for_that_size(ended: Ended) -> None:
     assert "could not be measured" in (dominated(compiled, [crashed], 8) or "")
 
 
-def test_it_follows_the_plan_that_finds_the_size() -> None:
+def test_whatever_is_compiled_is_tried_once_all_others_were_measured(ended: Ended) -> None:
+    """Also the whole model, of which no block can be checkpointed."""
     plans = tried(hardware=GPU).plans()
-    for plan in plans:
-        if plan["compile"] != "as_is":
-            assert plans.index(plan.unsized) < plans.index(plan)
+    trials = [ended(p, 4, verdict=Verdict.MEASURED) for p in plans if p.unsized == p]
+    waiting = {p: dominated(p, trials, 8) for p in plans if p.unsized != p}
+    compiled = {p: reason for p, reason in waiting.items() if p["allocator"] == "as_is"}
+    assert {p["compile"] for p in compiled} == {"regional", "full"}
+    assert {p["compile"]: reason for p, reason in compiled.items() if reason} == {}
 
 
 def test_leaner_plans_are_skipped_where_the_whole_batch_fits(ended: Ended) -> None:

@@ -31,7 +31,6 @@ Measured = Callable[..., TrialReport]
 BF16 = Plan.of({"precision": "bf16", "checkpointing": "all", "micro_batch": "8"})
 SPLIT = Plan.of({"checkpointing": "all", "micro_batch": "8"})
 
-PRUNED = "stopped early: slower than the best plan"
 
 OUT = TrialReport(
     index=0,
@@ -150,12 +149,13 @@ def test_a_change_within_the_spread_is_marked(opened: StudyStarted, measured: Me
     assert " ~+5 % " in row.text
 
 
-def test_a_plan_that_is_pruned_says_so(opened: StudyStarted, measured: Measured) -> None:
+def test_a_plan_that_steps_have_measured_again_says_so(
+    opened: StudyStarted, measured: Measured
+) -> None:
     transcript = Transcript()
     transcript.lines(opened)
-    report = replace(measured(SPLIT, 10.0, 9.0), pruned=True, reason=PRUNED)
-    row = transcript.lines(ended(1, report))[-1]
-    assert row.text.endswith(f"  fits ({PRUNED})")
+    notice = replace(ended(1, measured(SPLIT, 10.0, 9.0)), after="real steps")
+    assert transcript.lines(notice)[-1].text.endswith("  fits, after real steps")
 
 
 def test_facts_are_told_once(opened: StudyStarted, facts: Facts) -> None:

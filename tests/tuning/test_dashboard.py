@@ -63,7 +63,6 @@ def test_values_are_seconds_a_sample(trials: list[FrozenTrial]) -> None:
     assert measured
     for trial in measured:
         assert trial.value == pytest.approx(1 / trial.user_attrs["samples_per_second"])
-        assert trial.intermediate_values
         assert trial.user_attrs["description"]
 
 
@@ -123,15 +122,12 @@ def test_the_dashboard_shows_what_optuna_has(
     assert study.id in shown["name"]
     assert shown["directions"] == ["minimize"]
     assert shown["objective_names"] == ["seconds a sample"]
-    assert shown["has_intermediate_values"]
     best = min(launched(trials, TrialState.COMPLETE), key=lambda trial: trial.value or 0.0)
     assert [trial["number"] for trial in shown["best_trials"]] == [best.number]
     for trial, row in zip(trials, shown["trials"], strict=True):
         assert row["state"] == trial.state.name.capitalize()
         params = {each["name"]: each["param_external_value"] for each in row["params"]}
         assert params == trial.params
-        steps = {each["step"]: each["value"] for each in row["intermediate_values"]}
-        assert steps == trial.intermediate_values
         if trial.state is TrialState.COMPLETE:
             assert row["values"] == trial.values
         attributes = {each["key"]: each["value"] for each in row["user_attrs"]}

@@ -18,10 +18,9 @@ from autofit.analysis.verdicts import culprit
 from autofit.cli import main
 from autofit.equivalence.compare import compare, divergence
 from autofit.plan import Plan
-from autofit.space.catalogue import space
 from autofit.storage import Purpose, Store, TrialRecord
-from autofit.strategies import Facts, Fidelity, RootFacts
-from autofit.tuning.reference import NOTHING_EXACT, Reference, leading, leaner_reference
+from autofit.strategies import Fidelity
+from autofit.tuning.reference import NO_REFERENCE, Reference
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.traces import Trace, TracedStep
 from autofit.worker.records.trials import (
@@ -32,7 +31,6 @@ from autofit.worker.records.trials import (
     TrialReport,
     Verdict,
 )
-from tests.tuning.simulated import H200
 
 Trials = Callable[..., tuple[TrialRecord, ...]]
 Write = Callable[..., Path]
@@ -395,26 +393,23 @@ class TestASearch:
         assert printed.count("the script starts with different weights in each run") == 1
 
     @pytest.mark.full
-    def test_where_the_script_does_not_fit_the_leanest_exact_plan_is_the_reference(
+    def test_where_the_script_does_not_fit_nothing_is_compared_with_it(
         self, styles: Path, trials: Trials, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (styles / "styles.py").write_text(STYLES.replace("(16, 6, 32", "(512, 16, 32"))
         assert main(["search", "styles.py", "--trials", "1"]) == 0
-        (neutral, _) = trials(styles)
+        neutral = trials(styles)[0]
         assert neutral.measurement is not None
         half = str(neutral.measurement.peak_device // 2)
+        capsys.readouterr()
         assert main(["search", "styles.py", "--memory", half, "--trials", "6"]) == 0
         found = trials(styles)
         assert found[0].verdict is Verdict.OUT_OF_MEMORY
         with Store(str(styles / "autofit.db")) as store:
-            reference = store.reference(store.studies()[0])
-        assert reference is not None
-        lean = reference[0].plan
-        assert (lean["checkpointing"], lean["micro_batch"]) == ("all", "auto")
-        assert lean["precision"] == "as_is"
+            assert store.reference(store.studies()[0]) is None
         assert Verdict.DRIFTED not in {trial.verdict for trial in found}
         printed = " ".join(capsys.readouterr().out.split())  # lines are wrapped
-        assert "Plans are compared with: checkpointing" in printed
+        assert printed.count(NO_REFERENCE) == 1
 
 
 # --- the comparison alone ---------------------------------------------------------------------
@@ -621,13 +616,14 @@ def ended(plan: Plan, *losses: float, verdict: Verdict = Verdict.MEASURED) -> Tr
 
 
 @pytest.mark.quick
-def test_without_any_exact_plan_only_losses_that_are_not_finite_are_noticed() -> None:
+def test_without_a_reference_only_losses_that_are_not_finite_are_noticed() -> None:
+    """The script has not run as it is, or it does not fit."""
     said: list[str] = []
     nobody = Reference(None, said.append)
     for loss in (1e9, 2e9):
         report = ended(BF16, loss, loss)
         assert nobody.compared(report, trace(), None) is report
-    assert said == [NOTHING_EXACT]
+    assert said == [NO_REFERENCE]
     drifted = nobody.compared(ended(BF16, math.nan, 1.0), trace(), None)
     assert drifted is not None
     assert drifted.verdict is Verdict.DRIFTED
@@ -635,88 +631,32 @@ def test_without_any_exact_plan_only_losses_that_are_not_finite_are_noticed() ->
 
 
 @pytest.mark.quick
-def test_the_leanest_exact_plan_leads_until_it_has_run_out_of_memory() -> None:
-    some = Plan.of({"checkpointing": "auto"})
-    lean = Plan.of({"checkpointing": "all", "precision": "bf16"})
-    assert leading([some, lean, CHECKPOINTING, BF16], (), None, cuda=True) == CHECKPOINTING
-    assert leading([BF16], (), None, cuda=True) is None
-
-
-@pytest.mark.quick
-def test_after_that_two_plans_with_one_level_more_are_tried(
+def test_only_the_script_as_it_is_becomes_the_reference(
     finished: Callable[[TrialReport], TrialRecord],
 ) -> None:
-    root = RootFacts(
-        name="net",
-        parameters=44 << 20,
-        parameter_bytes=176 << 20,
-        trainable=44 << 20,
-        dtype="float32",
-        batch=8,
-        blocks=12,
-    )
-
-    def next_after(
-        *ended_as: tuple[Plan, Verdict],
-        optimizers: tuple[str, ...] = ("Adam",),
-        budget: int = 700 << 20,
-    ) -> Plan | None:
-        reports = (TrialReport(index=0, plan=plan, verdict=verdict) for plan, verdict in ended_as)
-        facts = Facts(roots=(root,), optimizers=optimizers)
-        plans = space(H200, facts, allow=Fidelity.ROUNDING)
-        return leaner_reference(plans, map(finished, reports), facts, budget, cuda=True)
-
-    base = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "auto"})
-    short, rounds = (base, Verdict.OUT_OF_MEMORY), (BF16, Verdict.OUT_OF_MEMORY)
-    assert next_after(rounds) is None
-    first = next_after(rounds, short)
-    assert first is not None
-    assert first == base.replace(optimizer_offload="streamed"), "the state is half of the memory"
-    assert first.fidelity() <= Fidelity.REDRAW
-    second = next_after(short, (first, Verdict.OUT_OF_MEMORY))
-    assert second == base.replace(gradient_release="hosted")
-    assert next_after(short, (first, Verdict.OUT_OF_MEMORY), (second, Verdict.REFUSED)) is None
-    # With two optimizers, gradients cannot be released. Weights, gradients and state are all of
-    # the budget, so nothing is expected of activations either: no second level frees memory.
-    two = ("Adam", "Adam")
-    assert next_after(short, optimizers=two, budget=704 << 20) == first
-    ended = (short, (first, Verdict.OUT_OF_MEMORY))
-    assert next_after(*ended, optimizers=two, budget=704 << 20) is None
+    lean = Reference(None, print)
+    for report in (ended(CHECKPOINTING, 1.0), ended(Plan(), 1.0, verdict=Verdict.OUT_OF_MEMORY)):
+        assert lean.adopt(finished(report), report, trace()) is None
+    assert lean.trace is None
+    report = ended(Plan(), 2.0, 1.5)
+    again = replace(finished(report), purpose=Purpose.CONFIRM)
+    assert lean.adopt(again, report, trace()) is None
+    assert lean.adopt(finished(report), report, None) is None
+    assert lean.adopt(finished(report), report, trace()) == trace()
+    assert (lean.plan, lean.trace) == (Plan(), trace())
+    assert lean.training.losses == (2.5, 2.5, 2.5, 2.0, 1.5)
+    assert lean.adopt(finished(report), report, trace(steps=2)) is None, "there is one"
+    assert lean.trace == trace()
 
 
 @pytest.mark.quick
-def test_a_reference_that_cannot_win_is_measured_in_small_parts_only() -> None:
-    split = CHECKPOINTING.replace(micro_batch="auto")
-    faster = split.replace(precision="bf16")
-    root = RootFacts(
-        name="net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", batch=64
-    )
-    facts = Facts(roots=(root,))
-    both = [split, faster]
-    assert leading([split], (), facts, cuda=True) == split
-    assert leading(both, (), facts, cuda=True) == split.replace(micro_batch="4")
-    assert leading(both, (), None, cuda=True) == split  # nothing is known of its batch
-    assert leading(both, (), facts, cuda=False) == split  # a CPU may be no faster in bf16
-
-
-@pytest.mark.quick
-def test_small_parts_that_come_to_nothing_are_not_measured_again(
+def test_a_level_that_drifts_is_known_by_a_plan_that_trains_without_it(
     finished: Callable[[TrialReport], TrialRecord],
 ) -> None:
-    def ended_as(plan: Plan, verdict: Verdict) -> TrialReport:
-        return TrialReport(index=0, plan=plan, verdict=verdict)
-
     split = CHECKPOINTING.replace(micro_batch="auto")
     small, faster = split.replace(micro_batch="4"), split.replace(precision="bf16")
-    root = RootFacts(
-        name="net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32", batch=64
-    )
-    facts, both = Facts(roots=(root,)), [split, faster]
-    refused, short, measured = (
-        ended_as(small, each) for each in (Verdict.REFUSED, Verdict.OUT_OF_MEMORY, Verdict.MEASURED)
-    )
-    assert leading(both, [finished(refused)], facts, cuda=True) == split
-    assert leading(both, [finished(short)], facts, cuda=True) is None
-    assert culprit(replace(refused, blamed="micro_batch")) == ("micro_batch", "auto")
-    drifted = ended_as(faster, Verdict.DRIFTED)
+    refused = TrialReport(index=0, plan=small, verdict=Verdict.REFUSED, blamed="micro_batch")
+    assert culprit(refused) == ("micro_batch", "auto")
+    measured = TrialReport(index=0, plan=small, verdict=Verdict.MEASURED)
+    drifted = TrialReport(index=0, plan=faster, verdict=Verdict.DRIFTED)
     assert culprit(drifted, [finished(measured)]) == ("precision", "bf16")

@@ -75,7 +75,7 @@ class Llama:
         if plan["optimizer_offload"] == "streamed":
             state = 0.9 * GIB
         pieces = 1.5 * GIB * (plan["weights"] == "bf16_master")
-        blocks = {"all": 1.1, "half": 9.0}.get(plan["checkpointing"], 17.0)
+        blocks = 17.0 if plan["checkpointing"] == AS_IS else 1.1
         logits = 0.1 if plan["loss"] == "chunked" else 0.7
         return 0.8 * GIB + 1.04 * (
             weights + gradients + state + pieces + size * (blocks + logits) * GIB
@@ -83,7 +83,7 @@ class Llama:
 
     def seconds(self, plan: Plan, size: int) -> float:
         """Return the time of a step."""
-        compute = {"all": 5.3, "half": 4.6}.get(plan["checkpointing"], 4.1)
+        compute = 4.1 if plan["checkpointing"] == AS_IS else 5.3
         compute *= 1.0 if plan["weights"] != AS_IS or plan["precision"] == "bf16" else 8.0
         compute *= 0.93 if plan["compile"] != AS_IS else 1.0
         moved = 1.3 * (plan["optimizer_offload"] == "streamed")
@@ -114,23 +114,31 @@ class Llama:
             )
             return report, stepped
         sizes = [16] if plan["micro_batch"] == AS_IS else [1, 2, 4, 8, 16]
-        fitting = [size for size in sizes if self.peak(plan, size) <= self.budget]
-        if not fitting:
-            return short("forward", 1), begun
-        measured = tuple(
+        levels = [AS_IS, "all"] if plan["checkpointing"] == AUTO else [plan["checkpointing"]]
+        points = [plan.sized(size, level) for size in sizes for level in levels]
+        measured = [
             Measurement(
                 micro_batch=size,
                 effective_batch=16,
-                step_seconds=(self.seconds(plan, size),) * 3,
-                peak_allocated=int(self.peak(plan, size)),
-                peak_reserved=int(self.peak(plan, size)),
-                peak_device=int(self.peak(plan, size)),
+                step_seconds=(self.seconds(point, size),) * 3,
+                peak_allocated=int(self.peak(point, size)),
+                peak_reserved=int(self.peak(point, size)),
+                peak_device=int(self.peak(point, size)),
+                checkpointing=point["checkpointing"],
             )
-            for size in fitting
-        )
-        best = plan.replace(micro_batch=str(fitting[-1]))
+            for point in points
+            for size in [16 if point["micro_batch"] == AS_IS else int(point["micro_batch"])]
+            if self.peak(point, size) <= self.budget
+        ]
+        if not measured:
+            return short("forward", 1), begun
+        measured.sort(key=lambda each: (-each.seconds, each.micro_batch))
         report = TrialReport(
-            index=index, plan=plan, verdict=Verdict.MEASURED, best=best, measurements=measured
+            index=index,
+            plan=plan,
+            verdict=Verdict.MEASURED,
+            best=measured[-1].plan(plan),
+            measurements=tuple(measured),
         )
         return report, stepped
 
@@ -212,7 +220,7 @@ def test_the_first_set_changes_the_training_least() -> None:
     assert lean is not None
     plan = lean.leanest(levels)
     assert plan is not None
-    assert plan["checkpointing"] == "all"
+    assert plan["checkpointing"] == "auto", "as many blocks as it takes"
     assert LevelSet.of(plan).levels == lean.levels
     assert {*STATIC_STRATEGIES} == {name for name, _ in lean.levels} - {"micro_batch"}
 

@@ -55,7 +55,7 @@ class VisionTransformer:
         if plan["adapters"] != AS_IS:  # 4 bits are made of weights that are there as well
             weights = 1.3 if plan["adapters"] == "qlora" else weights
             gradients, state = gradients / 20, state / 20
-        blocks = 0.012 if plan["checkpointing"] == "all" else 0.2
+        blocks = 0.2 if plan["checkpointing"] == AS_IS else 0.012  # as many as it takes
         return max(self.least, weights + gradients + state) + size * blocks
 
     def launched(self, plan: Plan, facts: Facts, index: int) -> tuple[TrialReport, Facts]:
@@ -112,9 +112,9 @@ def test_what_ran_out_in_a_heap_in_pieces_is_tried_in_a_process_of_its_own(
     """It is not the plan that has been ruled out, but what others had left behind."""
     budget = 22 * GIB // 10
     found = history(allow, budget)
-    launches = searched(found, VisionTransformer(budget), most=5)
-    assert verdicts(found) == [OOM] * 4 + [Verdict.MEASURED]
-    in_pieces, alone = (trial.plan for trial in found.finished()[3:])
+    launches = searched(found, VisionTransformer(budget), most=4)
+    assert verdicts(found) == [OOM] * 3 + [Verdict.MEASURED]
+    in_pieces, alone = (trial.plan for trial in found.finished()[2:])
     assert alone == in_pieces.replace(allocator="expandable")
     assert alone["weights"] == "bf16_master"
     assert launches == 2
@@ -132,7 +132,7 @@ def test_a_search_gives_up_after_what_needs_least_has_run_out_by_itself(
     assert all(trial.report is not None and trial.report.index == 0 for trial in alone)
     weights = "bf16" if allow is Fidelity.RECIPE else "bf16_master"
     least = {"weights": weights, "optimizer_offload": "streamed", "gradient_release": "hosted"}
-    least |= {"checkpointing": "all", "adapters": AS_IS}
+    least |= {"checkpointing": "auto", "adapters": AS_IS}
     assert any(least.items() <= trial.plan.levels.items() for trial in alone)
     assert launches <= (6 if allow is Fidelity.RECIPE else 3)
 
@@ -145,7 +145,7 @@ def test_where_no_segments_grow_what_needs_least_is_tried_once(tmp_path: Path) -
         searched(found, VisionTransformer(budget, least=2.6), most=12)
         plans = [trial.plan for trial in found.finished()]
         assert {*verdicts(found)} == {OOM}
-        assert len(plans) == len({*plans}) == 12
+        assert len(plans) == len({*plans}) == 11, "nothing is left"
 
 
 def test_what_needs_least_is_tried_where_arithmetic_alone_asked_for_nothing(

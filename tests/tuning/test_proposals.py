@@ -9,16 +9,23 @@ from pathlib import Path
 import pytest
 
 from autofit.analysis.candidates import Launch
+from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, TrialRecord
-from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
+from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, RootFacts
 from autofit.tuning.history import History
 from autofit.tuning.messages import hardly_fits
 from autofit.tuning.notices import LevelsLeftOut, Line, Notice
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.proposals import Proposer
-from autofit.tuning.reference import PARTS
-from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
+from autofit.worker.records.trials import (
+    Measurement,
+    OutOfMemory,
+    Script,
+    Stage,
+    TrialReport,
+    Verdict,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -60,25 +67,117 @@ def history(tmp_path: Path) -> Iterator[History]:
         yield held
 
 
-def test_what_others_are_compared_with_is_launched_once(history: History) -> None:
-    """In small parts, as it cannot win. A second card measures another plan meanwhile."""
+EXPERT = Plan.of(
+    {
+        "precision": "bf16",
+        "checkpointing": "auto",
+        "optimizer": "fused",
+        "micro_batch": "auto",
+    }
+)
+"""What an expert would try, with its numbers left open."""
+COMPILED = EXPERT.replace(compile="regional")
+
+
+def begun(history: History, plan: Plan) -> TrialRecord:
+    """Store a trial that begins now."""
+    (trial,) = history.store.add_trials(history.study, [plan], launch=1, owner=Owner.current())
+    return trial
+
+
+def probed(history: History, plan: Plan, found: Measurement) -> TrialRecord:
+    """Store a trial of which single chunks were measured."""
+    best = plan.sized(found.micro_batch, AS_IS)
+    report = TrialReport(
+        index=0,
+        plan=plan,
+        verdict=Verdict.MEASURED,
+        best=best,
+        measurements=(replace(found, probed=True),),
+    )
+    trial = begun(history, plan)
+    history.finish(trial, report, 0)
+    return trial
+
+
+def again(history: History, trial: TrialRecord, found: Measurement, *, checked: bool) -> None:
+    """Enter what real steps, or the check, have shown of a trial."""
+    report = TrialReport(
+        index=1,
+        plan=best_plan(next(each for each in history.finished() if each.id == trial.id)),
+        verdict=Verdict.MEASURED,
+        measurements=(found,),
+    )
+    history.amend(trial, report, 0, checked=checked)
+
+
+def test_what_an_expert_would_try_comes_first_and_once(history: History) -> None:
+    """A second card measures another plan meanwhile."""
     proposer = Proposer(history, GPU)
-    first = proposer.next()
-    assert first is not None
-    assert first["micro_batch"] == str(32 // PARTS)
-    history.store.add_trials(history.study, [first], launch=1, owner=Owner.current())
     for launch in (None, Launch(), Launch(fresh=True)):
-        second = proposer.next(launch)
-        assert second is not None
-        assert second.fidelity() is Fidelity.ROUNDING, "the reference would be exact"
+        assert proposer.next(launch) == EXPERT
+    begun(history, EXPERT)
+    second = proposer.next()
+    assert second not in (None, EXPERT)
 
 
-def test_what_drops_is_compared_as_well(history: History) -> None:
-    drops = replace(ROOT, dropout=True)
-    history.learn(Facts(roots=(drops,), optimizers=("AdamW",), stepped=True))
-    first = Proposer(history, GPU).next(Launch(fresh=True))
-    assert first is not None
-    assert first.fidelity(history.study.facts) is Fidelity.REDRAW
+@pytest.mark.parametrize(("seconds", "compiles"), [(1.0, True), (0.001, False)])
+def test_then_the_same_compiled_if_that_pays(
+    history: History, measurement: Callable[..., Measurement], seconds: float, compiles: bool
+) -> None:
+    probed(history, EXPERT, measurement(16, seconds, 5 * GIB))
+    assert (Proposer(history, GPU).next(Launch()) == COMPILED) is compiles
+
+
+def test_the_two_fastest_are_measured_by_steps_and_the_winner_is_verified(
+    history: History, measurement: Callable[..., Measurement]
+) -> None:
+    """The order of probes may be wrong. What was measured and verified ends the launch."""
+    third = EXPERT.replace(precision="tf32")
+    fast, slow = (measurement(32, each, 5 * GIB) for each in (1.0, 1.1))
+    first = probed(history, EXPERT, fast)
+    probed(history, third, measurement(32, 2.0, 5 * GIB))
+    second = probed(history, COMPILED, slow)
+    proposer, here = Proposer(history, GPU), Launch()
+    stage, trials = proposer.last_stage(here)
+    assert stage is Stage.STEPS
+    assert [trial.id for trial in trials] == [first.id, second.id]
+    again(history, first, replace(fast, step_seconds=(1.2,) * 6), checked=False)
+    stage, trials = proposer.last_stage(here)
+    assert stage is Stage.STEPS, "the fastest has been probed only"
+    assert second.id in {trial.id for trial in trials}
+    again(history, second, slow, checked=False)
+    stage, trials = proposer.last_stage(here)
+    assert (stage, [trial.id for trial in trials]) == (Stage.CHECK, [second.id])
+    again(history, second, slow, checked=True)
+    assert proposer.last_stage(here) == (Stage.PROBE, [])
+    (kept,) = (each for each in history.finished() if each.id == second.id)
+    assert kept.measurement == slow
+    assert not any(history.confirmations(plan) for plan in (EXPERT, COMPILED, third))
+
+
+def test_a_winner_that_its_check_refuses_gives_way_to_the_next(
+    history: History, measurement: Callable[..., Measurement]
+) -> None:
+    winner, other = EXPERT, EXPERT.replace(precision="tf32")
+    found = [measurement(32, each, 5 * GIB) for each in (1.0, 1.1)]
+    for plan, each in zip((winner, other), found, strict=True):
+        again(history, probed(history, plan, each), each, checked=False)
+    proposer = Proposer(history, GPU)
+    stage, (trial,) = proposer.last_stage(Launch())
+    assert stage is Stage.CHECK
+    refused = TrialReport(
+        index=2,
+        plan=best_plan(trial),
+        verdict=Verdict.REFUSED,
+        reason="the gradients differ",
+        blamed="precision",
+    )
+    history.amend(trial, refused, 0, checked=True)
+    assert history.study.left_out == (("precision", "bf16", "the gradients differ"),)
+    assert [each.plan for each in history.ranked()] == [other]
+    stage, (trial,) = proposer.last_stage(Launch())
+    assert (stage, trial.plan) == (Stage.CHECK, other)
 
 
 def test_of_levels_that_refine_only_those_asked_for_are_news(history: History) -> None:
@@ -98,10 +197,6 @@ def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
 ) -> None:
     """Not because of one another: of two that promise as much, either would be begun."""
 
-    def begun(plan: Plan) -> TrialRecord:
-        (trial,) = history.store.add_trials(history.study, [plan], launch=1, owner=Owner.current())
-        return trial
-
     def ends(trial: TrialRecord, seconds: float) -> None:
         found = (measurement(32, seconds, 2 * GIB),)
         verdict = Verdict.MEASURED
@@ -111,8 +206,8 @@ def test_what_runs_is_outdone_where_nothing_of_it_would_be_begun(
     history.options = replace(history.options, only=frozenset({"precision", "micro_batch"}))
     split = Plan.of({"micro_batch": "auto"})
     narrow = [split.replace(precision=name) for name in ("tf32", "bf16")]
-    proposer, first = Proposer(history, GPU), begun(split)
-    running = [begun(plan) for plan in narrow]
+    proposer, first = Proposer(history, GPU), begun(history, split)
+    running = [begun(history, plan) for plan in narrow]
     assert not proposer.nothing_worth_running()
     ends(first, 1.0)
     assert not proposer.nothing_worth_running()
@@ -138,7 +233,7 @@ def test_what_hardly_fits_when_measured_again_is_relieved(
     def listen(notice: Notice) -> None:
         told.extend([notice.text] if isinstance(notice, Line) else [])
 
-    def ends(plan: Plan, purpose: Purpose, retries: int, seconds: float) -> None:
+    def ends(plan: Plan, best: Plan, purpose: Purpose, retries: int, seconds: float) -> None:
         (trial,) = history.store.add_trials(
             history.study, [plan], launch=1, owner=Owner.current(), purpose=purpose
         )
@@ -147,26 +242,29 @@ def test_what_hardly_fits_when_measured_again_is_relieved(
             allocation_retries=retries,
             peak_allocated=4 * GIB,
             peak_reserved=5 * GIB,
+            checkpointing=best["checkpointing"],
         )
-        report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(tight,))
+        report = TrialReport(
+            index=0, plan=plan, verdict=Verdict.MEASURED, best=best, measurements=(tight,)
+        )
         history.finish(trial, report, 0)
 
     history.learn(
         Facts(roots=(replace(ROOT, batch_norm=True),), optimizers=("AdamW",), stepped=True)
     )
     history.options = replace(history.options, only=frozenset({"checkpointing", "allocator"}))
-    lean, proposer = Plan.of({"checkpointing": "all"}), Proposer(history, GPU)
-    history.tell = listen
-    ends(lean, Purpose.SEARCH, 0, 1.0)
-    ends(Plan.of({"checkpointing": "auto"}), Purpose.SEARCH, 0, 1.2)
+    auto, lean, all_blocks = (Plan.of({"checkpointing": each}) for each in ("auto", "12", "all"))
+    proposer, history.tell = Proposer(history, GPU), listen
+    ends(auto, lean, Purpose.SEARCH, 0, 1.0)
+    ends(all_blocks, all_blocks, Purpose.SEARCH, 0, 1.2)
     assert proposer.next() is None
-    assert history.ranked_sound()[0].plan == lean
-    ends(lean, Purpose.CONFIRM, retries, seconds)
+    assert history.ranked_sound()[0].plan == auto
+    ends(lean, lean, Purpose.CONFIRM, retries, seconds)
     if relieved:
-        assert proposer.next() == lean.replace(allocator="expandable")
-        assert history.ranked_sound()[0].plan != lean, "another is faster"
+        assert proposer.next() == auto.replace(allocator="expandable")
+        assert history.ranked_sound()[0].plan != auto, "another is faster"
         assert told == [hardly_fits(lean)]
     else:
         assert proposer.next() is None
-        assert history.ranked_sound()[0].plan == lean
+        assert history.ranked_sound()[0].plan == auto
         assert told == []

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import count
 from autofit.worker.meter import build
-from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.tuning.simulated import GIB, OOM, opened, searched
 
@@ -35,9 +34,6 @@ ROOT = RootFacts(
     blocks=22,
 )
 FACTS = Facts(roots=(ROOT,), optimizers=("AdamW",), stepped=True)
-TRACE = Trace(
-    names=(), sizes=(), rounding=(), epsilon=1e-7, buckets=1, start="", steps=()
-)  # there is a reference, so that no plan has to be one
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,6 @@ def find(folder: Path, model: Decoder, cards: int, link: str = "nvlink") -> list
     """Return the finished trials of a search with ``cards`` cards."""
     with Store(f"sqlite:///{folder / 'autofit.db'}") as store:
         history = opened(store, folder, Fidelity.ROUNDING, model.budget, link=link)
-        history.reference.training = replace(history.reference.training, trace=TRACE)
         searched(history, model, spread=cards)
         return list(history.finished())
 
@@ -147,13 +142,11 @@ def test_a_search_starts_from_an_earlier_study_of_the_model(tmp_path: Path, budg
         for learns in (False, True):
             first = opened(store, tmp_path, Fidelity.ROUNDING, 24 * GIB)
             if not learns:
-                first.reference.training = replace(first.reference.training, trace=TRACE)
                 searched(first, Decoder(24 * GIB))
             edited = tmp_path / f"edited{learns}"
             edited.mkdir()
             again = opened(store, edited, Fidelity.ROUNDING, budget * GIB)
             again.tell = lambda notice: lines.append(getattr(notice, "text", ""))
-            again.reference.training = replace(again.reference.training, trace=TRACE)
             searched(again, Decoder(budget * GIB), learns=learns)
             trials[learns] = list(again.finished())
             if not learns:
