@@ -52,10 +52,10 @@ GRAPHS_A_BLOCK = 4
 """Graphs for each block: with and without gradients, in training and evaluation. Blocks of one
 class share torch's limit."""
 
-MOST_SECONDS = 60.0
+MOST_SECONDS = 80.0
 """Seconds that a trial may take to compile."""
-GLANCE = 2
-"""Blocks whose compilation tells how long the others take."""
+PLAIN = (bool, int, float, str, tuple)
+"""Types of the attributes by which torch may compile a block anew."""
 
 TRITON = (7, 0)
 """The first CUDA compute capability that Triton supports."""
@@ -233,20 +233,22 @@ class Compile(Strategy):
 def _limit_time(modules: Sequence[Any]) -> None:
     """Refuse a compilation that is expected to take more than ``MOST_SECONDS``.
 
-    Blocks of one kind share compiled code: then only the first takes time. If the last two have
-    taken time too, so will the others.
+    Blocks of one kind share compiled code. So the first block tells how long all kinds take.
     """
-    begun: list[float] = []
+    if len(modules) < 2:
+        return
+    kinds, begun = _kinds(modules), list[float]()
 
     def limited(compiled: Forward) -> Forward:
-        first = True
-
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal first
-            if first:
-                first = False
+            if len(begun) < 2:
                 begun.append(time.monotonic())
-                _refuse_if_long(begun, len(modules))
+            if len(begun) == 2:
+                begun.append(0.0)
+                expected = kinds * (begun[1] - begun[0])
+                if expected > MOST_SECONDS:
+                    text = f"compiling {kinds} kinds of blocks is expected to take {expected:.0f} s"
+                    raise Refused(text, Compile.name)
             return compiled(*args, **kwargs)
 
         return call
@@ -255,17 +257,28 @@ def _limit_time(modules: Sequence[Any]) -> None:
         each._compiled_call_impl = limited(each._compiled_call_impl)
 
 
-def _refuse_if_long(begun: Sequence[float], modules: int) -> None:
-    """Raise ``Refused`` if the blocks that are left would take too long, like the last two.
+def _kinds(modules: Sequence[Any]) -> int:
+    """Return how many kinds of blocks there are: of a class, shapes and plain attributes.
 
-    ``begun``: when each block was called first, by ``time.monotonic``.
+    An attribute that differs in nearly every block, such as its index, makes no kind: torch then
+    compiles code for any value.
     """
-    if len(begun) <= GLANCE:
-        return
-    each = (begun[-1] - begun[-1 - GLANCE]) / GLANCE
-    expected = begun[-1] - begun[0] + each * (modules - len(begun) + 1)
-    if expected > MOST_SECONDS:
-        raise Refused(f"compiling {modules} blocks is expected to take {expected:.0f} s")
+    plain = [
+        {name: each for name, each in vars(module).items() if isinstance(each, PLAIN)}
+        for module in modules
+    ]
+    values = {name: {repr(each.get(name)) for each in plain} for each in plain for name in each}
+    telling = [name for name, found in values.items() if 2 * len(found) <= len(modules)]
+    return len(
+        {
+            (
+                type(module),
+                tuple(tuple(each.shape) for each in module.parameters()),
+                tuple(repr(own.get(name)) for name in telling),
+            )
+            for module, own in zip(modules, plain, strict=True)
+        }
+    )
 
 
 def _mostly_alike(modules: Sequence[Any]) -> bool:

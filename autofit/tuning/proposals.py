@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from autofit import strategies
@@ -26,6 +26,22 @@ from autofit.worker.records.trials import Stage
 RIVALS = 2
 """Plans that are compared by real steps."""
 EARLIER = "Study {} has searched the same model. What was fastest there is tried first: {}."
+
+
+def _rivals(ranked: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Return the plans to compare by real steps: the fastest two, unless it is known which wins.
+
+    ``ranked``: the trials that fit, fastest first. A probed plan is compared only if its probe is
+    faster than all real steps so far.
+    """
+    probed = [trial for trial in ranked if trial.measurement and trial.measurement.probed]
+    stepped = [trial for trial in ranked if trial not in probed]
+    if not probed:
+        return []
+    if not stepped:
+        return list(ranked[:RIVALS])
+    faster = [trial for trial in probed if ranked.index(trial) < ranked.index(stepped[0])]
+    return [*faster[: RIVALS - 1], stepped[0]] if faster else []
 
 
 class Proposer:
@@ -96,12 +112,12 @@ class Proposer:
         the launch ends. A plan that another launch measured is verified when it is confirmed.
         """
         history = self._history
-        ranked = history.ranked_sound()[:RIVALS]
+        ranked = history.ranked_sound()
         if not ranked or history.time_is_over():
             return Stage.PROBE, []
         here = [t for t in ranked if launch.can_measure(best_plan(t), history.first_in_process)]
-        if any(trial.measurement is not None and trial.measurement.probed for trial in here):
-            return Stage.STEPS, here
+        if rivals := _rivals(here):
+            return Stage.STEPS, rivals
         plan = best_plan(ranked[0])
         known = plan in history.checked or history.evidence.holds(plan)
         if ranked[0] not in here or known or plan.fidelity(history.study.facts) is Fidelity.RECIPE:

@@ -139,9 +139,9 @@ class Prober:
         samples = plan.samples(self.samples)
         chunks = math.ceil(samples / size)
         cut = (0, math.ceil(samples / chunks))
-        passes, step = self._passes(cut, split=chunks > 1)
-        again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
         calls = self._facts.calls_per_step
+        passes, step = self._passes(cut, split=chunks * calls > 1)
+        again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
         seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds
         allocated = max(passes.peak.allocated + rest.allocated, step.peak.allocated)
         return Measurement(
@@ -160,8 +160,8 @@ class Prober:
     def _passes(self, cut: tuple[int, int], *, split: bool) -> tuple[Passes, StepCost]:
         """Run a chunk and the optimizer twice; the second time counts.
 
-        The first time may compile, choose kernels, and make the optimizer's state. If the batch is
-        split, gradients of an earlier chunk exist while the second runs.
+        The first time may compile, choose kernels, and make the optimizer's state. If a step has
+        several chunks, gradients of earlier ones exist while the second runs.
         """
         with self._shortages("forward"):
             self._once(cut)

@@ -322,7 +322,6 @@ class Trial(Session):
             self.index, plan = index, self._given[index]
             measurement = joined(measurements)
             self._measured, self._shortage = [(plan, measurement)], None
-            self._learn_rest(plan, measurement)
             self._by_steps[plan] = measurement
             self._end_plan(Verdict.MEASURED, "")
 
@@ -330,12 +329,6 @@ class Trial(Session):
         """Return the steps of a window of a turn."""
         known = self._by_steps.get(plan) or self._probes.get(plan)
         return TURN - (known is not None and known.seconds > SLOW)
-
-    def _learn_rest(self, plan: Plan, measured: Measurement) -> None:
-        """Learn what a step needs beside the model, if the script as it is did not show it."""
-        probed = self._probes.get(plan)
-        if probed is not None and self._rest == Rest():
-            self._rest = _difference(measured, probed)
 
     def _steps(self, plan: Plan, steps: int, *, check: bool = False) -> Measuring:
         """Measure one window of real steps; return ``None`` if memory ran out.
@@ -389,6 +382,21 @@ class Trial(Session):
             if not self._measured:
                 yield from self._solve(plan)
         self._measured.sort(key=lambda pair: pair[1].seconds, reverse=True)
+        if self._prober is not None and self.steps == 0:
+            yield from self._observe_under_plan()
+
+    def _observe_under_plan(self) -> Schedule:
+        """Observe a step under the best numbers so far: the script does not fit as it is.
+
+        It tells the calls of a step and what else a probe does not see.
+        """
+        while self._measured:
+            plan, probed = self._measured.pop()
+            measurement = yield from self._steps(plan, 1)
+            if measurement is not None:
+                self._rest = _difference(measurement, probed)
+                self._measured[-1] = plan, replace(measurement, probed=True)
+                return
 
     def _solved(self, plan: Plan) -> Generator[Window | None, None, list[Measurement]]:
         """Return the measurements from which the numbers of ``plan`` were found, the best last."""
@@ -432,7 +440,7 @@ class Trial(Session):
             blocks=most_blocks(self.facts) if plan["checkpointing"] == AUTO else 0,
             splits=plan["micro_batch"] == AUTO,
         )
-        if ask is not None:
+        if ask is not None and not self._cannot_win(measured):
             yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))
 
     def _ask_of(self, measured: Measurement) -> sizes.Ask:
@@ -455,6 +463,14 @@ class Trial(Session):
                     self._found[plan] = [measured for _, measured in self._measured]
                 return
             measurement = yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))
+            if measurement is not None and self._cannot_win(measurement):
+                return
+
+    def _cannot_win(self, measured: Measurement) -> bool:
+        """Return whether a plan is slower than the best one even if no chunk took any longer."""
+        chunks = -(-(self.facts.batch or 1) // measured.micro_batch)
+        best = min((each.seconds for each in self._probes.values()), default=measured.seconds)
+        return measured.seconds / chunks > best * (1 + sizes.TIE)
 
     def _search(self, plan: Plan) -> sizes.Solver:
         """Return the search for the numbers that ``plan`` leaves open."""
