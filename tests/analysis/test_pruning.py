@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,16 @@ from autofit import strategies
 from autofit.analysis.candidates import within_reach
 from autofit.analysis.pruning import dominated, max_micro_batch
 from autofit.analysis.ranking import baseline_was_faster, ranked_sound, rivals, winning
-from autofit.analysis.verdicts import closest, culprit, judged, refused, tainted, within
+from autofit.analysis.verdicts import (
+    amended,
+    best_plan,
+    closest,
+    culprit,
+    judged,
+    refused,
+    tainted,
+    within,
+)
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.space.catalogue import Space, space
@@ -510,6 +520,69 @@ def test_a_later_step_is_closer_than_a_later_part_of_the_first(ended: Ended) -> 
     assert closest([third, first, second]) is third
     assert closest([third, whole, second]) is whole
     assert closest([unknown, first]) is first
+
+
+# --- what a launch learns of a plan after its probe -----------------------------------------
+
+
+@pytest.fixture
+def probed(ended: Ended) -> TrialRecord:
+    """A trial of which chunks of 2 and 4 samples were probed."""
+    trial = ended(SPLIT, 2, 4, verdict=Verdict.MEASURED)
+    assert trial.report is not None
+    probes = tuple(replace(each, probed=True) for each in trial.report.measurements)
+    report = replace(
+        trial.report,
+        best=SPLIT.replace(micro_batch="4"),
+        measurements=probes,
+        seconds_by_phase=(("probe", 2.0),),
+    )
+    return replace(trial, report=report)
+
+
+def later(plan: Plan, verdict: Verdict, **more: Any) -> TrialReport:
+    """What the same process has found of the plan."""
+    return TrialReport(
+        index=3, plan=plan, verdict=verdict, seconds_by_phase=(("confirm", 1.5),), **more
+    )
+
+
+def test_real_steps_take_the_place_of_the_winning_probe(
+    probed: TrialRecord, measurement: Callable[..., Measurement]
+) -> None:
+    assert probed.report is not None
+    steps = measurement(4, 1.5)
+    found = amended(probed, later(best_plan(probed), Verdict.MEASURED, measurements=(steps,)))
+    assert found.measurements == (probed.report.measurements[0], steps)
+    assert found.best == best_plan(probed)
+    assert dict(found.seconds_by_phase) == {"probe": 2.0, "confirm": 1.5}
+    assert (found.index, found.plan, found.verdict) == (0, SPLIT, Verdict.MEASURED)
+
+
+def test_a_size_at_which_real_steps_run_out_gives_way_to_a_smaller_one(probed: TrialRecord) -> None:
+    assert probed.report is not None
+    short = OutOfMemory(phase="backward", message="no memory")
+    one = later(best_plan(probed), Verdict.OUT_OF_MEMORY, out_of_memory=short)
+    found = amended(probed, one)
+    assert found.verdict is Verdict.MEASURED
+    assert found.measurements == probed.report.measurements[:1]
+    assert found.best == SPLIT.replace(micro_batch="2")
+    assert found.out_of_memory == replace(short, micro_batch=4)
+    again = amended(replace(probed, report=found), replace(one, plan=found.best or SPLIT))
+    assert again.verdict is Verdict.OUT_OF_MEMORY
+    assert (again.best, again.measurements) == (None, ())
+
+
+@pytest.mark.parametrize("verdict", [Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.TIMED_OUT])
+def test_a_plan_that_fails_after_its_probe_counts_as_such(
+    probed: TrialRecord, verdict: Verdict
+) -> None:
+    found = amended(
+        probed, later(best_plan(probed), verdict, reason="it differs", blamed="micro_batch")
+    )
+    assert (found.verdict, found.reason, found.blamed) == (verdict, "it differs", "micro_batch")
+    assert (found.best, found.measurements) == (None, ())
+    assert culprit(found) == ("micro_batch", "auto")
 
 
 # --- finalists ------------------------------------------------------------------------------

@@ -108,6 +108,29 @@ def test_facts_left_out_seconds_and_launches_are_kept(
     assert after.seconds_by_phase == (("Ray", 1.25), ("other", 0.5))
 
 
+def test_a_finished_trial_is_amended(
+    store: Store, study: StudyRecord, plan: Plan, report: Report
+) -> None:
+    """Real steps take the place of a probe, or the check refuses what was measured."""
+    first = report(plan)
+    probed = dataclasses.replace(
+        first,
+        measurements=tuple(dataclasses.replace(each, probed=True) for each in first.measurements),
+    )
+    running, trial = store.add_trials(study, [Plan(), plan], launch=0, owner=Owner.current())
+    kept = store.finish(trial, probed)
+    assert kept.report == probed
+    amended = dataclasses.replace(first, measurements=first.measurements[:1])
+    assert store.amend(kept, amended) == dataclasses.replace(kept, report=amended)
+    refused = dataclasses.replace(
+        first, verdict=Verdict.REFUSED, best=None, measurements=(), out_of_memory=None
+    )
+    assert store.amend(kept, refused).report == refused
+    assert store.trials(study) == (running, dataclasses.replace(kept, report=refused))
+    with pytest.raises(StorageError, match="has not finished"):
+        store.amend(running, refused)
+
+
 def test_a_key_tells_apart_all_it_names(key: StudyKey) -> None:
     changes: dict[str, Any] = {
         "script": "x.py",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -16,7 +18,8 @@ from autofit.space.catalogue import Space
 from autofit.storage import Owner, Purpose, State, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
 from autofit.tuning.attributes import MEMORY, Attribute
-from autofit.tuning.optuna_study import KNOWN, OptunaStudy
+from autofit.tuning.optuna_study import KNOWN, OptunaStudy, name_of
+from autofit.tuning.sampler import state_of
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -251,6 +254,34 @@ def test_a_size_that_was_found_is_told_as_auto(
     optuna_study.ask(among())
     optuna_study.tell(finish(PLANS[0].replace(micro_batch="16")))
     assert mirrored()[-1].params["micro_batch"] == "auto"
+
+
+def test_what_real_steps_have_shown_reaches_the_sampler(
+    store: Store, study: StudyRecord, finish: Finish
+) -> None:
+    """Optuna keeps what it was told, so the change stands beside it; also after a kill."""
+    optuna_study = OptunaStudy(store, study)
+    optuna_study.ask(among(), start=SEARCHED[0])
+    trial = finish(SEARCHED[0])
+    optuna_study.tell(trial)
+    optuna_study.amended(store.trials(study))
+    name = name_of(study)
+    read = functools.partial(
+        optuna.load_study, study_name=name, storage=optuna.storages.RDBStorage(store.url)
+    )
+    assert state_of(read()).finished[0].report == trial.report
+    assert trial.report is not None
+    slower = replace(trial.report, measurements=(*trial.report.measurements,) * 2)
+    amended = store.amend(trial, slower)
+    for again in (optuna_study, OptunaStudy(store, study)):
+        if again is optuna_study:
+            again.amended([amended])
+        else:
+            again.catch_up(store.trials(study))
+        (found,) = state_of(read()).finished
+        assert found.report == slower
+    optuna_study.amended([trial])
+    assert state_of(read()).finished[0].report == trial.report
 
 
 def kills(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
