@@ -637,16 +637,16 @@ def test_only_the_script_as_it_is_becomes_the_reference(
     lean = Reference(None, print)
     for report in (ended(CHECKPOINTING, 1.0), ended(Plan(), 1.0, verdict=Verdict.OUT_OF_MEMORY)):
         assert lean.adopt(finished(report), report, trace()) is None
-    assert lean.trace is None
+    assert lean.training.trace is None
     report = ended(Plan(), 2.0, 1.5)
     again = replace(finished(report), purpose=Purpose.CONFIRM)
     assert lean.adopt(again, report, trace()) is None
     assert lean.adopt(finished(report), report, None) is None
     assert lean.adopt(finished(report), report, trace()) == trace()
-    assert (lean.plan, lean.trace) == (Plan(), trace())
+    assert lean.training.trace == trace()
     assert lean.training.losses == (2.5, 2.5, 2.5, 2.0, 1.5)
     assert lean.adopt(finished(report), report, trace(steps=2)) is None, "there is one"
-    assert lean.trace == trace()
+    assert lean.training.trace == trace()
 
 
 @pytest.mark.quick
