@@ -41,9 +41,6 @@ class Under(Session):
     def optimizer_broke(self, error: Exception) -> bool:
         return False
 
-    def splits(self) -> bool:
-        return self.plan["micro_batch"] != "as_is"
-
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         raise refusal
 
@@ -52,6 +49,7 @@ class Under(Session):
 def under(plan: Plan, *, strict: bool = False) -> Iterator[Under]:
     """Let what is trained within it be trained under ``plan``; ``strict``: it is measured."""
     session = Under(plan, strict=strict)
+    session.seams.knows_optimizers = False  # tests need not make one
     session.start()
     try:
         yield session

@@ -146,3 +146,30 @@ def test_samples_are_doubted_where_time_may_come_first(
     if refused is not None:
         assert ("; if the batch is the second dimension: " in str(refused.value)) is doubted
     assert (root.batch, root.batch_doubted) == (len(args[0]), doubted)
+
+
+class Recurrent(nn.Module):
+    """Returns what an LSTM makes of each point in time."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=batch_first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.lstm(x)[0]
+        return found
+
+
+@pytest.mark.parametrize(("batch_first", "dim", "samples"), [(True, 0, 7), (False, 1, 5)])
+def test_samples_do_not_depend_on_one_another_and_points_in_time_do(
+    batch_first: bool, dim: int, samples: int
+) -> None:
+    net = Recurrent(batch_first=batch_first)
+    with under(Plan()) as session:
+        torch.manual_seed(0)
+        net(SEQUENCES)
+        drawn = torch.rand(())
+        (facts,), (held,) = session.facts.roots, session.roots
+    assert (facts.batch, facts.batch_doubted, held.batch_dim) == (samples, False, dim)
+    torch.manual_seed(0)
+    assert drawn == torch.rand(()), "the forwards that tell leave random state as it was"

@@ -59,7 +59,6 @@ def train(retries: list[int]) -> Reports:
     """Train a step for each count of retries, with 8 of 16 samples at a time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gauge = meter.for_device("cpu")
     # One more is asked for after the first step, and at the end.
     answers = iter([retries[0], *retries, retries[-1]])
@@ -67,6 +66,7 @@ def train(retries: list[int]) -> Reports:
     reports = Reports()
     run = RealRun(a_run(Plan.of({"micro_batch": "8"})), reports, gauge)  # type: ignore[arg-type]
     run.start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for _ in retries:
             optimizer.zero_grad()
@@ -115,11 +115,11 @@ def test_a_later_proof_is_set_aside() -> None:
     """Memory runs out in the proof that a batch with zeros brings, in the second step."""
     torch.manual_seed(0)
     model = Words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gauge, reports, retries = meter.for_device("cpu"), Reports(), 0
     gauge.retries = lambda: retries  # type: ignore[method-assign]
     run = RealRun(a_run(Plan.of({"micro_batch": "8"})), reports, gauge)  # type: ignore[arg-type]
     run.start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for made, zeros in [(2, 0), (3, 5), (1, 5), (0, 5)]:
             tokens = torch.ones(16, 4, dtype=torch.long)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,18 @@ class Locked(nn.Module):
 def test_a_split_draws_otherwise(rate: float) -> None:
     plan = Plan.of({"micro_batch": "2"})
     with under(plan) as session:
-        Locked(rate)(torch.randn(6, 3, 4)).square().mean().backward()
-        assert session.facts.roots[0].dropout is (rate > 0)
-        assert plan.fidelity(session.facts) is (Fidelity.REDRAW if rate else Fidelity.EXACT)
+        Locked(rate)(torch.randn(6, 6, 4)).square().mean().backward()
+        facts = session.roots[0].facts
+        assert facts is not None
+        assert facts.dropout is (rate > 0)
+        fidelity = plan.fidelity(replace(session.facts, roots=(facts,)))
+        assert fidelity is (Fidelity.REDRAW if rate else Fidelity.EXACT)
+
+
+def test_the_batch_of_a_model_that_draws_for_each_sample() -> None:
+    """Points in time share what is drawn, but they are no samples for that."""
+    with under(Plan()) as session:
+        Locked(0.5)(torch.randn(6, 3, 4)).square().mean().backward()
+        (root,) = session.roots
+        assert root.facts is not None
+        assert (root.batch_dim, root.facts.batch) == (0, 6)

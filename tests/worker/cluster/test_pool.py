@@ -54,7 +54,8 @@ def learned(word):
 
 def asked():
     events.send(Asking())
-    return answers.get().plan
+    (plan,) = answers.get().plans
+    return plan
 
 exec(request.script.target)
 """
@@ -144,13 +145,13 @@ def test_events_stream_from_both_slots_as_they_happen(pool: Pool, request_for: R
 def test_launches_that_ask_are_answered_each_on_its_slot(pool: Pool, request_for: Request) -> None:
     given = {0: Plan.of({"precision": "bf16"}), 1: Plan.of({"checkpointing": "all"})}
     for slot in pool.slots:
-        pool.answer(slot, Answer(plan=Plan(), timeout=60))  # nobody asks: it is lost
+        pool.answer(slot, Answer(plans=(Plan(),), timeout=60))  # nobody asks: it is lost
         pool.submit(slot, request_for("learned(str(asked()))"))
     told: dict[int, object] = {}
     while pool.free != [0, 1]:
         for slot, event in pool.events(timeout=30):
             if isinstance(event, Asking):
-                pool.answer(slot, Answer(plan=given[slot], timeout=60))
+                pool.answer(slot, Answer(plans=(given[slot],), timeout=60))
             elif isinstance(event, Learned):
                 told[slot] = event.facts.framework
     assert told == {slot: str(plan) for slot, plan in given.items()}

@@ -10,22 +10,23 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
+from autofit.worker.harness.measurement.trial import OBSERVED, TURN, TURNS
 from autofit.worker.launch.launcher import HARNESS, Control, launch
 from autofit.worker.records.trials import (
-    STEPS,
     Answer,
     Asking,
-    GoOn,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
+    Measured,
     Measurement,
     Proven,
-    RoundEnded,
     Script,
+    Stage,
     Traced,
     TrialReport,
     Verdict,
+    Verified,
 )
 
 pytestmark = pytest.mark.quick
@@ -44,7 +45,7 @@ lifeline.watch(control.fileno(), answers.put)
 
 def ask():
     events.send(Asking())
-    return answers.get().plan
+    return answers.get().plans
 
 def measure(index, plan):
     events.send(PlanStarted(index=index))
@@ -102,20 +103,36 @@ def forward(self, pair):
     def encode(self, x):
         for"""
 """Puts what it computes into its arguments, in place."""
+HUGE = """\
+class Huge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.empty(1 << 30)
+        return gradient
+
+
+"""
+"""An operation whose backward needs 4 GiB."""
 
 NEUTRAL, HALF = Plan(), Plan.of({"precision": "bf16"})
 ALL = Plan.of({"checkpointing": "all"})
 
+Given = Plan | tuple[Stage, Sequence[Plan]]
+"""A plan to probe, or what to do with which plans."""
 Talk = Callable[..., list[LaunchEvent]]
 
 
 @pytest.fixture
 def talk(tmp_path: Path) -> Talk:
-    """Run a launch of the neutral plan, and answer it with these plans, then with none."""
+    """Run a launch of the neutral plan, and answer it with these, then with no plan."""
 
     def talk(
         body: str,
-        *plans: Plan,
+        *given: Given,
         first: Plan = NEUTRAL,
         harness: Path | None = None,
         timeout: float = 30.0,
@@ -123,7 +140,6 @@ def talk(tmp_path: Path) -> Talk:
         budget: int = 1 << 30,
         waits: bool = False,
         proven: Sequence[Proven] = (),
-        goes_on: Callable[[RoundEnded], GoOn] = lambda ended: GoOn(more=False),
     ) -> list[LaunchEvent]:
         if harness is None:
             harness = tmp_path / "harness.py"
@@ -137,16 +153,18 @@ def talk(tmp_path: Path) -> Talk:
             converses=True,
             waits=waits,
         )
-        control, left, heard = Control(), list(plans), []
+        control, left, heard = Control(), list(given), []
         for event in launch(request, harness=harness, control=control):
             heard.append(event)
-            if isinstance(event, RoundEnded):
-                control.answer(goes_on(event))
-            elif isinstance(event, Asking):
+            if isinstance(event, Asking):
                 time.sleep(thinking)
-                plan = left.pop(0) if left else None
-                control.answer(Answer(plan=plan, timeout=timeout, proven=tuple(proven)))
-        control.answer(Answer(plan=NEUTRAL, timeout=timeout))  # too late: it is heard by nobody
+                now: Given = left.pop(0) if left else (Stage.PROBE, ())
+                stage, plans = (Stage.PROBE, (now,)) if isinstance(now, Plan) else now
+                control.answer(
+                    Answer(plans=tuple(plans), stage=stage, timeout=timeout, proven=tuple(proven))
+                )
+        late = Answer(plans=(NEUTRAL,), timeout=timeout)
+        control.answer(late)  # it is heard by nobody
         return heard
 
     return talk
@@ -164,8 +182,8 @@ def test_it_asks_until_there_is_none(talk: Talk) -> None:
     heard = talk(
         """
         for index in (1, 2):
-            measure(index, ask())
-        assert ask() is None
+            measure(index, *ask())
+        assert ask() == ()
         events.send(Finished(steps=7, stopped=True))
         """,
         HALF,
@@ -194,25 +212,26 @@ def test_each_plan_has_its_own_time_and_waiting_for_it_takes_none(talk: Talk) ->
     assert reports(heard) == [FIRST, (1, HALF, Verdict.TIMED_OUT)]
 
 
-def test_after_a_refusal_at_the_first_call_the_next_plan_comes_first(
+def test_after_a_refusal_at_the_first_call_the_next_plans_are_probed_there(
     talk: Talk, tmp_path: Path
 ) -> None:
-    """It is traced, as what comes first is; what comes after one that has run is not."""
     (tmp_path / "train.py").write_text(
         SCRIPT.replace("Block() for _ in range(4)", "[nn.Identity(), nn.Tanh()]")
     )
     heard = talk("", NEUTRAL, HALF, first=ALL, harness=HARNESS)
     verdicts = [verdict for *_, verdict in reports(heard)]
     assert verdicts == [Verdict.REFUSED, Verdict.MEASURED, Verdict.MEASURED]
-    assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False, False]
-    assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+    assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, True, True]
+    assert all(each.probed for each in figures(heard))
+    assert isinstance(heard[-1], LaunchEnded)
+    assert heard[-1].steps == 0
 
 
 def test_started_ahead_it_asks_for_its_first_plan_too(talk: Talk, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     heard = talk("", ALL, harness=HARNESS, waits=True)
     asked = [event.fresh for event in heard if isinstance(event, Asking)]
-    assert asked == [True, False]
+    assert asked == [True, True]
     assert reports(heard) == [(0, ALL, Verdict.MEASURED)]
     assert [type(event) for event in talk("", harness=HARNESS, waits=True)][-2:] == [
         Asking,
@@ -220,13 +239,98 @@ def test_started_ahead_it_asks_for_its_first_plan_too(talk: Talk, tmp_path: Path
     ]
 
 
-def test_with_a_plan_it_is_told_what_others_have_proven(talk: Talk, tmp_path: Path) -> None:
-    """How the batch is split it has seen by then."""
+def test_it_observes_the_script_as_it_is_and_then_probes(talk: Talk, tmp_path: Path) -> None:
+    """Probes run in the next call; no step is taken meanwhile, and nothing is verified."""
     (tmp_path / "train.py").write_text(SCRIPT)
+    split = Plan.of({"micro_batch": "128"})
+    heard = talk("", ALL, split, harness=HARNESS)
+    assert reports(heard) == [
+        FIRST,
+        (1, ALL, Verdict.MEASURED),
+        (2, split, Verdict.MEASURED),
+    ]
+    observed, *probed = figures(heard)
+    assert not observed.probed
+    assert len(observed.step_seconds) == OBSERVED
+    assert [(each.probed, len(each.step_seconds)) for each in probed] == [(True, 1)] * 2
+    assert [each.micro_batch for each in (observed, *probed)] == [512, 512, 128]
+    assert probed[1].peak_allocated < probed[0].peak_allocated < observed.peak_allocated
+    assert [event.index for event in heard if isinstance(event, Traced)] == [0]
+    assert not [event for event in heard if isinstance(event, Verified)]
+    assert isinstance(heard[-1], LaunchEnded)
+    assert heard[-1].steps == 3 + OBSERVED
+
+
+def test_plans_train_in_turn(talk: Talk, tmp_path: Path) -> None:
+    """Each in as many windows, and reported at the end with all of its steps."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    heard = talk("", ALL, HALF, (Stage.STEPS, (ALL, HALF)), harness=HARNESS)
+    *_, third, fourth = reports(heard)
+    assert (third, fourth) == ((3, ALL, Verdict.MEASURED), (4, HALF, Verdict.MEASURED))
+    turns = [event.index for event in heard if isinstance(event, Measured)][-2 * TURNS :]
+    assert turns == [3, 4] * TURNS
+    for each in figures(heard)[-2:]:
+        assert (each.probed, len(each.step_seconds)) == (False, TURNS * TURN)
+    assert not [event for event in heard if isinstance(event, Verified)]
+
+
+def test_a_plan_of_a_turn_that_does_not_fit_leaves_the_others(talk: Talk, tmp_path: Path) -> None:
+    many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(2048")
+    (tmp_path / "train.py").write_text(many)
+    given = (Stage.STEPS, (NEUTRAL, ALL))
+    heard = talk("", ALL, given, harness=HARNESS, budget=80 << 20)
+    assert reports(heard) == [
+        (0, NEUTRAL, Verdict.OUT_OF_MEMORY),
+        (1, ALL, Verdict.MEASURED),
+        (2, NEUTRAL, Verdict.OUT_OF_MEMORY),
+        (3, ALL, Verdict.MEASURED),
+    ]
+
+
+def test_real_steps_need_what_the_probe_said(talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plans = (ALL, Plan.of({"micro_batch": "128"}))
+    heard = talk("", *plans, (Stage.STEPS, plans), harness=HARNESS)
+    _, *probed, one, other = figures(heard)
+    for said, steps in zip(probed, (one, other), strict=True):
+        assert said.peak_device == pytest.approx(steps.peak_device, rel=0.06)
+        assert said.effective_batch == steps.effective_batch
+
+
+def test_the_check_of_a_plan_comes_last(talk: Talk, tmp_path: Path) -> None:
+    """Its report has what the steps before have shown; the check's own step does not count."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    given = ((Stage.STEPS, (ALL,)), (Stage.CHECK, (ALL,)))
+    heard = talk("", ALL, *given, harness=HARNESS)
+    assert reports(heard)[1:] == [(index, ALL, Verdict.MEASURED) for index in (1, 2, 3)]
+    *_, steps, checked = figures(heard)
+    assert checked == steps
+    asked = [at for at, event in enumerate(heard) if isinstance(event, Asking)]
+    found = [(at, event.plan) for at, event in enumerate(heard) if isinstance(event, Verified)]
+    ((at, plan),) = found
+    assert asked[2] < at < asked[3]
+    assert plan == ALL
+
+
+def test_what_the_check_refuses_is_refused(talk: Talk, tmp_path: Path) -> None:
+    """A model whose loss depends on how the batch is split; a probe does not show that."""
+    mixes = SCRIPT.replace("x = x + block(x)", "x = x + block(x) * x.mean()")
+    (tmp_path / "train.py").write_text(mixes)
+    split = Plan.of({"micro_batch": "128"})
+    heard = talk("", split, (Stage.CHECK, (split,)), ALL, harness=HARNESS)
+    verdicts = [verdict for *_, verdict in reports(heard)]
+    assert verdicts == [Verdict.MEASURED, Verdict.MEASURED, Verdict.REFUSED, Verdict.MEASURED]
+    refused = [event for event in heard if isinstance(event, TrialReport)][2]
+    assert refused.blamed == "micro_batch"
+
+
+def test_with_a_plan_it_is_told_what_others_have_proven(talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    check = (Stage.CHECK, (ALL,))
 
     def proofs(*proven: Proven) -> list[Proven]:
-        heard = talk("", ALL, harness=HARNESS, waits=True, proven=proven)
-        assert reports(heard) == [(0, ALL, Verdict.MEASURED)]
+        heard = talk("", ALL, check, harness=HARNESS, waits=True, proven=proven)
+        assert [verdict for *_, verdict in reports(heard)] == [Verdict.MEASURED] * 2
         asked = next(at for at, event in enumerate(heard) if isinstance(event, Asking))
         return [event for event in heard[asked:] if isinstance(event, Proven)]
 
@@ -235,16 +339,26 @@ def test_with_a_plan_it_is_told_what_others_have_proven(talk: Talk, tmp_path: Pa
     assert not proofs(*others)
 
 
-def test_where_memory_runs_out_in_a_forward_the_call_is_made_again_under_the_next_plan(
-    talk: Talk, tmp_path: Path
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_script_that_does_not_fit_as_it_is_is_probed_all_the_same(
+    talk: Talk, tmp_path: Path, where: str
 ) -> None:
-    """Of a forward that failed nothing was handed out: the process need not start anew."""
+    """The process need not start anew: nothing that follows is kept."""
     many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(2048")
+    budget = 50 << 20  # a block keeps 5 MiB, as it is
+    if where == "backward":
+        many = many.replace("loss.backward()", "Huge.apply(loss).backward()")
+        many = many.replace("while True:", HUGE + "while True:")
+        budget = 120 << 20
     (tmp_path / "train.py").write_text(many)
-    heard = talk("", ALL, harness=HARNESS, budget=50 << 20)  # a block keeps 5 MiB, as it is
+    heard = talk("", ALL, harness=HARNESS, budget=budget)
     assert reports(heard) == [(0, NEUTRAL, Verdict.OUT_OF_MEMORY), (1, ALL, Verdict.MEASURED)]
-    assert [event.fresh for event in heard if isinstance(event, Asking)] == [True, False]
-    assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+    first = next(event for event in heard if isinstance(event, TrialReport))
+    assert first.out_of_memory is not None
+    assert first.out_of_memory.phase == where
+    assert figures(heard)[0].probed
+    fresh = [event.fresh for event in heard if isinstance(event, Asking)]
+    assert fresh == ([True, True] if where == "forward" else [False, False])
 
 
 def test_a_refused_plan_leaves_nothing_in_memory(talk: Talk, tmp_path: Path) -> None:
@@ -252,8 +366,8 @@ def test_a_refused_plan_leaves_nothing_in_memory(talk: Talk, tmp_path: Path) -> 
     many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(1024")
     paired = many.replace("def forward(self, x):\n        for", FILLS).replace("model(x)", PAIR)
     (tmp_path / "train.py").write_text(paired)
-    split = ALL.replace(micro_batch="auto")
-    heard = talk("", split, ALL, harness=HARNESS, budget=70 << 20)  # as it is: twice 40 MiB
+    missing = Plan.of({"attention": "flash"})
+    heard = talk("", missing, ALL, harness=HARNESS, budget=70 << 20)  # as it is: twice 40 MiB
     found = [Verdict.OUT_OF_MEMORY, Verdict.REFUSED, Verdict.MEASURED]
     assert [verdict for *_, verdict in reports(heard)] == found
     alone = talk("", first=ALL, harness=HARNESS)
@@ -261,71 +375,37 @@ def test_a_refused_plan_leaves_nothing_in_memory(talk: Talk, tmp_path: Path) -> 
 
 
 def test_parts_that_do_not_fit_give_way_within_the_call(talk: Talk, tmp_path: Path) -> None:
-    """Completing the step in smaller ones would cost a step of which nothing is used."""
     many = SCRIPT.replace("range(4)", "range(16)").replace("randn(512", "randn(4096")
     (tmp_path / "train.py").write_text(many)
     large, small = (Plan.of({"micro_batch": size}) for size in ("2048", "128"))
     heard = talk("", small, first=large, harness=HARNESS, budget=50 << 20)
     found = [(0, large, Verdict.OUT_OF_MEMORY), (1, small, Verdict.MEASURED)]
     assert reports(heard) == found
-    assert [event.index for event in heard if isinstance(event, Traced)] == [1]
+
+
+def test_the_training_goes_on_as_if_nothing_was_probed(talk: Talk, tmp_path: Path) -> None:
+    """Parameters, gradients and random numbers are. An optimizer's state need not be."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("optim.Adam(", "optim.SGD(lr=1e-3, params="))
+    steps = (Stage.STEPS, (NEUTRAL,))
+    probed = talk("", ALL, HALF, Plan.of({"micro_batch": "128"}), steps, harness=HARNESS)
+    plain = talk("", steps, harness=HARNESS)
+    assert len(reports(probed)) == len(reports(plain)) + 3
+    assert figures(probed)[-1].losses == figures(plain)[-1].losses
 
 
 @pytest.mark.full
 def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Path) -> None:
     """The peaks to a thousandth; times within the noise of a machine that others use."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    together = talk("", ALL, NEUTRAL.replace(checkpointing="half"), first=HALF, harness=HARNESS)
-    alone = talk("", first=ALL, harness=HARNESS)
-    assert [verdict for *_, verdict in reports(together)] == [Verdict.MEASURED] * 3, together
-    after, first = figures(together)[1], figures(alone)[0]
+    steps = (Stage.STEPS, (ALL,))
+    others = HALF, ALL, NEUTRAL.replace(checkpointing="half")
+    together = talk("", *others, steps, harness=HARNESS)
+    alone = talk("", steps, harness=HARNESS)
+    assert [verdict for *_, verdict in reports(together)] == [Verdict.MEASURED] * 5, together
+    after, first = figures(together)[-1], figures(alone)[-1]
     assert after.peak_allocated == pytest.approx(first.peak_allocated, rel=0.001)
     assert after.peak_device == pytest.approx(first.peak_device, rel=0.001)
     assert min(after.step_seconds) == pytest.approx(min(first.step_seconds), rel=0.5)
-
-
-@pytest.mark.parametrize("searching", [True, False])
-def test_a_plan_that_is_pruned_costs_no_further_windows(
-    talk: Talk, tmp_path: Path, searching: bool
-) -> None:
-    """Its size search ends, and the plan has the speed that it showed."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    split = ALL.replace(micro_batch="auto")
-
-    def goes_on(ended: RoundEnded) -> GoOn:
-        search = ended.least_seconds is not None
-        return GoOn(more=True, pruned=ended.index == 1 and search is searching)
-
-    heard = talk("", split, harness=HARNESS, goes_on=goes_on)
-    first, second = (event for event in heard if isinstance(event, TrialReport))
-    assert (first.pruned, second.pruned) == (False, True)
-    assert second.verdict is Verdict.MEASURED
-    assert "slower" in second.reason
-    last = [event for event in heard if isinstance(event, RoundEnded)][-1]
-    if searching:
-        (measured,) = (m for m in second.measurements if len(m.step_seconds) < STEPS)
-        share = measured.micro_batch / measured.effective_batch
-        assert last.least_seconds == pytest.approx(0.75 * share * min(measured.step_seconds))
-    else:
-        assert len(second.measurements) == 1
-        assert len(last.steps) == STEPS
-
-
-@pytest.mark.parametrize("more", [True, False])
-def test_a_window_of_uneven_steps_goes_on_if_that_helps(
-    talk: Talk, tmp_path: Path, more: bool
-) -> None:
-    uneven = "for wait in itertools.cycle((0.0, 0.05)):\n    time.sleep(wait)"
-    script = "import itertools, time\n" + SCRIPT.replace("while True:", uneven)
-    (tmp_path / "train.py").write_text(script)
-    heard = talk("", harness=HARNESS, goes_on=lambda ended: GoOn(more=more))
-    rounds = [event.steps for event in heard if isinstance(event, RoundEnded)]
-    told = [step for steps in rounds for step in steps]
-    (measured,) = figures(heard)
-    assert tuple(seconds for _, seconds in told) == measured.step_seconds
-    batches = [batch for batch, _ in told]
-    assert batches == list(range(batches[0], batches[0] + len(told)))
-    assert len(told) > STEPS if more else len(told) == STEPS
 
 
 def figures(heard: Sequence[LaunchEvent]) -> list[Measurement]:

@@ -169,7 +169,7 @@ def test_a_plan_is_asked_for_once_and_given_to_all(tmp_path: Path) -> None:
         PRELUDE
         + textwrap.dedent(
             """
-            plan = reporter.ask(fresh=False).plan
+            (plan,) = reporter.ask(fresh=False).plans
             (one, other) = peers.agree("the plan", plan)
             assert one == other == request.plans[0]
             reporter.send(Finished(steps=1, stopped=True))
@@ -192,7 +192,7 @@ def test_a_plan_is_asked_for_once_and_given_to_all(tmp_path: Path) -> None:
     for event in launch(request, harness=harness, control=control):
         if isinstance(event, Asking):
             asked += 1
-            control.answer(Answer(plan=Plan(), timeout=30.0))
+            control.answer(Answer(plans=(Plan(),), timeout=30.0))
     assert asked == 1
     assert isinstance(event, LaunchEnded)
     assert event.stopped
