@@ -207,10 +207,8 @@ def amended(trial: TrialRecord, report: TrialReport) -> TrialReport:
     seconds = added(trial.report.seconds_by_phase, report.seconds_by_phase)
     before = replace(trial.report, seconds_by_phase=seconds)
     if report.verdict is Verdict.MEASURED and report.measurement is not None:
-        others = tuple(each for each in before.measurements[:-1])
-        return replace(
-            before, best=report.plan, measurements=(*others, report.measurement), reason=""
-        )
+        measured = (*before.measurements, report.measurement)  # beside what the probe predicted
+        return replace(before, best=report.plan, measurements=measured, reason="")
     if report.verdict is Verdict.OUT_OF_MEMORY and report.out_of_memory is not None:
         return _without(before, report.out_of_memory) if before.measurements else before
     return replace(

@@ -36,7 +36,7 @@ from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.meter import Meter, Peak
-from autofit.worker.oom.attempt import is_shortage
+from autofit.worker.oom.attempt import attempt_model, is_shortage
 from autofit.worker.oom.classifier import classify
 from autofit.worker.records.trials import Measurement, OutOfMemory
 
@@ -95,7 +95,7 @@ class Prober:
         facts: Facts,
     ) -> None:
         """Raises ``NotProbed`` if the call shows no batch."""
-        self._root, self._seams, self._optimizers = root, seams, optimizers
+        self.root, self._seams, self._optimizers = root, seams, optimizers
         self._meter, self._facts = meter, facts
         batch = Batch.of(args, without_cache(root.module, kwargs))
         batched = batched_arguments(batch, root.batch_dim)
@@ -155,6 +155,14 @@ class Prober:
             probed=True,
         )
 
+    def runs_apart(self, size: int) -> bool:
+        """Return whether the model, without a plan, runs on some samples of the call alone."""
+        if size >= self.samples:
+            return True
+        args, kwargs = self._batch.call(self._layout.select(self._batch, (0, size)))
+        with torch.no_grad():
+            return attempt_model(lambda: self.root.plain(*args, **kwargs)).failure is None
+
     # --- a chunk ---------------------------------------------------------------------------
 
     def _passes(self, cut: tuple[int, int], *, split: bool) -> tuple[Passes, StepCost]:
@@ -183,7 +191,7 @@ class Prober:
         meter.synchronize()
         meter.reset()
         began = time.perf_counter()
-        output = self._root.forward(*args, **kwargs)
+        output = self.root.forward(*args, **kwargs)
         seeds = _seeds(flatten(output)[0])
         del output
         if not seeds:

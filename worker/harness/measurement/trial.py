@@ -97,6 +97,7 @@ SLOW = 1.0
 """Seconds of a step above which a window has one step less."""
 LONG = 8.0
 """Seconds of measured steps after which a window ends early."""
+NOT_APART = "the model does not run on a part of this batch"
 GRACE = 10.0
 """Seconds in which a stopped script must end."""
 
@@ -521,7 +522,7 @@ class Trial(Session):
         except (Refused, NotProbed):
             raise
         except Exception as error:  # noqa: BLE001 - the plan's fault, or raised again
-            raise self._refusal_of(error, plan) from None
+            raise self._refusal_of(error, plan, prober) from None
         finally:
             self._probed_plan = None
             root.take_back()
@@ -554,16 +555,18 @@ class Trial(Session):
         self._probed_plan = plan
         self.optimizers.prepare()
 
-    def _refusal_of(self, error: Exception, plan: Plan) -> Refused:
+    def _refusal_of(self, error: Exception, plan: Plan, prober: Prober) -> Refused:
         """Return the refusal that an error under ``plan`` amounts to; raise one that stays."""
         if classify(error).kind is not Kind.NOT_OOM:
             raise error
         if (fault := error_source.fault_of(error, plan)) is not None:
             return fault
         blamed = error_source.blamed(error.__traceback__, plan)
-        if blamed is None and plan["micro_batch"] != AS_IS:
-            blamed = "micro_batch"  # the model does not run on a part of this batch
         clear_frames(error.__traceback__)
+        prober.root.take_back()
+        size = plan["micro_batch"]
+        if size != AS_IS and not prober.runs_apart(int(size)):
+            return Refused(NOT_APART, "micro_batch")
         return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)
 
     def _wait_for_call(self) -> Schedule:
