@@ -85,6 +85,7 @@ class Net(nn.Module):
         self.head = nn.Linear(width, last)
 
     def forward(self, x):
+        time.sleep(options.slow)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -118,7 +119,6 @@ for step in range(options.steps):
         (loss / options.accumulate).backward()
     if options.clip:
         nn.utils.clip_grad_norm_(net.parameters(), options.clip)
-    time.sleep(options.slow)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -363,14 +363,16 @@ class TestASearch:
     def test_a_loss_that_is_spoilt_late(
         self, styles: Path, cheat: Callable[..., None], trials: Trials
     ) -> None:
-        """Seen after other plans, judged first in a process of its own."""
+        """Its check comes after its real steps, on the weights that they have left."""
         cheat("spoils them late", "precision")
         asked = ["search", "styles.py", "--only", "precision"]
         assert main([*asked, "--", "--slow", "0.1"]) == 0
         neutral, bf16, again = trials(styles)
-        assert (bf16.verdict, bf16.launch) == (Verdict.DRIFTED, neutral.launch + 1)
+        assert (bf16.plan, bf16.verdict) == (BF16, Verdict.REFUSED)
+        assert bf16.launch == neutral.launch
         assert bf16.report is not None
-        assert bf16.report.reason == "the loss becomes nan"
+        assert bf16.report.blamed == "precision"
+        assert neutral.verdict is again.verdict is Verdict.MEASURED
         assert again.plan.neutral
 
     @pytest.mark.full

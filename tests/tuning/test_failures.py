@@ -12,7 +12,7 @@ import pytest
 
 from autofit.cli import main
 from autofit.plan import Plan
-from autofit.storage import State, Store, StudyRecord, TrialRecord
+from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
 from autofit.tuning import messages
 from autofit.worker.records.trials import OutOfMemory, TrialReport, Verdict
 
@@ -126,15 +126,16 @@ class TestAPlanThatBreaksAGoodScript:
         asked = ["--memory", str(budget), "--only", "checkpointing", "--only", "micro_batch"]
         assert main(["search", "train.py", *asked]) == 0
         found = trials(folder)
-        failed = [trial for trial in found if trial.verdict is Verdict.PLAN_FAILED]
-        assert {trial.report.blamed for trial in failed if trial.report} == {"checkpointing"}
+        refused = [trial for trial in found if trial.verdict is Verdict.REFUSED]
+        assert {trial.report.blamed for trial in refused if trial.report} == {"checkpointing"}
         reason = "RuntimeError: a bug in a strategy"
-        levels = [trial.plan["checkpointing"] for trial in failed]
-        assert levels[0] == "all"  # the leanest goes first, to be the reference
+        levels = [trial.plan["checkpointing"] for trial in refused]
+        assert levels[0] == "auto"
+        assert len(levels) == len({*levels})
         assert study(folder).left_out == tuple(("checkpointing", each, reason) for each in levels)
-        later = [trial for trial in found if trial.launch > failed[0].launch]
-        assert "all" not in {trial.plan["checkpointing"] for trial in later}
-        assert later[-1].verdict is Verdict.MEASURED  # the winner, confirmed
+        assert {trial.launch for trial in found[:-1]} == {0}, "a probe ends no process"
+        assert found[-1].verdict is Verdict.MEASURED
+        assert found[-1].purpose is Purpose.CONFIRM
 
     @pytest.mark.full
     def test_by_an_error_in_the_script_itself(self, script: Write, trials: Trials) -> None:
@@ -148,7 +149,7 @@ class TestAPlanThatBreaksAGoodScript:
         found = trials(folder)
         assert [(str(t.plan), t.verdict) for t in found] == [
             ("as it is", Verdict.MEASURED),
-            ("bf16", Verdict.PLAN_FAILED),
+            ("bf16", Verdict.REFUSED),
             ("as it is", Verdict.MEASURED),
         ]
         assert ("precision", "bf16", "AssertionError: full precision only") in study(
