@@ -33,7 +33,11 @@ SECONDS = 500.0
 def six(batch: int, *, rounds: bool) -> list[Plan]:
     """Return the plans for calls of ``batch`` samples; ``rounds``: the script enters autocast."""
     base = {"optimizer": "fused"} | ({} if rounds else {"precision": "bf16"})
-    ways = ({}, {"micro_batch": str(max(1, batch // 2))}, {"checkpointing": "all"})
+    ways: tuple[dict[str, str], ...] = (
+        {},
+        {"micro_batch": str(max(1, batch // 2))},
+        {"checkpointing": "all"},
+    )
     plans = [Plan.of({**base, **way}) for way in ways]
     return [*plans, *(plan.replace(compile="regional") for plan in plans)]
 
@@ -67,14 +71,19 @@ def main() -> None:
             asked = True
         elif isinstance(event, TrialReport):
             found = event.measurement
-            line = {"plan": str(event.plan), "verdict": str(event.verdict), "why": event.reason}
+            line: dict[str, str | float] = {
+                "plan": str(event.plan),
+                "verdict": str(event.verdict),
+                "why": event.reason,
+            }
             if found is not None:
                 line |= {
                     "samples_per_second": round(found.samples_per_second, 2),
                     "peak_gib": round(found.peak_device / 2**30, 2),
                 }
-            print(json.dumps(line), flush=True)
-    print("samples in a call:", batch, file=sys.stderr)
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
+    sys.stderr.write(f"samples in a call: {batch}\n")
 
 
 if __name__ == "__main__":

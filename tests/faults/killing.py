@@ -66,7 +66,7 @@ COMMAND = (
     *("-m", "autofit", "search", "train.py", "--memory", "2.25MiB", "--trials", "3"),
     *("--only", "checkpointing", "--only", "micro_batch", "--allow", "exact"),
 )
-"""It does not fit as it is: each of its few trials is a launch."""
+"""The script does not fit as it is."""
 GONE_WITHIN = 15.0
 """Seconds after its end in which nothing of a search may be left."""
 LIMIT = 240.0

@@ -61,7 +61,7 @@ OPTIONS = {
     "only": ["checkpointing", "micro_batch"],
     "allow": "exact",
 }
-"""The script does not fit as it is: each of its few trials is a launch."""
+"""The script does not fit as it is."""
 WORDS = (
     *("--memory", "2.25MiB", "--trials", "3", "--allow", "exact"),
     *("--only", "checkpointing", "--only", "micro_batch"),
