@@ -393,7 +393,7 @@ class Trial(Session):
         """
         while self._measured:
             plan, probed = self._measured.pop()
-            measurement = yield from self._steps(plan, 1)
+            measurement = yield from self._steps(plan.whole(self.facts), 1)
             if measurement is not None:
                 self._rest = _difference(measurement, probed)
                 self._measured[-1] = plan, replace(measurement, probed=True)
