@@ -156,6 +156,18 @@ def test_the_two_fastest_are_measured_by_steps_and_the_winner_is_verified(
     assert not any(history.confirmations(plan) for plan in (EXPERT, COMPILED, third))
 
 
+def test_a_comparison_that_timeout_cuts_short_changes_nothing(
+    history: History, measurement: Callable[..., Measurement]
+) -> None:
+    """What was probed still counts."""
+    trial = probed(history, EXPERT, measurement(32, 1.0, 5 * GIB))
+    before = history.finished()
+    history.options = replace(history.options, timeout=0.0)
+    cut = TrialReport(index=1, plan=best_plan(before[-1]), verdict=Verdict.TIMED_OUT, reason="late")
+    history.amend(trial, cut, 0, checked=False)
+    assert history.finished() == before
+
+
 def test_a_winner_that_its_check_refuses_gives_way_to_the_next(
     history: History, measurement: Callable[..., Measurement]
 ) -> None:
