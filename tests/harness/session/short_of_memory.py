@@ -141,6 +141,7 @@ def main(dropout: float, loss_is: str, micro_batch: int, call: int) -> None:
     torch.manual_seed(0)
     model, run = Deep(dropout).double(), Run(micro_batch)
     run.start()
+    _optimizer = torch.optim.SGD(model.parameters())
     step(run, model, loss_is, micro_batch, None)  # the first call never waits
     plain = {micro_batch: step(run, model, loss_is, micro_batch, None)}
     found: list[dict[str, Any]] = []
