@@ -71,13 +71,22 @@ class StepCost:
     peak: Peak
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rest:
     """What a real step needs beyond what a probe of the same plan computes."""
 
     seconds: float = 0.0
     allocated: int = 0
     device: int = 0
+
+    @classmethod
+    def between(cls, measured: Measurement, probed: Measurement) -> Rest:
+        """Return what real steps needed beyond what a probe of the same plan computed."""
+        return cls(
+            seconds=measured.seconds - probed.seconds,
+            allocated=max(0, measured.peak_allocated - probed.peak_allocated),
+            device=max(0, measured.peak_device - probed.peak_device),
+        )
 
 
 class Prober:

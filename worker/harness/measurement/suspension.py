@@ -1,0 +1,124 @@
+"""A call of the model in which the script waits while plans are probed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from traceback import clear_frames
+from typing import Any
+
+import torch
+
+from autofit.exceptions import Refused
+from autofit.plan import Plan
+from autofit.strategies.base import AS_IS
+from autofit.worker.harness.measurement.probe import NotProbed, Prober, Rest, Shortage
+from autofit.worker.harness.patching.observers import inside
+from autofit.worker.harness.session import error_source
+from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.session import Session
+from autofit.worker.harness.torch_state.compile_state import CompileClock
+from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.records.phases import PROBE
+from autofit.worker.records.trials import Measurement
+
+NOT_APART = "the model does not run on a part of this batch"
+
+
+class Suspension:
+    """Keeps the script waiting in one call of its only model, from creation to ``close``."""
+
+    def __init__(
+        self, session: Session, clock: CompileClock, root: HarnessRoot, args: Any, kwargs: Any
+    ) -> None:
+        """Raises ``NotProbed`` if the call shows no batch."""
+        self.plan: Plan | None = None
+        """The plan that is applied now."""
+        self._session, self._clock, self._root = session, clock, root
+        self._prober = Prober(
+            root,
+            args,
+            kwargs,
+            seams=session.seams,
+            optimizers=session.optimizers,
+            meter=session.meter,
+            facts=session.facts,
+        )
+        self._stack = ExitStack()
+        self._stack.enter_context(inside(session.seams))
+        self._stack.enter_context(session.seams.suspended())
+        self._stack.enter_context(session.reads.paused())
+        self._stack.enter_context(torch.enable_grad())
+        self._stack.callback(RandomState.now().restore)
+        self._stack.enter_context(self._prober.suspended())
+
+    def close(self) -> None:
+        """Let the script go on."""
+        self._stack.close()
+
+    def rest_of(self, observed: Measurement) -> Rest:
+        """Return what the steps of the script as it is need beside what a probe sees of them."""
+        rest = Rest()
+        with self._session.phases.within(PROBE), suppress(NotProbed, Shortage):
+            probed = self._prober.measure(Plan(), self._prober.samples, rest)
+            rest = Rest.between(observed, probed)
+        self._prober.free()
+        return rest
+
+    def probe(self, plan: Plan, rest: Rest) -> Measurement:
+        """Probe a plan with its numbers.
+
+        Raises ``Shortage`` if memory runs out, ``Refused`` if the plan does not run here, and
+        ``NotProbed`` if it shows in whole steps only.
+        """
+        compiled, size = self._clock.seconds(), plan["micro_batch"]
+        samples = plan.samples(self._prober.samples)
+        try:
+            with self._session.phases.within(PROBE):
+                self._apply(plan)
+                chunk = samples if size == AS_IS else min(samples, int(size))
+                measured = self._prober.measure(plan, chunk, rest)
+        except Shortage as shortage:
+            found, room = shortage.found, self._session.meter.available()
+            number = None if size == AS_IS else int(size)
+            shortage.found = replace(
+                found, micro_batch=number, steps=self._session.steps, room=room
+            )
+            raise
+        except (Refused, NotProbed):
+            raise
+        except Exception as error:  # noqa: BLE001 - the plan's fault, or raised again
+            raise self._refusal_of(error, plan) from None
+        finally:
+            self.plan = None
+            self._root.take_back()
+            self._prober.free()
+            self._session.phases.compiled(self._clock.seconds())
+        return replace(measured, compile_seconds=self._clock.seconds() - compiled)
+
+    def _apply(self, plan: Plan) -> None:
+        """Apply a plan without its split: a probe cuts the batch itself."""
+        for strategy, level in plan:
+            if reason := strategy.inapplicable(level, self._session.facts):
+                raise Refused(reason, strategy.name)
+        self._root.take_back()
+        self._root.apply(plan.replace(micro_batch=AS_IS))
+        if self._root.acts_beyond_calls:
+            raise NotProbed("the plan acts outside the model's calls")
+        self.plan = plan
+        self._session.optimizers.prepare()
+
+    def _refusal_of(self, error: Exception, plan: Plan) -> Refused:
+        """Return the refusal that an error under ``plan`` amounts to; raise one that stays."""
+        if classify(error).kind is not Kind.NOT_OOM:
+            raise error
+        if (fault := error_source.fault_of(error, plan)) is not None:
+            return fault
+        blamed = error_source.blamed(error.__traceback__, plan)
+        clear_frames(error.__traceback__)
+        self._root.take_back()
+        size = plan["micro_batch"]
+        if size != AS_IS and not self._prober.runs_apart(int(size)):
+            return Refused(NOT_APART, "micro_batch")
+        return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)
