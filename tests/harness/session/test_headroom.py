@@ -167,17 +167,17 @@ def test_a_size_at_which_a_run_would_not_stay_is_not_kept(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text(TRAIN)
     request = LaunchRequest(
         script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan.of({"micro_batch": "8"}), Plan.of({"micro_batch": "auto"}), Plan()),
+        plans=(Plan.of({"micro_batch": "8"}), Plan.of({"micro_batch": "4"}), Plan()),
         device="cpu",
         budget=1 << 30,
         timeout=60.0,
     )
-    fixed, ramped, whole = [each for each in launch(request) if isinstance(each, TrialReport)]
+    fixed, smaller, whole = [each for each in launch(request) if isinstance(each, TrialReport)]
     assert fixed.verdict is Verdict.OUT_OF_MEMORY
     assert fixed.reason.startswith("the allocator empties its cache in step after step; ")
-    assert ramped.verdict is Verdict.MEASURED
-    assert ramped.measurement is not None
-    assert ramped.measurement.micro_batch < 8
+    assert smaller.verdict is Verdict.MEASURED
+    assert smaller.measurement is not None
+    assert smaller.measurement.micro_batch == 4
     assert whole.verdict is Verdict.MEASURED, "there is nothing smaller to go to"
 
 
