@@ -547,13 +547,14 @@ def later(plan: Plan, verdict: Verdict, **more: Any) -> TrialReport:
     )
 
 
-def test_real_steps_take_the_place_of_the_winning_probe(
+def test_real_steps_stand_beside_what_the_probe_predicted(
     probed: TrialRecord, measurement: Callable[..., Measurement]
 ) -> None:
     assert probed.report is not None
     steps = measurement(4, 1.5)
     found = amended(probed, later(best_plan(probed), Verdict.MEASURED, measurements=(steps,)))
-    assert found.measurements == (probed.report.measurements[0], steps)
+    assert found.measurements == (*probed.report.measurements, steps)
+    assert found.measurement == steps, "the winner comes last"
     assert found.best == best_plan(probed)
     assert dict(found.seconds_by_phase) == {"probe": 2.0, "confirm": 1.5}
     assert (found.index, found.plan, found.verdict) == (0, SPLIT, Verdict.MEASURED)
