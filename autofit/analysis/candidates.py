@@ -39,10 +39,9 @@ class Launch:
     fresh: bool = False
     """Whether the plan would be the first that runs in its process."""
 
-    def can_measure(self, plan: Plan, first_in_process: frozenset[Plan]) -> bool:
+    def can_measure(self, plan: Plan) -> bool:
         """Return whether the launch can measure ``plan``."""
-        first = plan.alone or plan in first_in_process
-        return plan.follows(self.fixed) and (self.fresh or not first)
+        return plan.follows(self.fixed) and (self.fresh or not plan.alone)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,6 @@ class SearchState:
     cuda: bool
     horizon: int = HORIZON
     """Optimizer steps over which the time to compile is charged."""
-    first_in_process: frozenset[Plan] = frozenset()
-    """Plans whose loss was wrong after other plans; each must be the first of a process."""
     seconds_left: float | None = None
     """Seconds until ``--timeout`` ends the search; ``None`` without it."""
     link: str = ""
@@ -119,7 +116,7 @@ class SearchState:
             least_gain=self._least_gain,
         )
         if launch is not None and not launch.fresh:
-            left = (p for p in found.candidates if not p.alone and p not in self.first_in_process)
+            left = (p for p in found.candidates if not p.alone)
             return replace(found, candidates=tuple(left))
         return found
 

@@ -92,7 +92,8 @@ def _lacks_size(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     unsized = plan.unsized
     if waits_for_unsized(plan, finished):
         return f"{unsized} comes first"
-    trial = next((trial for trial in finished if trial.plan == unsized != plan), None)
+    found = (trial for trial in finished if unsized != plan and _finds_size(trial.plan, plan))
+    trial = next(found, None)
     if trial is None or trial.verdict is Verdict.MEASURED:
         return None
     if trial.verdict is Verdict.OUT_OF_MEMORY and plan.sized_keeps < 1.0:
@@ -102,7 +103,12 @@ def _lacks_size(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
 
 def waits_for_unsized(plan: Plan, finished: Sequence[TrialRecord]) -> bool:
     """Return whether the ``unsized`` plan of ``plan`` must be measured before it."""
-    return plan.unsized != plan and all(trial.plan != plan.unsized for trial in finished)
+    return plan.unsized != plan and not any(_finds_size(trial.plan, plan) for trial in finished)
+
+
+def _finds_size(plan: Plan, sized: Plan) -> bool:
+    """Return whether a trial of ``plan`` finds the numbers of ``sized``; it may checkpoint more."""
+    return plan in (sized.unsized, sized.unsized.replace(checkpointing=AUTO))
 
 
 def _allocator_suffices(

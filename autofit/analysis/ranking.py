@@ -18,8 +18,6 @@ from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
 
 CLEARLY_FASTER = 0.1
 """A plan is confirmed late if the search measured it faster than the winner by this share."""
-LEANER = 0.05
-"""Share of the winner's peak that an equally fast plan must save to be preferred."""
 
 
 def best(
@@ -214,25 +212,6 @@ def winning(
     fastest = max(_speed(trial, horizon) for trial in again)
     tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
     return min(tied, key=_peak)
-
-
-def rivals(
-    trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int = HORIZON
-) -> list[TrialRecord]:
-    """Return the search's trials that are as fast as ``winner`` and need clearly less memory.
-
-    The fastest comes first. Only these plans can replace the winner after confirmation runs.
-    """
-    enough = (1 - TIE) * _speed(winner, horizon)
-    tied = [t for t in ranked(trials, budget, horizon) if _speed(t, horizon) >= enough]
-    return [trial for trial in tied if _peak(trial) <= (1 - LEANER) * _peak(winner)]
-
-
-def finalists(
-    trials: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int, most: int
-) -> list[Plan]:
-    """Return the plans to confirm: the winner's and its rivals', at most ``most``."""
-    return [best_plan(trial) for trial in (winner, *rivals(trials, winner, budget, horizon))[:most]]
 
 
 def baseline_was_faster(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> bool:

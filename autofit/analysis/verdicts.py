@@ -25,7 +25,8 @@ BLAMED = (Verdict.REFUSED, Verdict.PLAN_FAILED, Verdict.DRIFTED)
 """Verdicts that rule out a level, if the level at fault is known."""
 
 
-PHASES = ("outside the model", CHECK, "forward", "backward", "optimizer step", "the whole step")
+OUTSIDE = "outside the model"
+PHASES = (OUTSIDE, CHECK, "forward", "backward", "optimizer step", "the whole step")
 """The phases of a step, in their order."""
 
 
@@ -50,9 +51,8 @@ class Training:
 class Comparison:
     """What ``compared`` found."""
 
-    report: TrialReport | None
-    """The report, as ``drifted`` if the training differs; ``None`` if only a run of the plan in a
-    fresh process can tell."""
+    report: TrialReport
+    """The report, as ``drifted`` if the training differs."""
     obstacle: str = ""
     """Why the steps were not compared."""
     without_reference: bool = False
@@ -64,8 +64,8 @@ def compared(
 ) -> Comparison:
     """Compare the training of a measured plan with the reference's.
 
-    ``trace`` holds the first steps of a plan that came first in its process. Without a trace, the
-    plan began with weights that other plans had trained, and only its losses can be compared.
+    ``trace`` holds the first steps of a plan that came first in its process. Without one, only the
+    losses are compared.
     """
     if report.verdict is not Verdict.MEASURED:
         return Comparison(report=report)
@@ -75,7 +75,7 @@ def compared(
     reason = _divergence(report, expected)
     if reason is None:
         return found
-    return replace(found, report=None if trace is None else _drifted(report, reason))
+    return replace(found, report=_drifted(report, reason))
 
 
 def _steps_compared(
@@ -207,8 +207,10 @@ def amended(trial: TrialRecord, report: TrialReport) -> TrialReport:
     seconds = added(trial.report.seconds_by_phase, report.seconds_by_phase)
     before = replace(trial.report, seconds_by_phase=seconds)
     if report.verdict is Verdict.MEASURED and report.measurement is not None:
-        measured = (*before.measurements, report.measurement)  # beside what the probe predicted
-        return replace(before, best=report.plan, measurements=measured, reason="")
+        measured = before.measurements  # beside what the probe predicted
+        if report.measurement not in measured:
+            measured = (*measured, report.measurement)
+        return replace(before, best=report.plan, measurements=measured, reason=report.reason)
     if report.verdict is Verdict.OUT_OF_MEMORY and report.out_of_memory is not None:
         return _without(before, report.out_of_memory) if before.measurements else before
     return replace(
@@ -237,7 +239,9 @@ def _without(report: TrialReport, short: OutOfMemory) -> TrialReport:
     last = report.measurements[-1]
     size, level, several = last.micro_batch, last.checkpointing, solved(report.plan)
     short = replace(short, micro_batch=size, checkpointing=level)
-    leaner = [each for each in report.measurements if several and each.leaner(size, level)]
+    outside = short.phase == OUTSIDE  # a probe does not see what the script does there
+    measured = [each for each in report.measurements if several and not (each.probed and outside)]
+    leaner = [each for each in measured if each.leaner(size, level)]
     if not leaner:
         return replace(
             report,

@@ -39,8 +39,6 @@ class Attribute(StrEnum):
     """Of the study: the confirmation runs. They are no trials."""
     AMENDED = "amended"
     """Of the study: reports that have changed since their trials ended, by ``RECORD``."""
-    FIRST = "first_in_process"
-    """Of the study: plans that must be the first of a process."""
     DEADLINE = "deadline"
     """Of the study: when ``--timeout`` ends the search, in seconds of ``time.time``."""
     LAUNCH = "launch"

@@ -21,30 +21,19 @@ class Confirmation:
     """Decides which plans are confirmed, until a confirmed plan has no rival left."""
 
     def __init__(
-        self, history: History, proposer: Proposer, measure_again: Callable[..., None], slots: int
+        self, history: History, proposer: Proposer, measure_again: Callable[[Plan], None]
     ) -> None:
-        """Create a confirmation.
-
-        ``measure_again`` measures plans in new processes. ``slots`` is the number of launches that
-        run in parallel.
-        """
-        self._history, self._proposer = history, proposer
-        self._measure_again, self._slots = measure_again, slots
+        """``measure_again`` measures a plan in a new process."""
+        self._history, self._proposer, self._measure_again = history, proposer, measure_again
 
     def confirm(self) -> None:
-        """Confirm the winner and the plans that may replace it."""
+        """Confirm the winner. If it is clearly slower then, confirm the plan that may beat it."""
         history = self._history
         if not history.time_to_confirm():
             history.say_if_new(messages.NOT_CONFIRMED)
             return
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
-        if self._slots > 1 and not history.late():  # with one slot, each result decides the next
-            self._measure_again(
-                *history.finalists(history.ranked()[0], min(self._slots, FINALISTS))
-            )
-        for plan in history.finalists(self.fastest_confirmed(), FINALISTS)[1:]:
-            if not history.late() and not history.confirmations(plan):
-                self._measure_again(plan)
+        self.fastest_confirmed()
         for _ in range(FINALISTS):
             if history.late() or (faster := history.faster_unconfirmed()) is None:
                 break

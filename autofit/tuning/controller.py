@@ -155,7 +155,7 @@ class Search:
             timeout = self._options.timeout if history.late() else None
             messages.give_up(history.finished(), history.study.budget, timeout)
         self._proposer.tell_limit()
-        last = Confirmation(history, self._proposer, self._confirm, self._slots.count)
+        last = Confirmation(history, self._proposer, self._confirm)
         last.confirm()
         while self._proposer.wants_launch():  # a failed confirmation can make others worthwhile
             self._drive(self._proposer.next)
@@ -329,7 +329,7 @@ class Search:
         If no plan is left to probe, the best ones are compared by real steps, and the winner is
         verified.
         """
-        plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.tainted or launch.over)
+        plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.doubted or launch.over)
         here = Launch(launch.fixed, asking.fresh)
         if more and not launch.spare:
             plan = self._proposer.next(here)
@@ -546,21 +546,20 @@ class Search:
         or change its loss later.
         """
         trial, trace = launch.trials[report.index], launch.traces.get(report.index)
-        if (stage := launch.stages.get(report.index)) is not None:
+        stage = launch.stages.get(report.index)
+        failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
+        if failed and self._history.baseline() is Verdict.MEASURED:
+            launch.doubt(Doubt(trial, report))
+            return
+        if stage is not None:
             self._history.amend(trial, report, slot, checked=stage is Stage.CHECK)
             return
         facts = self._history.study.facts
         report = within(report, facts, self._options.allow)
         trace = self._history.reference.adopt(trial, report, trace) or trace
         judged = self._history.reference.compared(report, trace, facts)
-        failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
-        if judged is None:
-            self._history.first_in_process |= {trial.plan}
-            launch.tainted = True
-        elif judged.verdict is Verdict.DRIFTED and self._history.reference.trace is not None:
+        if judged.verdict is Verdict.DRIFTED and self._history.reference.trace is not None:
             launch.doubt(Doubt(trial, report, trace, drifted=True))
-        elif failed and self._history.baseline() is Verdict.MEASURED:
-            launch.doubt(Doubt(trial, report))
         else:
             self._history.finish(trial, judged, slot, trace)
 
@@ -591,6 +590,8 @@ class Search:
             case TrialReport(verdict=Verdict.SCRIPT_FAILED):
                 seconds = doubt.report.seconds_by_phase
                 failed = replace(event, plan=doubt.trial.plan, seconds_by_phase=seconds)
+                if doubt.trial.state is State.FINISHED:
+                    self._history.amend(doubt.trial, failed, slot, checked=False)
                 self._history.finish(doubt.trial, failed, slot)
             case TrialReport():
                 self._history.reference.run_longer(event)
@@ -603,27 +604,28 @@ class Search:
 
     def _settle(self, doubt: Doubt, slot: int) -> None:
         """Finish a trial whose verdict waited for another run of the reference."""
+        if doubt.trial.state is State.FINISHED:  # it failed after its probe
+            self._history.amend(doubt.trial, doubt.report, slot, checked=False)
+            return
         judged = self._history.reference.compared(
             doubt.report, doubt.trace, self._history.study.facts
         )
-        self._history.finish(doubt.trial, judged or doubt.report, slot)
+        self._history.finish(doubt.trial, judged, slot)
 
     # --- ending ----------------------------------------------------------------------------
 
-    def _confirm(self, *plans: Plan) -> None:
-        """Confirm plans in new processes; repeat each launch that was lost for another reason."""
-        plans = tuple(plan for plan in plans if not self._history.confirmations(plan))
-        for plan in plans:
-            self._tell(Remeasuring(plan=plan))
+    def _confirm(self, plan: Plan) -> None:
+        """Confirm a plan in a new process; repeat a launch that was lost for another reason."""
+        if self._history.confirmations(plan):
+            return
+        self._tell(Remeasuring(plan=plan))
         before = -1
-        while before < self._lost_launches():
-            before = self._lost_launches()
-            left = [plan for plan in plans if not self._history.confirmations(plan)]
+        while before < self._lost_launches() and not self._history.confirmations(plan):
+            before, left = self._lost_launches(), [plan]
             for slot, launch in self._launches.items():  # all of them wait for a plan
-                unused = () if launch.trials else left
-                suitable = next((plan for plan in unused if plan.follows(launch.fixed)), None)
-                left = [plan for plan in left if plan != suitable]
-                self._send_plan(slot, launch, suitable, Purpose.CONFIRM)
+                suitable = bool(left) and not launch.trials and plan.follows(launch.fixed)
+                given = left.pop() if suitable else None
+                self._send_plan(slot, launch, given, Purpose.CONFIRM)
             self._drive(one_by_one(left), Purpose.CONFIRM)
 
     def _lost_launches(self) -> int:

@@ -12,7 +12,6 @@ from autofit.analysis.acquisition import CHECK_SECONDS, SIZED_STEPS, START_SECON
 from autofit.analysis.ranking import (
     baseline_was_faster,
     faster_unconfirmed,
-    finalists,
     ranked,
     ranked_sound,
     winning,
@@ -40,7 +39,7 @@ from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
-from autofit.worker.records.trials import Proven, TrialReport, Verdict, Verified
+from autofit.worker.records.trials import CHECK_STARVED, Proven, TrialReport, Verdict, Verified
 
 LAUNCHES = "launches"
 """Phase of this process in which launches run; they report their own phases."""
@@ -127,8 +126,6 @@ class History:
         self.study = study
         self.options = options
         self.tell = listener
-        self.first_in_process: frozenset[Plan] = frozenset()
-        """Plans whose loss was wrong after other plans; each must be the first of a process."""
         self.reference = Reference(store.reference(study), self.say)
         self.optuna_study = OptunaStudy(
             store, study, horizon=options.horizon, sampler=options.sampler
@@ -201,11 +198,6 @@ class History:
         """Return ``ranked_sound`` as if no confirmation run had been short of memory."""
         now = self.now
         return ranked_sound(now.all_finished, now.budget, now.horizon)
-
-    def finalists(self, winner: TrialRecord, most: int) -> list[Plan]:
-        """Return the winner's plan and those that may replace it, ``most`` in all."""
-        now = self.now
-        return finalists(now.finished, winner, now.budget, now.horizon, most)
 
     def winner(self) -> TrialRecord | None:
         """Return the trial whose plan would be kept now."""
@@ -322,10 +314,13 @@ class History:
 
     def amend(self, trial: TrialRecord, report: TrialReport, slot: int, *, checked: bool) -> None:
         """Record what real steps, or the check, have shown of a trial that was only probed."""
-        if report.verdict is Verdict.INTERRUPTED:
+        cut = report.verdict is Verdict.TIMED_OUT and self.late()
+        if report.verdict is Verdict.INTERRUPTED or cut:
             return
         if checked and report.verdict is Verdict.MEASURED:
             self.checked.add(report.plan)
+            if report.reason == CHECK_STARVED:
+                self.say(messages.not_verified(report.plan))
         self.store_evidence()
         trial = next(each for each in self.now.all_finished if each.id == trial.id)
         trial = self.store.amend(trial, amended(trial, report))
@@ -333,6 +328,8 @@ class History:
         self.announce(
             self._numbers[trial.id], trial, slot, after="the check" if checked else "real steps"
         )
+        if report.verdict is Verdict.SCRIPT_FAILED:
+            raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
         self._rule_out(report)
 
     def _rule_out(self, report: TrialReport) -> None:

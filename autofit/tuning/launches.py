@@ -42,8 +42,6 @@ class RunningLaunch:
     """Traces of first steps, by the index of the plan."""
     doubted: Doubt | None = None
     """The trial whose verdict waits for another run of the reference."""
-    tainted: bool = False
-    """Whether a plan may have damaged the weights. The launch then gets no further plan."""
     steps: int = 0
     """Steps to run, if this launch runs the reference again; otherwise 0."""
     number: int = 0
@@ -112,7 +110,7 @@ class RunningLaunch:
 
     def doubt(self, doubt: Doubt) -> None:
         """Postpone the verdict of a trial until the launch has ended."""
-        self.doubted, self.tainted = doubt, True
+        self.doubted = doubt
 
 
 class RunningLaunches(dict[int, RunningLaunch]):

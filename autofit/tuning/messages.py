@@ -11,7 +11,7 @@ from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
 from autofit.units import format_duration, format_size
-from autofit.worker.records.trials import Script, TrialReport, Verdict
+from autofit.worker.records.trials import CHECK_STARVED, Script, TrialReport, Verdict
 
 CALLED = ("backward", "optimizer step")
 """Phases in which memory may run out although no call of a model was seen."""
@@ -46,6 +46,11 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
         no_failure = short.phase == PHASES[-1]  # no allocation failed
         reason = short.message if no_failure else short.where
     return f"{plan} failed its confirmation run: {reason}"
+
+
+def not_verified(plan: Plan) -> str:
+    """Return the line for a winner whose check needs more memory than its training."""
+    return f"{plan} is not verified yet: {CHECK_STARVED}. autofit run verifies it first."
 
 
 def replaced(

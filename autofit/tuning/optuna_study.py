@@ -178,9 +178,7 @@ class OptunaStudy:
     def _release(self, launch: Launch | None, state: SearchState) -> Plan | None:
         """Return the plan that waits for a launch, if ``launch`` can measure it."""
         plan = self._held
-        if plan is not None and (
-            launch is None or launch.can_measure(plan, state.first_in_process)
-        ):
+        if plan is not None and (launch is None or launch.can_measure(plan)):
             self._held = None
             return plan
         return None
@@ -233,7 +231,6 @@ class OptunaStudy:
         self._set(Attribute.SPREADS_LATER, state.spreads_later)
         bandwidth = state.bandwidth
         self._set(Attribute.BANDWIDTH, None if bandwidth is None else to_json(bandwidth))
-        self._set(Attribute.FIRST, [plan_to_json(plan) for plan in state.first_in_process])
         deadline = None if state.seconds_left is None else time.time() + state.seconds_left
         before = self._attributes.get(Attribute.DEADLINE)
         if deadline is None or before is None or abs(deadline - before) > DEADLINE_TOLERANCE:

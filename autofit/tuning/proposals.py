@@ -115,7 +115,7 @@ class Proposer:
         ranked = history.ranked_sound()
         if not ranked or history.time_is_over():
             return Stage.PROBE, []
-        here = [t for t in ranked if launch.can_measure(best_plan(t), history.first_in_process)]
+        here = [t for t in ranked if launch.can_measure(best_plan(t))]
         if rivals := _rivals(here):
             return Stage.STEPS, rivals
         plan = best_plan(ranked[0])
@@ -180,7 +180,6 @@ class Proposer:
             budget=study.budget,
             cuda=self._hardware.device == "cuda",
             horizon=history.options.horizon,
-            first_in_process=history.first_in_process,
             seconds_left=history.seconds_left(),
             link=self._hardware.link,
             bandwidth=history.bandwidths.get(count(found.ranks)),

@@ -70,11 +70,10 @@ class Reference:
         report: TrialReport,
         trace: Trace | None,
         facts: Facts | None,
-    ) -> TrialReport | None:
+    ) -> TrialReport:
         """Return the report, as ``drifted`` if its training is not the reference's.
 
-        Returns ``None`` if the plan must be the first of a process to be judged. See
-        ``verdicts.compared``.
+        See ``verdicts.compared``.
         """
         found = compared(report, trace, self.training, facts)
         if found.without_reference:

@@ -96,7 +96,6 @@ class AutofitSampler(BaseSampler):
             state.space,
             state.spreads_later,
             state.bandwidth,
-            state.first_in_process,
             None if left is None else round(left / DEADLINE_STEP),
             launch,
         )
@@ -164,7 +163,6 @@ def state_of(study: Study, read: dict[int, TrialRecord] | None = None) -> Search
         budget=budget,
         cuda=attributes.get(Attribute.DEVICE) == "cuda",
         horizon=int(attributes.get(Attribute.HORIZON, HORIZON)),
-        first_in_process=frozenset(map(Plan.of, attributes.get(Attribute.FIRST, ()))),
         seconds_left=None if deadline is None else deadline - time.time(),
         link=attributes.get(Attribute.LINK, ""),
         bandwidth=from_json(bandwidth, Bandwidth) if bandwidth else None,

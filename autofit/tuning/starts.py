@@ -65,7 +65,7 @@ class FixedStarts:
         """Return whether a plan is new, allowed, and possible in ``launch``."""
         if plan is None or plan in self._tried or self._state.why_not(plan) is not None:
             return False
-        return launch is None or launch.can_measure(plan, self._state.first_in_process)
+        return launch is None or launch.can_measure(plan)
 
     def _expert(self) -> Plan | None:
         """Return the plan that is expected to be fastest, of those that need no own process.
@@ -98,6 +98,8 @@ class FixedStarts:
             if level != AS_IS and not COMPILE.level(level).refines
         ]
         if best is None or best.measurement is None or state.facts is None or best.plan.neutral:
+            return None
+        if state.spreads_later:  # the plan that spans all devices is compiled
             return None
         if best.plan[COMPILE.name] != AS_IS:
             return None
@@ -132,6 +134,5 @@ class FixedStarts:
             return None
         if launch is None:
             return plan
-        alone = plan.alone or plan in state.first_in_process
         follows = plan.follows(launch.fixed) and not level_set.own_process
-        return plan if follows and (launch.fresh or not alone) else None
+        return plan if follows and (launch.fresh or not plan.alone) else None

@@ -108,7 +108,7 @@ class Listener:
 
     def ask(self, *, fresh: bool) -> Answer:
         """Say that there is no other plan."""
-        return Answer(plan=None, timeout=0.0)
+        return Answer(plans=(), timeout=0.0)
 
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
         """Return what the only rank says."""

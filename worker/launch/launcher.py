@@ -494,7 +494,12 @@ class _TrialReporter:
             return self._report(Verdict.INTERRUPTED, self.taken)
         self._shortage = shortage
         size, level = shortage.micro_batch, shortage.checkpointing
-        leaner = [each for each in self._measurements if each.leaner(size, level)]
+        outside = shortage.phase == "outside the model"  # where a probe does not look
+        leaner = [
+            each
+            for each in self._measurements
+            if each.leaner(size, level) and not (each.probed and outside)
+        ]
         report = self._report(Verdict.OUT_OF_MEMORY, shortage.message)
         return self._so_far("", leaner) or report
 

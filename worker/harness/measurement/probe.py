@@ -5,8 +5,9 @@ chunk's peak and the optimizer's. A probe measures the chunk and the optimizer. 
 script does beside the model: the loss, the loader, logging. It is learned once, from real steps
 that were also probed.
 
-A probe changes no parameter: optimizers step with a learning rate of 0. What else it changes, such
-as random state or BatchNorm's statistics, stays changed, because the process ends with the search.
+A probe trains nothing: optimizers step with zero gradients and a learning rate of 0. What else it
+changes, such as moments or BatchNorm's statistics, stays changed, because the process ends with the
+search.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import clear_frames
 from typing import Any
 
@@ -42,6 +43,8 @@ from autofit.worker.records.trials import Measurement, OutOfMemory
 
 PLAIN_GRAD: Any = torch.Tensor.grad
 NO_OUTPUT = "no output of the model has a gradient"
+LOOSE = 1.1
+"""If the allocator holds so many times the bytes of tensors, a chunk runs once more."""
 SEED = 1e-3
 """Size of the random gradients that stand for those of the script's loss."""
 
@@ -83,7 +86,7 @@ class Rest:
     def between(cls, measured: Measurement, probed: Measurement) -> Rest:
         """Return what real steps needed beyond what a probe of the same plan computed."""
         return cls(
-            seconds=measured.seconds - probed.seconds,
+            seconds=max(0.0, measured.seconds - probed.seconds),
             allocated=max(0, measured.peak_allocated - probed.peak_allocated),
             device=max(0, measured.peak_device - probed.peak_device),
         )
@@ -115,13 +118,14 @@ class Prober:
         self.samples = self._layout.size(batch)
         """Samples in the call."""
         self._parameters = [p for p in root.module.parameters() if p.requires_grad]
-        self._gradients = [_gradient(each) for each in self._parameters]
+        self._held = any(_gradient(each) is not None for each in self._parameters)
+        """The script's gradients of the step before exist while its model runs."""
         self._delays = False
         """The model has one output, so its calls may wait for the loss."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Keep the script's gradients aside, and let optimizers change no parameter."""
+        """Drop the script's gradients, and let optimizers change no parameter."""
         before = [_learning_rates(each) for each in self._optimizers.of_roots()]
         for parameter in self._parameters:
             parameter.grad = None
@@ -137,8 +141,6 @@ class Prober:
             for groups in before:
                 for group, rate in groups:
                     group["lr"] = rate
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
 
     def measure(self, plan: Plan, size: int, rest: Rest) -> Measurement:
         """Probe ``plan``, which is applied to the root, with chunks of at most ``size`` samples.
@@ -149,7 +151,7 @@ class Prober:
         chunks = math.ceil(samples / size)
         cut = (0, math.ceil(samples / chunks))
         calls = self._facts.calls_per_step
-        passes, step = self._passes(cut, split=chunks * calls > 1)
+        passes, step = self._passes(cut, held=chunks * calls > 1 or self._held)
         again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
         seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds
         allocated = max(passes.peak.allocated + rest.allocated, step.peak.allocated)
@@ -174,27 +176,33 @@ class Prober:
 
     # --- a chunk ---------------------------------------------------------------------------
 
-    def _passes(self, cut: tuple[int, int], *, split: bool) -> tuple[Passes, StepCost]:
+    def _passes(self, cut: tuple[int, int], *, held: bool) -> tuple[Passes, StepCost]:
         """Run a chunk and the optimizer twice; the second time counts.
 
-        The first time may compile, choose kernels, and make the optimizer's state. If a step has
-        several chunks, gradients of earlier ones exist while the second runs.
+        The first time may compile, choose kernels, and make the optimizer's state. ``held``:
+        gradients exist while the chunk runs, of chunks before it or of the step before.
         """
         with self._shortages("forward"):
-            self._once(cut)
+            self._run_chunk(cut)
         with self._shortages("optimizer step"):
             self._step()
         with self._shortages("forward"):
-            if not split:
+            if not held:
                 self._drop_gradients()
             elif self._seams.stepping:  # the step has freed them
                 with self._seams.part_of_backward(more=True):
-                    self._once(cut)
-            passes = self._once(cut)
+                    self._run_chunk(cut)
+            passes = self._run_chunk(cut)
+            if passes.peak.reserved > LOOSE * passes.peak.allocated:
+                # The allocator still holds what the first time needed, a compilation for example.
+                self._meter.release()
+                if not held:
+                    self._drop_gradients()
+                passes = replace(passes, peak=self._run_chunk(cut).peak)
         with self._shortages("optimizer step"):
             return passes, self._step()
 
-    def _once(self, cut: tuple[int, int]) -> Passes:
+    def _run_chunk(self, cut: tuple[int, int]) -> Passes:
         meter = self._meter
         args, kwargs = self._batch.call(self._layout.select(self._batch, cut))
         meter.synchronize()

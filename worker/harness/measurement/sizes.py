@@ -123,7 +123,9 @@ class _Search:
             size = even(self._batch, size // 2)
             yield from self._measure(size, blocks)
         if self._fits(size, blocks) and size < self._batch:
-            yield from self._measure(even(self._batch, 2 * size), blocks)
+            yield from self._measure(double := even(self._batch, 2 * size), blocks)
+            if not self._fits(double, blocks) and size > 1:
+                yield from self._measure(even(self._batch, size // 2), blocks)
 
     def _line(self, blocks: int) -> tuple[float, float] | None:
         """Return the bytes of a sample and those of everything else; ``None`` if unknown."""
@@ -153,6 +155,9 @@ class _Search:
     def _fewest_blocks(self) -> Steps:
         """Measure the whole batch with as few checkpointed blocks as fit."""
         assert self._blocks, "there are blocks to checkpoint"
+        if not self._splits:
+            yield from self._fewest_of_the_whole()
+            return
         number = self._expected_blocks()
         for _ in range(TRIES):
             if number > self._blocks:
@@ -162,12 +167,30 @@ class _Search:
                 return
             number = self._blocks if number < self._blocks else self._blocks + 1
 
+    def _fewest_of_the_whole(self) -> Steps:
+        """Measure the whole batch with fewer blocks, along the line through two that fit."""
+        for _ in range(TRIES):
+            whole = {at: each for (_, at), each in self._found.items()}
+            fitting = sorted(at for at, each in whole.items() if each)
+            if not fitting:
+                return
+            fewest = fitting[0]
+            least = 1 + max((at for at, each in whole.items() if not each), default=-1)
+            number = (least + fewest) // 2
+            if len(fitting) > 1:
+                peaks = [each.peak_device for at in fitting[:2] if (each := whole[at])]
+                of_block = max(1.0, (peaks[0] - peaks[1]) / (fitting[1] - fewest))
+                number = max(least, fewest - math.floor((self._room - peaks[0]) / of_block))
+            if number >= fewest:
+                return
+            yield from self._measure(self._batch, number)
+
     def _expected_blocks(self) -> int:
         """Return the blocks to checkpoint for the whole batch; more than there are if none fit."""
         assert self._blocks, "there are blocks to checkpoint"
         checkpointed, plain = self._line(self._blocks), self._line(0)
         if checkpointed is None:
-            return self._blocks if not self._splits else self._blocks + 1
+            return self._blocks + 1
         slope, rest = checkpointed
         left = self._room - rest - slope * self._batch
         if left < 0:
@@ -198,13 +221,22 @@ def roomier(
         batch, budget, splits: As for ``solve``.
         blocks: Blocks that may be checkpointed; 0 if none may.
     """
-    rest, sample, block = _plane(known)
     asked, measured = now
+    if len({ask.micro_batch for ask, _ in known}) < 2:
+        return None
+    alike = len({ask.blocks or 0 for ask, _ in known}) < 2
+    if alike:  # what a block needs is unknown
+        known = [(Ask(ask.micro_batch), each) for ask, each in known]
+        asked = Ask(asked.micro_batch)
+    rest, sample, block = _plane(known)
     held = asked.micro_batch * (sample - (asked.blocks or 0) * block)
     if held <= 0 or measured.peak_device <= rest:
         return None
     share = (measured.peak_device - rest) / held
     room = ((1 - MARGIN) * budget - rest) / share
+    if alike:
+        size = even(batch, math.floor(room / sample)) if splits and room >= sample else 0
+        return Ask(size, now[0].blocks) if size > asked.micro_batch else None
     whole = batch * sample - room
     number = 0 if whole <= 0 else math.ceil(whole / (batch * block)) if block > 0 else blocks + 1
     if number <= blocks and (asked.micro_batch < batch or number < (asked.blocks or 0)):

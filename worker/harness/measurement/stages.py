@@ -21,6 +21,8 @@ from autofit.worker.harness.measurement.probe import NotProbed, Rest, Shortage
 from autofit.worker.harness.measurement.suspension import Suspension
 from autofit.worker.harness.measurement.window import Window, joined, leaner_shortage
 from autofit.worker.records.trials import (
+    CHECK,
+    CHECK_STARVED,
     Answer,
     LaunchRequest,
     Measurement,
@@ -113,23 +115,23 @@ class Stages:
 
     def run(self) -> Schedule:
         """Do what the parent asks for, one answer after another."""
-        for plan in tuple(self.given):
-            yield from self._first(plan)
+        for index, plan in enumerate(tuple(self.given)):
+            yield from self._first(index, plan)
         while self._request.converses:
             answer = self._trial.ask()
             if not answer.plans:
                 return
             yield from self._follow(answer)
 
-    def _first(self, plan: Plan) -> Schedule:
+    def _first(self, index: int, plan: Plan) -> Schedule:
         """Begin with a plan of the request.
 
         A search observes the script as it is, or probes the plan for which a launch was started. A
         plan that is measured again runs for more steps, and is verified afterwards unless it was.
         """
-        self._begin(len(self.given) - 1)
+        self._begin(index)
         measure = self._probed
-        if not self._request.converses:
+        if not (self._request.converses or plan.open):
             measure = self._again
         elif plan.neutral:
             measure = self._as_it_is
@@ -158,7 +160,9 @@ class Stages:
         except Refused as refusal:
             self._trial.plan_ends(Verdict.REFUSED, str(refusal), refusal.strategy)
         else:
-            self._trial.plan_ends(Verdict.MEASURED if self.results else Verdict.OUT_OF_MEMORY)
+            verdict = Verdict.MEASURED if self.results else Verdict.OUT_OF_MEMORY
+            starved = self.shortage is not None and self.shortage.phase == CHECK
+            self._trial.plan_ends(verdict, CHECK_STARVED if starved else "")
 
     # --- real steps ------------------------------------------------------------------------
 
@@ -178,8 +182,10 @@ class Stages:
         before, self.results = self.results, []
         self._trial.take_back()
         measurement = yield from self._steps(plan, 1, check=True)
-        if measurement is not None:
-            self.results = before or [(plan, self._by_steps.get(plan, measurement))]
+        known = self._by_steps.get(plan, measurement)
+        starved = self.shortage is not None and self.shortage.phase == CHECK
+        if known is not None and (measurement is not None or starved):
+            self.results = before or [(plan, known)]
 
     def _in_turn(self, indices: range) -> Schedule:
         """Measure plans by real steps: A, B, A, B. Report all of them at the end."""
@@ -202,7 +208,8 @@ class Stages:
                 else:
                     windows[index].append(measurement)
         for index, measurements in windows.items():
-            plan, measurement = self.given[index], joined(measurements)
+            # The losses are those of weights that other plans have trained.
+            plan, measurement = self.given[index], replace(joined(measurements), losses=())
             self.index, self.results, self.shortage = index, [(plan, measurement)], None
             self._by_steps[plan] = measurement
             self._trial.plan_ends(Verdict.MEASURED)
@@ -225,11 +232,15 @@ class Stages:
         short, measurement = window.shortage, None
         if short is None:
             measurement = self._trial.measured(window)
+            if self._request.converses and not plan.neutral:  # other plans have trained the weights
+                measurement = replace(measurement, losses=())
             short = window.does_not_hold(measurement, self._request.budget)
         if short is not None or measurement is None:
             assert short is not None, "a window without a shortage has a measurement"
             self.shortage = leaner_shortage(self.shortage, short)
             return None
+        if not check:
+            self._by_steps[plan] = measurement
         self._note(plan, measurement)
         return measurement
 
@@ -311,7 +322,7 @@ class Stages:
         ask = sizes.roomier(
             [(self._ask_of(each), each) for each in known],
             (self._ask_of(measured), measured),
-            plan.samples(self._trial.facts.batch or 1),
+            self._samples(plan),
             self._request.budget,
             blocks=self._blocks if plan["checkpointing"] == AUTO else 0,
             splits=plan["micro_batch"] == AUTO,
@@ -341,9 +352,13 @@ class Stages:
             if reason := Checkpointing().inapplicable(AUTO, facts):
                 raise Refused(reason, Checkpointing.name)
             blocks = self._blocks
-        split = plan["micro_batch"]
-        batch = plan.samples(facts.batch or 1) if split in (AS_IS, AUTO) else int(split)
-        return sizes.solve(batch, self._request.budget, blocks=blocks, splits=split == AUTO)
+        splits = plan["micro_batch"] == AUTO
+        return sizes.solve(self._samples(plan), self._request.budget, blocks=blocks, splits=splits)
+
+    def _samples(self, plan: Plan) -> int:
+        """Return the most samples in a chunk under ``plan``."""
+        size = plan["micro_batch"]
+        return plan.samples(self._trial.facts.batch or 1) if size in (AS_IS, AUTO) else int(size)
 
     @property
     def _blocks(self) -> int:

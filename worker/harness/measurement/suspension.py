@@ -92,8 +92,8 @@ class Suspension:
             raise self._refusal_of(error, plan) from None
         finally:
             self.plan = None
+            self._prober.free()  # before the plan is undone, which may need memory
             self._root.take_back()
-            self._prober.free()
             self._session.phases.compiled(self._clock.seconds())
         return replace(measured, compile_seconds=self._clock.seconds() - compiled)
 

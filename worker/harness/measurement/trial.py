@@ -199,6 +199,7 @@ class Trial(Session):
     def _suspend(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         """Let the script wait in this call, if plans can be probed at it."""
         if self.can_probe():
+            self._tracer.stop()  # probes change the state of optimizers
             with suppress(NotProbed):
                 self.suspension = Suspension(self, self._compiling, root, args, kwargs)
 
@@ -384,11 +385,16 @@ class Trial(Session):
 
         What was measured still counts, and so does a shortage.
         """
-        if self.index == 0 and self._current is not None:  # the first plan is itself at fault
-            self.shortage(self.runner.out_of_memory(classify(failure.error), None))
-        if self._stages.results or (
-            self._current is not None and self._current.shortage is not None
-        ):
+        found = self.runner.out_of_memory(classify(failure.error), None)
+        if self._current is None:  # in a probe
+            stages = self._stages
+            stages.shortage = stages.shortage or found
+            verdict = Verdict.MEASURED if stages.results else Verdict.OUT_OF_MEMORY
+            self.plan_ends(verdict, for_all=True)
+            self._end()
+        if self.index == 0:  # the first plan is itself at fault
+            self.shortage(found)
+        if self._stages.results or self._current.shortage is not None:
             self._end_caught()
         self._end()
 

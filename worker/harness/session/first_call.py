@@ -17,7 +17,7 @@ from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.harness.verification.fixed_draws import without_dropout
+from autofit.worker.harness.verification.fixed_draws import FixedDraws, without_dropout
 from autofit.worker.harness.verification.split_check import batched_arguments, preserved
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import attempt_model
@@ -52,12 +52,14 @@ def with_samples(
 
 def _apart(root: HarnessRoot, batch: Batch, layout: Layout) -> bool:
     """Return whether two samples along a dimension give the same outputs alone and together."""
-    before = RandomState.now()
+    before, draws = RandomState.now(), FixedDraws()
 
     def outputs(cut: Cut) -> list[torch.Tensor]:
         before.restore()
+        draws.cut = cut
         args, kwargs = batch.call(layout.select(batch, cut))
-        leaves = flatten(root.plain(*args, **kwargs))[0]
+        with draws:
+            leaves = flatten(root.plain(*args, **kwargs))[0]
         return [each for each in leaves if _is_number(each)]
 
     def compared() -> bool:
