@@ -18,9 +18,8 @@ from autofit.analysis.verdicts import fits
 from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
-from autofit.strategies import Facts
-from autofit.strategies.micro_batch import AUTO
-from autofit.worker.records.trials import HORIZON, STEPS
+from autofit.strategies import AS_IS, Facts
+from autofit.worker.records.trials import HORIZON
 
 GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
@@ -35,16 +34,12 @@ START_SECONDS = 20.0
 """Seconds until a new launch calls the model, until a launch was timed."""
 PAYBACK = 1.5
 """A plan is measured if it is expected to save so many times the seconds of its trial."""
-CHECK_SECONDS = 2.0
-"""Seconds to verify a plan and to switch to it, beside its steps."""
+SWITCH_SECONDS = 1.0
+"""Seconds to put a plan on a model and to take it back, beside its chunks."""
 CLOSING = 2.0
 """A plan that adds a fixed level comes first if it gains this many times as much per second."""
-SEARCHED_STEPS = 3 * STEPS
-"""Optimizer steps of a trial that searches a micro-batch size."""
-SOLVED_STEPS = 4 * STEPS
-"""Optimizer steps of a trial that searches a number of blocks to checkpoint."""
-SIZED_STEPS = 2 * STEPS
-"""Optimizer steps of a trial at a size that is known, warm-up included."""
+PROBED_STEPS = 4
+"""Optimizer steps that take as long as the chunks of a trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +55,7 @@ class Prospect:
     fits: float
     """Probability that the plan fits the budget."""
     seconds: float
-    """Expected seconds of the trial: start of a launch, check, compilation and steps."""
+    """Expected seconds of the trial: start of a launch, compilation and chunks."""
 
     @property
     def rate(self) -> float:
@@ -164,15 +159,13 @@ def _seconds(
 ) -> float:
     """Return the expected seconds of a trial whose steps take ``step`` seconds.
 
-    A trial that runs out of memory costs the start of another launch, with probability
-    ``1 - likely``.
+    ``likely``: the probability that the plan fits. A trial of several ranks that runs out of memory
+    costs the start of another launch.
     """
     fixed, start = situation.fixed, situation.start
     here = fixed is not None and plan.follows(fixed)
-    steps = SOLVED_STEPS if plan["checkpointing"] == AUTO else SEARCHED_STEPS
-    steps = SIZED_STEPS if plan.unsized != plan else steps
-    starts = (0.0 if here else 1.0) + (1.0 - likely)
-    return starts * start + CHECK_SECONDS + model.compile_seconds(plan) + steps * step
+    starts = (0.0 if here else 1.0) + (1.0 - likely) * (plan["ranks"] != AS_IS)
+    return starts * start + SWITCH_SECONDS + model.compile_seconds(plan) + PROBED_STEPS * step
 
 
 def worthwhile(situation: Situation) -> list[Prospect]:

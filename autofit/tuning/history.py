@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autofit.analysis.acquisition import CHECK_SECONDS, SIZED_STEPS, START_SECONDS
+from autofit.analysis.acquisition import START_SECONDS
 from autofit.analysis.ranking import (
     baseline_was_faster,
     faster_unconfirmed,
@@ -39,10 +39,19 @@ from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
-from autofit.worker.records.trials import CHECK_STARVED, Proven, TrialReport, Verdict, Verified
+from autofit.worker.records.trials import (
+    CHECK_STARVED,
+    STEPS,
+    Proven,
+    TrialReport,
+    Verdict,
+    Verified,
+)
 
 LAUNCHES = "launches"
 """Phase of this process in which launches run; they report their own phases."""
+CONFIRM_STEPS = 2 * STEPS
+"""Optimizer steps of a confirmation run, warm-up included."""
 FINISH_SECONDS = 10.0
 """Seconds to verify the winner."""
 FINISH_STEPS = 8
@@ -377,8 +386,8 @@ class History:
         known = (trial.report for trial in self.now.all_finished)
         starts = [each.startup_seconds for each in known if each and each.startup_seconds]
         measured = winner.measurement
-        steps = SIZED_STEPS * measured.seconds + measured.compile_seconds
-        return (statistics.median(starts) if starts else START_SECONDS) + CHECK_SECONDS + steps
+        steps = CONFIRM_STEPS * measured.seconds + measured.compile_seconds
+        return (statistics.median(starts) if starts else START_SECONDS) + steps
 
     def _finish_seconds(self) -> float:
         """Return the seconds to compare the best two plans by real steps, and verify the winner."""

@@ -60,14 +60,13 @@ class Played(Confirmation):
     """The end of a search whose launches are played."""
 
     def __init__(self, history: History, again: Again, short: OutOfMemory = SHORT) -> None:
-        super().__init__(history, Proposer(history, GPU), self._play, slots=1)
+        super().__init__(history, Proposer(history, GPU), self._play)
         self._played, self._short = again, short
         self.measured: list[Plan] = []
 
-    def _play(self, *plans: Plan) -> None:
-        for plan in plans:
-            self.measured.append(plan)
-            ends(self._history, plan, self._played.get(plan), Purpose.CONFIRM, self._short)
+    def _play(self, plan: Plan) -> None:
+        self.measured.append(plan)
+        ends(self._history, plan, self._played.get(plan), Purpose.CONFIRM, self._short)
 
 
 def ends(

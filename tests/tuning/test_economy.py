@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import optuna
 import pytest
 
-from autofit.analysis.acquisition import CHECK_SECONDS, START_SECONDS, Situation, choose
+from autofit.analysis.acquisition import SWITCH_SECONDS, START_SECONDS, Situation, choose
 from autofit.analysis.candidates import Launch, SearchState, within_reach
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan
@@ -289,7 +289,7 @@ class Run:
         """Seconds of the device: starts, checks, compilation and steps."""
         windows = [each for t in self.trials if t.report for each in t.report.measurements]
         steps = sum(sum(each.step_seconds) + each.compile_seconds for each in windows)
-        return START_SECONDS * self.launches + CHECK_SECONDS * len(self.trials) + steps
+        return START_SECONDS * self.launches + SWITCH_SECONDS * len(self.trials) + steps
 
 
 def speed(trial: TrialRecord) -> float:

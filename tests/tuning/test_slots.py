@@ -11,7 +11,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autofit.analysis import acquisition, ranking
+from autofit.analysis import acquisition
 from autofit.analysis.candidates import Launch
 from autofit.exceptions import WorkerError
 from autofit.storage import Purpose, State, Store
@@ -19,8 +19,6 @@ from autofit.tuning import local_slots
 from autofit.tuning.controller import search
 from autofit.tuning.notices import (
     Notice,
-    Remeasuring,
-    SizeMeasured,
     StudyStarted,
     TrialDropped,
     TrialEnded,
@@ -113,28 +111,6 @@ def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
     )
     assert slots.spread == 4
     assert local_slots.LocalSlots(replace(options, gpus=4, gpus_per_trial=1)).spread == 1
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("ray_host")
-def test_finalists_are_measured_again_side_by_side(
-    options: SearchOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(acquisition, "worthwhile", acquisition.prospects)
-    monkeypatch.setattr(
-        ranking,
-        "rivals",
-        lambda trials, winner, *terms: [  # whatever fits
-            trial for trial in ranking.ranked(trials, *terms) if trial != winner
-        ],
-    )
-    heard: list[Notice] = []
-    search(options, heard.append)
-    again = next(at for at, each in enumerate(heard) if isinstance(each, Remeasuring))
-    kinds = (Remeasuring, TrialStarted, SizeMeasured)
-    first = [type(each) for each in heard[again:] if type(each) in kinds]
-    assert first[:2] == [Remeasuring, Remeasuring]
-    assert first[2:].index(SizeMeasured) == 2, "both have started before one is done"
 
 
 @pytest.mark.full
