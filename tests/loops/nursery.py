@@ -27,6 +27,7 @@ from autofit.plan import Plan
 from autofit.strategies.ranks import count
 from autofit.worker import meter
 from autofit.worker.launch.rank_environment import free_port
+from autofit.worker.records.phases import Phases
 from autofit.worker.records.trials import (
     Agreed,
     Agreeing,
@@ -101,6 +102,7 @@ class Listener:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.events: list[Event] = []
+        self.phases = Phases()
 
     def send(self, event: Event) -> None:
         """Keep the event."""

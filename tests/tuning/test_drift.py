@@ -627,9 +627,7 @@ def test_without_a_reference_only_losses_that_are_not_finite_are_noticed() -> No
         assert nobody.compared(report, trace(), None) is report
     assert said == [NO_REFERENCE]
     drifted = nobody.compared(ended(BF16, math.nan, 1.0), trace(), None)
-    assert drifted is not None
     assert drifted.verdict is Verdict.DRIFTED
-    assert nobody.compared(ended(BF16, math.nan, 1.0), None, None) is None
 
 
 @pytest.mark.quick

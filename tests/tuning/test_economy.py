@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import optuna
 import pytest
 
-from autofit.analysis.acquisition import SWITCH_SECONDS, START_SECONDS, Situation, choose
+from autofit.analysis.acquisition import START_SECONDS, SWITCH_SECONDS, Situation, choose
 from autofit.analysis.candidates import Launch, SearchState, within_reach
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan

@@ -127,22 +127,18 @@ OPTIMIZERS: dict[str, Make] = {
     "RAdam": lambda p: optim.RAdam(p, lr=0.1),
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "Rprop": lambda p: optim.Rprop(p, lr=0.1),
-    "ASGD": lambda p: optim.ASGD(p, lr=0.1, weight_decay=0.1),
     "LBFGS, which needs a closure": lambda p: optim.LBFGS(p, lr=0.1, max_iter=2),
 }
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_parameters_and_gradients_stay(session: Searching, make: Make) -> None:
+def test_parameters_stay_and_gradients_go(session: Searching, make: Make) -> None:
     torch.manual_seed(0)
     model, x = Scorer(), torch.randn(SAMPLES, 5)
     optimizer = make(model.parameters())
     for _ in range(2):
         train(model, optimizer, x)
     before = copies(model)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    values = [gradient.clone() for gradient in gradients if gradient is not None]
-    assert len(values) == len(before)
     rates = [group["lr"] for group in optimizer.param_groups]
     with waiting(session, x) as prober:
         for size in (SAMPLES, 4):
@@ -151,9 +147,7 @@ def test_parameters_and_gradients_stay(session: Searching, make: Make) -> None:
             prober.free()
         assert [*map(torch.equal, before, model.parameters())] == [True] * len(before)
     assert [*map(torch.equal, before, model.parameters())] == [True] * len(before)
-    after = [parameter.grad for parameter in model.parameters()]
-    assert all(one is other for one, other in zip(gradients, after, strict=True))
-    assert all(torch.equal(g, v) for g, v in zip(after, values, strict=True) if g is not None)
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert all(one is g["lr"] for one, g in zip(rates, optimizer.param_groups, strict=True))
     train(model, optimizer, x)
     assert not torch.equal(before[0], next(model.parameters())), "the rate is what it was"
@@ -352,7 +346,7 @@ def test_a_shortage_is_told_and_leaves_nothing(session: Searching, where: str) -
     model, x = Short(where), torch.randn(SAMPLES, 5)
     optimizer = Wasteful(model.parameters(), lr=0.1)
     train(model, optimizer, x[:4])
-    before, gradients = copies(model), [p.grad for p in model.parameters()]
+    before = copies(model)
     with waiting(session, x) as prober:
         optimizer.short = where == "step"
         with pytest.raises(Shortage) as raised:
@@ -366,8 +360,6 @@ def test_a_shortage_is_told_and_leaves_nothing(session: Searching, where: str) -
         assert all(parameter.grad is None for parameter in model.parameters())
         assert prober.measure(PLAIN, 4, Rest()).micro_batch == 4
     assert [*map(torch.equal, before, model.parameters())] == [True] * len(before)
-    after = [parameter.grad for parameter in model.parameters()]
-    assert all(one is other for one, other in zip(gradients, after, strict=True))
 
 
 # --- figures ----------------------------------------------------------------------------------

@@ -341,7 +341,7 @@ def test_the_winner_fits_and_is_soon_found(case: tuple[Device, float]) -> None:
     assert len({*numbers(asked)}) == len(asked), "nothing is asked twice"
     shortages = sum(found is None for _, found in asked)
     assert len(asked) <= 8 or len(asked) - shortages <= 8
-    halvings = math.log2(device.batch) + 2
+    halvings = math.log2(device.batch * (1 + (device.blocks or 0))) + 2
     assert shortages <= halvings
     for ask, _ in asked:
         assert 1 <= ask.micro_batch <= device.batch

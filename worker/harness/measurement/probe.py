@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from traceback import clear_frames
@@ -105,10 +105,14 @@ class Prober:
         optimizers: Optimizers,
         meter: Meter,
         facts: Facts,
+        frees: bool = False,
     ) -> None:
-        """Raises ``NotProbed`` if the call shows no batch."""
+        """``frees``: the script frees old gradients between a forward and its backward.
+
+        Raises ``NotProbed`` if the call shows no batch.
+        """
         self.root, self._seams, self._optimizers = root, seams, optimizers
-        self._meter, self._facts = meter, facts
+        self._meter, self._facts, self._frees = meter, facts, frees
         batch = Batch.of(args, without_cache(root.module, kwargs))
         batched = batched_arguments(batch, root.batch_dim)
         if not batched:
@@ -118,7 +122,7 @@ class Prober:
         self.samples = self._layout.size(batch)
         """Samples in the call."""
         self._parameters = [p for p in root.module.parameters() if p.requires_grad]
-        self._held = any(_gradient(each) is not None for each in self._parameters)
+        self._held = has_gradients(self._parameters)
         """The script's gradients of the step before exist while its model runs."""
         self._delays = False
         """The model has one output, so its calls may wait for the loss."""
@@ -151,8 +155,10 @@ class Prober:
         chunks = math.ceil(samples / size)
         cut = (0, math.ceil(samples / chunks))
         calls = self._facts.calls_per_step
-        passes, step = self._passes(cut, held=chunks * calls > 1 or self._held)
-        again = 0.0 if passes.scalar or chunks == 1 or self._delays else (chunks - 1)
+        several = chunks * calls > 1
+        frees = self._frees and not several
+        passes, step = self._passes(cut, held=several or self._held, frees=frees)
+        again = 0 if passes.scalar or self._delays else chunks - 1
         seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds
         allocated = max(passes.peak.allocated + rest.allocated, step.peak.allocated)
         return Measurement(
@@ -176,11 +182,12 @@ class Prober:
 
     # --- a chunk ---------------------------------------------------------------------------
 
-    def _passes(self, cut: tuple[int, int], *, held: bool) -> tuple[Passes, StepCost]:
+    def _passes(self, cut: tuple[int, int], *, held: bool, frees: bool) -> tuple[Passes, StepCost]:
         """Run a chunk and the optimizer twice; the second time counts.
 
         The first time may compile, choose kernels, and make the optimizer's state. ``held``:
-        gradients exist while the chunk runs, of chunks before it or of the step before.
+        gradients exist while the chunk runs, of chunks before it or of the step before. ``frees``:
+        they are freed after its forward.
         """
         with self._shortages("forward"):
             self._run_chunk(cut)
@@ -192,17 +199,17 @@ class Prober:
             elif self._seams.stepping:  # the step has freed them
                 with self._seams.part_of_backward(more=True):
                     self._run_chunk(cut)
-            passes = self._run_chunk(cut)
+            passes = self._run_chunk(cut, frees=frees)
             if passes.peak.reserved > LOOSE * passes.peak.allocated:
                 # The allocator still holds what the first time needed, a compilation for example.
                 self._meter.release()
                 if not held:
                     self._drop_gradients()
-                passes = replace(passes, peak=self._run_chunk(cut).peak)
+                passes = replace(passes, peak=self._run_chunk(cut, frees=frees).peak)
         with self._shortages("optimizer step"):
             return passes, self._step()
 
-    def _run_chunk(self, cut: tuple[int, int]) -> Passes:
+    def _run_chunk(self, cut: tuple[int, int], *, frees: bool = False) -> Passes:
         meter = self._meter
         args, kwargs = self._batch.call(self._layout.select(self._batch, cut))
         meter.synchronize()
@@ -217,6 +224,8 @@ class Prober:
         self._delays = len(seeds) == 1 and not scalar
         meter.synchronize()
         forward = time.perf_counter() - began
+        if frees:
+            self._drop_gradients()
         plain_backward(seeds, [_cotangent(each) for each in seeds])
         del seeds
         meter.synchronize()
@@ -283,6 +292,11 @@ class Shortage(Exception):
     def __init__(self, found: OutOfMemory) -> None:
         super().__init__(found.message)
         self.found = found
+
+
+def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of ``parameters`` has a gradient; the script's session does not notice."""
+    return any(_gradient(each) is not None for each in parameters)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

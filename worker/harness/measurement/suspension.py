@@ -30,9 +30,16 @@ class Suspension:
     """Keeps the script waiting in one call of its only model, from creation to ``close``."""
 
     def __init__(
-        self, session: Session, clock: CompileClock, root: HarnessRoot, args: Any, kwargs: Any
+        self,
+        session: Session,
+        clock: CompileClock,
+        root: HarnessRoot,
+        args: Any,
+        kwargs: Any,
+        *,
+        frees: bool,
     ) -> None:
-        """Raises ``NotProbed`` if the call shows no batch."""
+        """``frees``: as for ``Prober``. Raises ``NotProbed`` if the call shows no batch."""
         self.plan: Plan | None = None
         """The plan that is applied now."""
         self._session, self._clock, self._root = session, clock, root
@@ -44,6 +51,7 @@ class Suspension:
             optimizers=session.optimizers,
             meter=session.meter,
             facts=session.facts,
+            frees=frees,
         )
         self._stack = ExitStack()
         self._stack.enter_context(inside(session.seams))

@@ -27,7 +27,7 @@ from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.worker.harness.batch import evaluation
-from autofit.worker.harness.measurement.probe import NotProbed
+from autofit.worker.harness.measurement.probe import NotProbed, has_gradients
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.stages import OBSERVED, Schedule, Stages
@@ -111,6 +111,10 @@ class Trial(Session):
         """The schedule goes on in the next call of the model, which then waits."""
         self.suspension: Suspension | None = None
         """The call in which the script waits; ``None`` while it runs."""
+        self._held_at_call = False
+        """Gradients existed at the present call of the script as it is."""
+        self._frees = False
+        """The script frees gradients between the call and its backward."""
         self.over = False  # the script was told to end
         self._tracer = Tracer(self.seams.weight_views)
         self._traced = 0  # the plan that is being traced
@@ -201,7 +205,9 @@ class Trial(Session):
         if self.can_probe():
             self._tracer.stop()  # probes change the state of optimizers
             with suppress(NotProbed):
-                self.suspension = Suspension(self, self._compiling, root, args, kwargs)
+                self.suspension = Suspension(
+                    self, self._compiling, root, args, kwargs, frees=self._frees
+                )
 
     def leave_call(self) -> None:
         """Let a script that waits go on."""
@@ -446,6 +452,8 @@ class Trial(Session):
         In a search the script goes on after a shortage, without gradients: the next call of its
         model waits for other plans. No step of this process trains a model that is kept.
         """
+        if self._held_at_call:
+            self._frees = not has_gradients(self._parameters())
         try:
             run()
         except Exception as error:
@@ -464,7 +472,7 @@ class Trial(Session):
     def _drop_graph(self, tensors: Any) -> None:
         """Free the graph of a failed backward pass; the step that follows has zero gradients."""
         Graph(tensors).release()
-        parameters = [p for m in self.modules() for p in m.parameters() if p.requires_grad]
+        parameters = self._parameters()
         for parameter in parameters:
             parameter.grad = None
         self.meter.release()
@@ -476,6 +484,9 @@ class Trial(Session):
                 raise
             for parameter in parameters:
                 parameter.grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.modules() for p in module.parameters() if p.requires_grad]
 
     def call_failed(self) -> None:
         """Note whether the script receives a shortage: it may catch it."""
@@ -514,6 +525,8 @@ class Trial(Session):
         if self._schedule is None:
             self._schedule = self._begin()
             self._advance()
+        observes = self._current is not None and self._current.plan.neutral
+        self._held_at_call = observes and has_gradients(self._parameters())
         self.step_calls.called(first=root is self.roots[0])
 
     def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
