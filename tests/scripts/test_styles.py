@@ -163,6 +163,14 @@ ELSEWHERE = {
     "dropout.py": "test_dropout.py",
     "dropout_by_hand.py": "test_dropout.py",
     "counted.py": "test_first_step.py",
+    "dry_run.py": "test_roots.py",
+    "functional.py": "test_roots.py",
+    "meta.py": "test_roots.py",
+    "pictures.py": "test_roots.py",
+    "rate_finder.py": "test_roots.py",
+    "spectral.py": "test_roots.py",
+    "teacher.py": "test_roots.py",
+    "tokenizer.py": "test_roots.py",
 }
 """Files that are no row, and what they are for."""
 
@@ -219,7 +227,7 @@ def test_a_tuned_run_is_the_same_training(runs: Runs, comparison: Comparison) ->
 @pytest.mark.quick
 def test_every_script_has_a_row() -> None:
     named = {style.script for style in STYLES} | set(ELSEWHERE)
-    ours = ("_", "test_", "conftest")
+    ours = ("_", "test_", "conftest", "roots.")
     found = {path.name for path in HERE.iterdir() if not path.name.startswith(ours)}
     assert found == named
 

@@ -1,9 +1,11 @@
 """The table of what a search takes for the model of each script: ``roots.md``.
 
-    python -m tests.scripts.roots [FOLDER_OR_SCRIPT ...] > tests/scripts/roots.md
+    python -m tests.scripts._roots > tests/scripts/roots.md
+    python -m tests.scripts._roots FOLDER_OR_SCRIPT ...
 
 Each script runs as it is for the first steps of a search. ``test_roots.py`` compares the rows with
-the file, whose rows were compared with the scripts by hand.
+the file. Compare a row with its script before you commit it: the root is the outermost module that
+the script calls and whose parameters an optimizer steps.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from autofit.facts import Facts
 from autofit.plan import Plan
+from autofit.tuning.messages import too_short
 from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.records.trials import (
     Answer,
@@ -40,8 +43,8 @@ ENVIRONMENT = (
     ("PYTHONDONTWRITEBYTECODE", "1"),
 )
 RANKS = {"ddp.py": 2}
-NO_ROW = {"model.py": "what the others train", "roots.py": "this module"}
-"""Files of this folder that are no script, and what they are for."""
+NO_ROW = ("model.py",)
+"""Modules of this folder that are no script."""
 HEADER = "script", "roots", "blocks", "samples a call", "calls a step", "verdict"
 
 
@@ -55,10 +58,44 @@ class Row:
     samples: str
     calls: str
     verdict: str
-    """That of the script as it is, with the reason why if it has one."""
+    """That of the script as it is, with its reason; or why the search has none."""
 
     def __str__(self) -> str:
         return f"| {' | '.join(astuple(self))} |"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A row that a search gets wrong today."""
+
+    right: Row
+    reason: str
+    """What is wrong, and why."""
+
+
+KNOWN_WRONG = {
+    wrong.right.script: wrong
+    for wrong in (
+        Wrong(
+            Row("padded_inside", "Tagger", "3", "16", "1", "measured"),
+            "the mean over unequal numbers of labels is no mean of samples, so time is taken for"
+            " the batch: 11 samples",
+        ),
+        Wrong(
+            Row("pictures", "Detector", "3", "16", "1", "measured"),
+            "the channels of the first picture are taken for samples: 3",
+        ),
+        Wrong(
+            Row("rate_finder", "Net", "4", "16", "1", "measured"),
+            "the copy is observed, which is never called again: 8 samples",
+        ),
+        Wrong(
+            Row("tokenizer", "Net", "4", "16", "1", "measured"),
+            "the frozen tokenizer stays the first root: Tokenizer + Net",
+        ),
+    )
+}
+"""The rows in ``roots.md`` that a search does not find."""
 
 
 def scripts(given: Sequence[str] = ()) -> list[Path]:
@@ -118,7 +155,7 @@ def row_of(script: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS) -> 
             for root in facts.roots
         ),
         calls=str(facts.calls_per_step) if facts.roots else "-",
-        verdict=_verdict(report, end),
+        verdict=_verdict(replace(request.script, target=script.name), report, end),
     )
 
 
@@ -126,11 +163,11 @@ def _joined(values: Iterator[str]) -> str:
     return " + ".join(values) or "-"
 
 
-def _verdict(report: TrialReport | None, end: LaunchEnded | None) -> str:
+def _verdict(script: Script, report: TrialReport | None, end: LaunchEnded | None) -> str:
     if report is not None:
         return f"{report.verdict}: {report.reason}" if report.reason else str(report.verdict)
     assert end is not None, "a launch ends with LaunchEnded"
-    return "stopped, nothing measured" if end.stopped else "the script ended, nothing measured"
+    return too_short(script, end.steps, seen=False)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -147,13 +184,18 @@ def written() -> dict[str, Row]:
 
 
 def main() -> None:
-    """Print the table of the scripts in ``sys.argv``."""
+    """Print the table of the scripts in ``sys.argv``.
+
+    For this folder, a row that is known to be wrong is printed as it should be.
+    """
     rows = []
     arguments = () if sys.argv[1:] else ARGUMENTS
     for script in scripts(sys.argv[1:]):
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(row_of(script, Path(folder), arguments))
-        sys.stderr.write(f"{rows[-1]}\n")
+            row = row_of(script, Path(folder), arguments)
+        sys.stderr.write(f"{row}\n")
+        wrong = None if sys.argv[1:] else KNOWN_WRONG.get(row.script)
+        rows.append(row if wrong is None else wrong.right)
     sys.stdout.write(table(rows))
 
 
