@@ -77,11 +77,6 @@ KNOWN_WRONG = {
     wrong.right.script: wrong
     for wrong in (
         Wrong(
-            Row("padded_inside", "Tagger", "3", "16", "1", "measured"),
-            "the mean over unequal numbers of labels is no mean of samples, so time is taken for"
-            " the batch: 11 samples",
-        ),
-        Wrong(
             Row("pictures", "Detector", "3", "16", "1", "measured"),
             "the channels of the first picture are taken for samples: 3",
         ),

@@ -202,7 +202,7 @@ class Trial(Session):
 
     def _suspend(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         """Let the script wait in this call, if plans can be probed at it."""
-        if self.can_probe():
+        if self.can_probe() and not transformed():
             self._tracer.stop()  # probes change the state of optimizers
             with suppress(NotProbed):
                 self.suspension = Suspension(
@@ -531,7 +531,7 @@ class Trial(Session):
 
     def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run a call; trace it if it is in one of the first steps. If it waits, probe plans."""
-        while self._waits_for_call and not transformed():
+        while self._waits_for_call:
             self._suspend(root, args, kwargs)
             self._advance()
         return self._tracer.call(root, root is self.roots[0], args, kwargs, run)

@@ -26,6 +26,7 @@ from autofit.strategies.base import Forward, Load, Reader, Undo, Weights, Wrappe
 from autofit.worker.harness.patching.gradient_reads import GradientReads
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.patching.weight_views import WeightViews
+from autofit.worker.harness.torch_state.modules import transformed
 
 plain_backward = torch.autograd.backward
 """torch's own backward, for work inside a root that the handler must not see."""
@@ -260,10 +261,11 @@ class Seams:
         """Return whether an optimizer of the script steps parameters of ``module``.
 
         A model that no optimizer has is no root: a teacher, or a model that is only tried. Where
-        the optimizers were made before ``attach``, any module with trainable parameters counts.
+        the optimizers were made before ``attach``, or a transform of ``torch.func`` has replaced
+        the parameters, any module with trainable parameters counts.
         """
         trainable = (p for p in module.parameters() if p.requires_grad)
-        if not self.knows_optimizers:
+        if not self.knows_optimizers or transformed():
             return any(True for _ in trainable)
         groups = [group["params"] for each in list(self._optimizers) for group in each.param_groups]
         now = tuple((id(group), len(group)) for group in groups)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autofit.facts import RootFacts
-from autofit.worker.harness.batch.layout import Batch, Cut, Layout
+from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.session import script_facts
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.compile_state import uncompiled
@@ -24,6 +24,8 @@ from autofit.worker.oom.attempt import attempt_model
 
 CLOSE, CLOSE_IN_HALF = 1e-3, 2e-2
 """Relative difference up to which the outputs of samples alone and together are equal."""
+MOST = 3
+"""Samples that are run alone and together."""
 
 
 def with_samples(
@@ -51,19 +53,32 @@ def with_samples(
 
 
 def _apart(root: HarnessRoot, batch: Batch, layout: Layout) -> bool:
-    """Return whether two samples along a dimension give the same outputs alone and together."""
+    """Return whether samples along a dimension give the same outputs alone and together."""
     before, draws = RandomState.now(), FixedDraws()
+    samples = min(MOST, layout.size(batch))
 
-    def outputs(cut: Cut) -> list[torch.Tensor]:
+    def outputs(first: int, last: int) -> list[torch.Tensor]:
         before.restore()
-        draws.cut = cut
-        args, kwargs = batch.call(layout.select(batch, cut))
+        draws.cut = (first, last)
+        args, kwargs = batch.call(layout.select(batch, draws.cut))
         with draws:
             leaves = flatten(root.plain(*args, **kwargs))[0]
         return [each for each in leaves if _is_number(each)]
 
     def compared() -> bool:
-        return _equal(outputs((0, 2)), outputs((0, 1)), outputs((1, 2)), layout.dim)
+        alone = [outputs(each, each + 1) for each in range(samples)]
+        pairs = [outputs(each, each + 2) for each in range(samples - 1)]
+        together = outputs(0, samples)
+        if not together or any(len(each) != len(together) for each in (*alone, *pairs)):
+            return False
+        return all(
+            _rows_agree(whole, one, layout.dim)
+            if whole.shape != one[0].shape
+            else _means_agree(float(whole.sum()), _sums(one), _sums(two), _tolerance(whole))
+            for whole, one, two in zip(
+                together, zip(*alone, strict=True), zip(*pairs, strict=True), strict=True
+            )
+        )
 
     try:
         with uncompiled(), preserved(root.module), without_dropout(root.module), torch.no_grad():
@@ -76,26 +91,38 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _equal(
-    together: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    dim: int,
-) -> bool:
-    """Compare outputs: rows are put together, a single number is the mean of the two."""
-    if not together or not len(together) == len(first) == len(second):
+def _tolerance(output: torch.Tensor) -> float:
+    return CLOSE if output.element_size() > 2 else CLOSE_IN_HALF
+
+
+def _sums(outputs: Sequence[torch.Tensor]) -> list[float]:
+    return [float(each.sum()) for each in outputs]
+
+
+def _rows_agree(together: torch.Tensor, alone: Sequence[torch.Tensor], dim: int) -> bool:
+    """Return whether the outputs of samples alone, put together, are that of all."""
+    shape = alone[0].shape
+    along = [axis for axis in range(len(shape)) if together.shape[axis] == len(alone) * shape[axis]]
+    if not along or any(each.shape != shape for each in alone):
         return False
-    for whole, one, other in zip(together, first, second, strict=True):
-        if one.shape != other.shape:
+    expected = torch.cat([*alone], dim if dim in along else along[0])
+    return float((together - expected).norm()) <= _tolerance(together) * float(together.norm())
+
+
+def _means_agree(
+    together: float, alone: Sequence[float], pairs: Sequence[float], tolerance: float
+) -> bool:
+    """Return whether numbers of one, two, and all samples are means with the same weights.
+
+    A loss weighs a sample by its labels. Each pair tells the weight of its second sample.
+    """
+    near = tolerance * abs(together)
+    if max(alone) - min(alone) <= near:
+        return all(abs(together - each) <= near for each in (*alone, *pairs))
+    weights = [1.0]
+    for first, second, pair in zip(alone, alone[1:], pairs, strict=False):
+        if not min(first, second) < pair < max(first, second):
             return False
-        if whole.shape == one.shape:
-            expected = (one + other) / 2
-        else:
-            along = [axis for axis in range(one.ndim) if whole.shape[axis] == 2 * one.shape[axis]]
-            if not along:
-                return False
-            expected = torch.cat((one, other), dim if dim in along else along[0])
-        close = CLOSE if whole.element_size() > 2 else CLOSE_IN_HALF
-        if float((whole - expected).norm()) > close * float(whole.norm()):
-            return False
-    return True
+        weights.append(weights[-1] * (pair - first) / (second - pair))
+    mean = sum(weight * each for weight, each in zip(weights, alone, strict=True)) / sum(weights)
+    return abs(together - mean) <= near
