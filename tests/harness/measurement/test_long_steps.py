@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan
+from autofit.worker.harness.measurement.stages import OBSERVED
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import LaunchEnded, LaunchRequest, Script, TrialReport, Verdict
 
@@ -29,7 +30,7 @@ for _ in range(100):
 """
 
 
-@pytest.mark.parametrize(("dropout", "steps"), [("0.0", 4), ("0.1", 6)])
+@pytest.mark.parametrize(("dropout", "steps"), [("0.0", 3), ("0.1", 5)])
 def test_as_few_are_taken_as_tell(tmp_path: Path, dropout: str, steps: int) -> None:
     """Without its dropout, which a trace silences, a model needs less memory than it will."""
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -44,7 +45,7 @@ def test_as_few_are_taken_as_tell(tmp_path: Path, dropout: str, steps: int) -> N
     (report,) = [event for event in heard if isinstance(event, TrialReport)]
     assert report.verdict is Verdict.MEASURED
     assert report.measurement is not None
-    assert len(report.measurement.step_seconds) == 3
+    assert len(report.measurement.step_seconds) == OBSERVED
     assert all(4.1 <= seconds < 5.0 for seconds in report.measurement.step_seconds)
     (ended,) = [event for event in heard if isinstance(event, LaunchEnded)]
     assert ended.steps == steps

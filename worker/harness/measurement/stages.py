@@ -70,8 +70,8 @@ class Measurer(Protocol):
     def measured(self, window: Window) -> Measurement:
         """Return what a full window has measured."""
 
-    def take_back(self) -> None:
-        """Leave the models as the script has them."""
+    def take_back(self) -> OutOfMemory | None:
+        """Leave the models as the script has them; return the shortage if memory ran out."""
 
     def is_known(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified on each model."""
@@ -180,12 +180,16 @@ class Stages:
     def _checked(self, plan: Plan) -> Schedule:
         """Verify a plan that was measured, and run a step under it."""
         before, self.results = self.results, []
-        self._trial.take_back()
-        measurement = yield from self._steps(plan, 1, check=True)
-        known = self._by_steps.get(plan, measurement)
-        starved = self.shortage is not None and self.shortage.phase == CHECK
-        if known is not None and (measurement is not None or starved):
-            self.results = before or [(plan, known)]
+        known = self._by_steps.get(plan)
+        self.shortage = self._trial.take_back()
+        if self.shortage is None:
+            measurement = yield from self._steps(plan, 1, check=True)
+            known = known or measurement
+        if known is None:
+            return
+        self.results = before or [(plan, known)]
+        if self.shortage is not None:  # the plan has trained, so this is what the check needs
+            self.shortage = replace(self.shortage, phase=CHECK)
 
     def _in_turn(self, indices: range) -> Schedule:
         """Measure plans by real steps: A, B, A, B. Report all of them at the end."""

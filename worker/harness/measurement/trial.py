@@ -227,10 +227,16 @@ class Trial(Session):
         """Return what a full window has measured, on all ranks."""
         return self._measurement(window, self._ranks.measurement(self._figures(window)))
 
-    def take_back(self) -> None:
-        """Leave the models as the script has them."""
-        for root in self._alive():
-            root.take_back()
+    def take_back(self) -> OutOfMemory | None:
+        """Leave the models as the script has them; return the shortage if memory ran out."""
+        try:
+            for root in self._alive():
+                root.take_back()
+        except NotTakenBack as failure:
+            if not self._ranks.alone:  # the other ranks would go on
+                raise
+            return self.runner.out_of_memory(classify(failure.error), None)
+        return None
 
     def is_known(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified on each model."""
