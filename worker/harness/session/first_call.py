@@ -74,7 +74,7 @@ def _apart(root: HarnessRoot, batch: Batch, layout: Layout) -> bool:
         return all(
             _rows_agree(whole, one, layout.dim)
             if whole.shape != one[0].shape
-            else _means_agree(float(whole.sum()), _sums(one), _sums(two), _tolerance(whole))
+            else _averages_agree(float(whole.sum()), _sums(one), _sums(two), _tolerance(whole))
             for whole, one, two in zip(
                 together, zip(*alone, strict=True), zip(*pairs, strict=True), strict=True
             )
@@ -109,7 +109,7 @@ def _rows_agree(together: torch.Tensor, alone: Sequence[torch.Tensor], dim: int)
     return float((together - expected).norm()) <= _tolerance(together) * float(together.norm())
 
 
-def _means_agree(
+def _averages_agree(
     together: float, alone: Sequence[float], pairs: Sequence[float], tolerance: float
 ) -> bool:
     """Return whether numbers of one, two, and all samples are means with the same weights.
