@@ -70,9 +70,6 @@ class Measurer(Protocol):
     def measured(self, window: Window) -> Measurement:
         """Return what a full window has measured."""
 
-    def take_back(self) -> OutOfMemory | None:
-        """Leave the models as the script has them; return the shortage if memory ran out."""
-
     def is_known(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified on each model."""
 
@@ -180,11 +177,8 @@ class Stages:
     def _checked(self, plan: Plan) -> Schedule:
         """Verify a plan that was measured, and run a step under it."""
         before, self.results = self.results, []
-        known = self._by_steps.get(plan)
-        self.shortage = self._trial.take_back()
-        if self.shortage is None:
-            measurement = yield from self._steps(plan, 1, check=True)
-            known = known or measurement
+        measurement = yield from self._steps(plan, 1, check=True)
+        known = self._by_steps.get(plan, measurement)
         if known is None:
             return
         self.results = before or [(plan, known)]

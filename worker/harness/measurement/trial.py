@@ -227,17 +227,6 @@ class Trial(Session):
         """Return what a full window has measured, on all ranks."""
         return self._measurement(window, self._ranks.measurement(self._figures(window)))
 
-    def take_back(self) -> OutOfMemory | None:
-        """Leave the models as the script has them; return the shortage if memory ran out."""
-        try:
-            for root in self._alive():
-                root.take_back()
-        except NotTakenBack as failure:
-            if not self._ranks.alone:  # the other ranks would go on
-                raise
-            return self.runner.out_of_memory(classify(failure.error), None)
-        return None
-
     def is_known(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified on each model."""
         return all(root.proof.is_known(plan) for root in self._alive())
@@ -404,6 +393,10 @@ class Trial(Session):
             verdict = Verdict.MEASURED if stages.results else Verdict.OUT_OF_MEMORY
             self.plan_ends(verdict, for_all=True)
             self._end()
+        if self._current.check:
+            self._current.end_short(found)
+            self._advance()  # reports the plan
+            self._end()
         if self.index == 0:  # the first plan is itself at fault
             self.shortage(found)
         if self._stages.results or self._current.shortage is not None:
@@ -536,10 +529,16 @@ class Trial(Session):
         self.step_calls.called(first=root is self.roots[0])
 
     def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a call; trace it if it is in one of the first steps. If it waits, probe plans."""
+        """Run a call; trace it if it is in one of the first steps. If it waits, probe plans.
+
+        A plan that is to be verified now has trained, and is taken back for it.
+        """
         while self._waits_for_call:
             self._suspend(root, args, kwargs)
             self._advance()
+        window = self._current
+        if window is not None and window.check and not root.proof.is_known(window.plan):
+            root.take_back()
         return self._tracer.call(root, root is self.roots[0], args, kwargs, run)
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
