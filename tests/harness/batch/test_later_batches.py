@@ -65,9 +65,9 @@ for step in range(100):
 """
 
 
-def test_what_the_first_size_shows_of_the_script_refuses_the_next(tmp_path: Path) -> None:
+def test_real_steps_refuse_what_the_script_shows_in_them(tmp_path: Path) -> None:
     """A gradient set to zero counts as one: no step in backward would know it."""
-    plan = Plan.of({"gradient_release": "released", "micro_batch": "auto"})
+    plan = Plan.of({"gradient_release": "released", "micro_batch": "2"})
     heard = measured(tmp_path, ZEROED, plan)
     (report,) = [event for event in heard if isinstance(event, TrialReport)]
     assert (report.verdict, report.blamed) == (Verdict.REFUSED, "gradient_release")

@@ -113,23 +113,6 @@ def test_a_plan_that_is_applied_halfway_leaves_the_model_as_it_was(tmp_path: Pat
     ].reason
 
 
-def test_what_a_check_has_filled_is_put_back_so_that_the_plan_can_be(tmp_path: Path) -> None:
-    split = "self.large.weight.dtype is torch.bfloat16"
-    full = f"while {split}:\n            HELD.append(torch.ones(2**20))"
-    (tmp_path / "train.py").write_text(BALLAST.replace("HELD.clear()", full))
-    request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(MASTERS, Plan()),
-        device="cpu",
-        budget=265 * MIB,
-        timeout=60,
-    )
-    reports = [each for each in launch(request) if isinstance(each, TrialReport)]
-    starved = Verdict.OUT_OF_MEMORY  # the second in a line of the script's own, five steps later
-    found = [(each.plan, each.verdict) for each in reports]
-    assert found == [(MASTERS, starved), (Plan(), starved)]
-
-
 @pytest.mark.full
 def test_nothing_is_taken_back_for_another_size(tmp_path: Path) -> None:
     """Under the ballast there is no room for it: the chunks alone change."""
