@@ -29,10 +29,11 @@ class Confirmation:
     def confirm(self) -> None:
         """Confirm the winner. If it is clearly slower then, confirm the plan that may beat it."""
         history = self._history
-        if not history.time_to_confirm():
-            history.say_if_new(messages.NOT_CONFIRMED)
-            return
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
+        if not history.time_to_confirm():
+            verified = history.checked.issuperset(plan for plan in fastest if not plan.neutral)
+            history.say_if_new(messages.not_confirmed(verified=verified))
+            return
         self.fastest_confirmed()
         for _ in range(FINALISTS):
             if history.late() or (faster := history.faster_unconfirmed()) is None:

@@ -17,7 +17,6 @@ CALLED = ("backward", "optimizer step")
 """Phases in which memory may run out although no call of a model was seen."""
 
 LEARNS_NOTHING = "--sampler gp ignores trials that ran out of memory: it learns nothing from them."
-NOT_CONFIRMED = "--timeout left no time to measure the plan again in a new process."
 
 
 def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None) -> NoReturn:
@@ -46,6 +45,12 @@ def did_not_hold(plan: Plan, confirmations: Sequence[TrialRecord]) -> str:
         no_failure = short.phase == PHASES[-1]  # no allocation failed
         reason = short.message if no_failure else short.where
     return f"{plan} failed its confirmation run: {reason}"
+
+
+def not_confirmed(*, verified: bool) -> str:
+    """Return the line for a plan that no new process has measured because time was up."""
+    more = "" if verified else ", nor to verify it. autofit run verifies it first"
+    return f"--timeout left no time to measure the plan again in a new process{more}."
 
 
 def not_verified(plan: Plan) -> str:

@@ -150,6 +150,22 @@ def test_plans_are_not_measured_again_without_end(
     assert best_plan == PLANS[0]
 
 
+@pytest.mark.parametrize("verified", [False, True])
+def test_it_is_told_what_timeout_left_no_time_for(
+    history: History, figures: list[Measurement], verified: bool
+) -> None:
+    told: list[str] = []
+    history.options = replace(history.options, timeout=0.0)
+    history.tell = lambda notice: told.extend([notice.text] if isinstance(notice, Line) else [])
+    searched(history, figures)
+    history.checked |= {PLANS[0]} if verified else {PLANS[1]}
+    search = Played(history, {})
+    search.confirm()
+    assert search.measured == []
+    (line,) = (line for line in told if "--timeout left no time" in line)
+    assert ("nor to verify it" in line) is not verified
+
+
 def test_none_is_kept_where_none_fits_again(history: History, figures: list[Measurement]) -> None:
     searched(history, figures)
     search = Played(history, {})

@@ -444,7 +444,7 @@ class _TrialReporter:
 
     def _timed_out(self, end: _End) -> TrialReport:
         """Return the report of a plan that timed out; sizes measured before then count."""
-        reason = f"not done within {self._timeout:g} s"
+        reason = f"not done within {round(self._timeout, 1):g} s"
         reason += f": {end.waiting}" if end.waiting else ""
         report = self._report(Verdict.TIMED_OUT, reason, traceback=end.output)
         return self._so_far(reason, self._measurements) or report
