@@ -31,7 +31,7 @@ class Confirmation:
         history = self._history
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
         if not history.time_to_confirm():
-            verified = history.checked.issuperset(plan for plan in fastest if not plan.neutral)
+            verified = all(map(history.is_verified, fastest))
             history.say_if_new(messages.not_confirmed(verified=verified))
             return
         self.fastest_confirmed()

@@ -271,6 +271,10 @@ class History:
             self.study = self.store.set_facts(self.study, facts)
             self.tell(FactsKnown(facts=facts))
 
+    def is_verified(self, plan: Plan) -> bool:
+        """Return whether this search or an earlier one has verified ``plan``."""
+        return plan in self.checked or self.evidence.holds(plan)
+
     def verified(self, found: Proven | Verified) -> None:
         """Add what a launch has verified; it is stored with the next trial that ends."""
         stored = self.evidence.add(found)

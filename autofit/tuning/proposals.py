@@ -119,7 +119,7 @@ class Proposer:
         if rivals := _rivals(here):
             return Stage.STEPS, rivals
         plan = best_plan(ranked[0])
-        known = plan in history.checked or history.evidence.holds(plan)
+        known = history.is_verified(plan)
         if ranked[0] not in here or known or plan.fidelity(history.study.facts) is Fidelity.RECIPE:
             return Stage.PROBE, []
         return Stage.CHECK, ranked[:1]
