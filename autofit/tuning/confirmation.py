@@ -27,7 +27,7 @@ class Confirmation:
         self._history, self._proposer, self._measure_again = history, proposer, measure_again
 
     def confirm(self) -> None:
-        """Confirm the winner. If it is clearly slower then, confirm the plan that may beat it."""
+        """Measure the winner again; if it is clearly slower now, also the next fastest plan."""
         history = self._history
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
         if not history.time_to_confirm():

@@ -146,9 +146,9 @@ class OptunaStudy:
     def should_stop(self, launch: Launch | None = None) -> bool:
         """Return whether no plan is worth a trial in ``launch``, or in a new one.
 
-        A search also ends after some trials in a row without a faster plan: ``PATIENCE`` of
-        autofit's own sampler. Others do not say what they expect, so they have ``OTHERS`` trials,
-        or ``KNOWN`` proposals of known plans.
+        autofit's own sampler says which gain it expects. With it a search ends when it expects
+        none, or after ``PATIENCE`` trials in a row without a faster plan. With another sampler it
+        ends after ``OTHERS`` such trials, or after ``KNOWN`` proposals of known plans.
         """
         if self._held is not None:
             return False

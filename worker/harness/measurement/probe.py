@@ -62,8 +62,9 @@ class Passes:
     both: float
     """Seconds of forward and backward."""
     peak: Peak
-    scalar: bool
-    """The model returns the loss."""
+    once: bool
+    """The forward runs once for each chunk: its only output with a gradient is the loss, or waits
+    for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,6 @@ class Prober:
         self._parameters = [p for p in root.module.parameters() if p.requires_grad]
         self._held = has_gradients(self._parameters)
         """The script's gradients of the step before exist while its model runs."""
-        self._delays = False
-        """The model has one output, so its calls may wait for the loss."""
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -158,7 +157,7 @@ class Prober:
         several = chunks * calls > 1
         frees = self._frees and not several
         passes, step = self._passes(cut, held=several or self._held, frees=frees)
-        again = 0 if passes.scalar or self._delays else chunks - 1
+        again = 0 if passes.once else chunks - 1
         seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds
         allocated = max(passes.peak.allocated + rest.allocated, step.peak.allocated)
         return Measurement(
@@ -220,8 +219,7 @@ class Prober:
         del output
         if not seeds:
             raise NotProbed(NO_OUTPUT)
-        scalar = any(each.numel() == 1 for each in seeds)
-        self._delays = len(seeds) == 1 and not scalar
+        once = len(seeds) == 1
         meter.synchronize()
         forward = time.perf_counter() - began
         if frees:
@@ -231,7 +229,7 @@ class Prober:
         meter.synchronize()
         both = time.perf_counter() - began
         meter.sample()
-        return Passes(forward, both, meter.peak(), scalar)
+        return Passes(forward, both, meter.peak(), once)
 
     # --- the optimizer ---------------------------------------------------------------------
 

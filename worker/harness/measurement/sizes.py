@@ -25,7 +25,7 @@ MARGIN = 0.02
 TIE = 0.02
 """Relative difference below which two times are equal; fewer chunks, then fewer blocks, win."""
 TRIES = 3
-"""Times that a number is measured because a prediction says that it fits."""
+"""Maximum number of predicted sizes, or of predicted numbers of blocks, that are measured."""
 
 
 @dataclass(frozen=True, slots=True)
