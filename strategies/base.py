@@ -120,6 +120,8 @@ class Level:
     """A process can measure one plan with it, because the next could not be checked."""
     replaces_as_is: bool = False
     """Exact, and never slower or larger than ``as_is``: a search tries it in place of that."""
+    contains: str | None = None
+    """A level of the same strategy of which it does all and more: refused where that is refused."""
     refines: bool = False
     """A search adds only one such level at a time, to a plan that it has measured. So a new level
     does not multiply the combinations."""

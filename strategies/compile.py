@@ -103,6 +103,7 @@ class Compile(Strategy):
             slowdown=0.84,
             keeps=KEEPS,
             setup_seconds=100.0,
+            contains="regional",
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),
         Level(
@@ -111,6 +112,7 @@ class Compile(Strategy):
             slowdown=0.93,
             keeps=0.5,
             setup_seconds=100.0,
+            contains="regional",
             refines=True,
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autofit import strategies
 from autofit.analysis.acquisition import START_SECONDS
 from autofit.analysis.ranking import (
     baseline_was_faster,
@@ -347,8 +348,12 @@ class History:
 
     def _rule_out(self, report: TrialReport) -> None:
         ruled_out = culprit(report, self.finished())
-        if report.verdict in BLAMED and ruled_out:
-            self.study = self.store.leave_out(self.study, *ruled_out, report.reason)
+        if report.verdict not in BLAMED or not ruled_out:
+            return
+        name, refused = ruled_out
+        for level in strategies.get(name).levels:
+            if level.name == refused or level.contains == refused:
+                self.study = self.store.leave_out(self.study, name, level.name, report.reason)
 
     def _tell_confirmed(self, trial: TrialRecord) -> None:
         """Send the figures of a confirmation run, beside those of the search."""

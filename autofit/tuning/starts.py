@@ -18,7 +18,7 @@ from autofit.analysis.feasibility import LevelSet, level_sets_within, next_level
 from autofit.analysis.ranking import ranked
 from autofit.plan import Plan
 from autofit.space.order import expected
-from autofit.strategies import AS_IS
+from autofit.strategies import AS_IS, Facts, Memory
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.trials import Verdict
 
@@ -26,6 +26,8 @@ MAX_SHORT = 5
 """Trials that may run out of memory before level sets are tried, if no plan fits.
 
 Without this many, level sets are tried only if the computed static memory exceeds the budget."""
+HALF = 0.5
+"""Share of the activations that a refining level may leave to be part of the expert's plan."""
 COMPILE = strategies.get("compile")
 
 
@@ -79,14 +81,27 @@ class FixedStarts:
             for plan in state.situation().candidates
             if plan.fixed.neutral and plan.unsized == plan and not plan.alone
         ]
-        if state.facts is None or any(not trial.plan.neutral for trial in state.finished):
+        ran = (t for t in state.finished if t.verdict is not Verdict.REFUSED)
+        if state.facts is None or not plans or any(not trial.plan.neutral for trial in ran):
             return None
 
         def order(plan: Plan) -> tuple[float, bool]:
             plain = plan.replace(checkpointing=AS_IS)  # checkpointing may take no block at all
             return expected(plain, state.facts), plan["checkpointing"] != AUTO
 
-        return min(plans, key=order, default=None)
+        best = min(plans, key=order)
+        return next(filter(self._saves_much, state.space.refinements(best)), best)
+
+    def _saves_much(self, plan: Plan) -> bool:
+        """Return whether its refining level should halve the activations and cost no time."""
+        facts = self._state.facts or Facts()
+        return all(
+            Memory.ACTIVATIONS in s.lowered(level)
+            and s.expected_slowdown(level, facts) <= 1.0
+            and s.expected_share(level, facts) <= HALF
+            for s, level in plan
+            if s.level(level).refines
+        )
 
     def _compiled(self) -> Plan | None:
         """Return the fastest plan so far, compiled, if compiling may pay within the horizon."""

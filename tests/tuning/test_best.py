@@ -52,7 +52,7 @@ def test_every_format_takes_a_budget(
     form: str, searched_folder: Path, leanest: Point, command: Command
 ) -> None:
     peak = leanest.measurement.peak_device
-    line = ["best", "--memory", str(peak), "--format", form, "--partial"]
+    line = ["best", "--memory", f"{peak}B", "--format", form, "--partial"]
     done = command(*line, cwd=searched_folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -60,7 +60,7 @@ def test_every_format_takes_a_budget(
 
 def test_nothing_known_fits(searched_folder: Path, leanest: Point, command: Command) -> None:
     peak = leanest.measurement.peak_device
-    done = command("best", "--memory", str(peak - 1), "--format", "json", cwd=searched_folder)
+    done = command("best", "--memory", f"{peak - 1}B", "--format", "json", cwd=searched_folder)
     assert done.returncode == 3
     assert done.stdout == ""
     assert "no known plan fits" in done.stderr

@@ -357,7 +357,8 @@ class TestASearch:
         cheat("turns the gradients round", "precision")
         assert main([*asked, *slow]) == 0
         found = trials(styles)
-        assert [trial.verdict for trial in found if not trial.plan.neutral] == [Verdict.DRIFTED]
+        verdicts = {(trial.purpose, trial.verdict) for trial in found if not trial.plan.neutral}
+        assert (Purpose.CONFIRM, Verdict.DRIFTED) in verdicts
 
     @pytest.mark.full
     def test_a_loss_that_is_spoilt_late(
@@ -382,17 +383,6 @@ class TestASearch:
         asked = ["search", "styles.py", "--without", "precision", "--allow", "exact"]
         assert main([*asked, "--", "--nan-from", "12"]) == 0
         assert Verdict.DRIFTED not in {trial.verdict for trial in trials(styles)}
-
-    @pytest.mark.full
-    def test_a_script_seeded_from_the_clock_is_not_compared(
-        self, styles: Path, trials: Trials, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        asked = ["search", "styles.py", "--only", "precision", "--only", "micro_batch"]
-        assert main([*asked, "--trials", "1", "--", "--clock"]) == 0
-        assert main([*asked, "--", "--clock"]) == 0  # another plan begins a process, and is traced
-        assert {trial.verdict for trial in trials(styles)} == {Verdict.MEASURED}
-        printed = capsys.readouterr().out
-        assert printed.count("the script starts with different weights in each run") == 1
 
     @pytest.mark.full
     def test_where_the_script_does_not_fit_nothing_is_compared_with_it(

@@ -23,7 +23,7 @@ from autofit.storage import State, Store, TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
 from autofit.strategies.micro_batch import AUTO
 from autofit.tuning.history import History
-from autofit.worker.launch.launcher import launch
+from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.records.trials import (
     LaunchRequest,
     Learned,
@@ -305,8 +305,10 @@ def test_the_optimizer_is_known_before_it_has_stepped(made: str, tmp_path: Path)
         timeout=60,
         converses=True,
     )
-    facts = [each.facts for each in launch(request) if isinstance(each, Learned)][-1]
-    assert facts.called
+    control = Control()
+    learned = (each.facts for each in launch(request, control=control) if isinstance(each, Learned))
+    facts = next(each for each in learned if each.called)
+    control.stop()
     assert not facts.stepped
     assert facts.optimizers == (made,)
     choices = dict(space(H200, facts, allow=Fidelity.EXACT).levels)["optimizer"]
