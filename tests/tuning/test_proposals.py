@@ -121,6 +121,39 @@ def test_what_an_expert_would_try_comes_first_and_once(history: History) -> None
     assert second not in (None, EXPERT)
 
 
+def refuse(history: History, plan: Plan, blamed: str) -> None:
+    """Store a trial that was refused at its first call."""
+    report = TrialReport(
+        index=0, plan=plan, verdict=Verdict.REFUSED, reason="not here", blamed=blamed
+    )
+    history.finish(begun(history, plan), report, 0)
+
+
+def test_where_the_experts_plan_is_refused_the_next_has_the_rest_of_it(history: History) -> None:
+    """A script may enter autocast inside its model, where nothing shows it before."""
+    proposer = Proposer(history, GPU)
+    refuse(history, EXPERT, "precision")
+    tf32 = EXPERT.replace(precision="tf32")
+    assert proposer.next(Launch()) == tf32
+    refuse(history, tf32, "precision")
+    assert proposer.next(Launch()) == EXPERT.replace(precision=AS_IS)
+
+
+@pytest.mark.parametrize(("classes", "loss"), [(152_000, "chunked"), (32_000, AS_IS)])
+def test_the_expert_keeps_no_logits_that_are_half_of_the_activations(
+    history: History, classes: int, loss: str
+) -> None:
+    facts = Facts(roots=(replace(ROOT, classes=classes),), optimizers=("AdamW",))
+    history.study = replace(history.study, facts=facts)
+    assert Proposer(history, GPU).next(Launch()) == EXPERT.replace(loss=loss)
+
+
+def test_a_whole_model_is_not_compiled_where_its_blocks_were_refused(history: History) -> None:
+    refuse(history, COMPILED, "compile")
+    left_out = {level for name, level, _ in history.study.left_out if name == "compile"}
+    assert left_out == {"regional", "full", "budget"}
+
+
 @pytest.mark.parametrize(("seconds", "compiles"), [(1.0, True), (0.001, False)])
 def test_then_the_same_compiled_if_that_pays(
     history: History, measurement: Callable[..., Measurement], seconds: float, compiles: bool
