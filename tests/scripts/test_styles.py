@@ -29,6 +29,7 @@ PLANS = {
 """The batch is 16 in every script."""
 
 NO_BLOCKS = "the model has no repeated blocks"
+OWN_UPDATE = "the script calls torch.autograd.grad on the model's parameters"
 PAIRS = "the model returns a number that its parts' outputs do not add up to"
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 FLOAT32_LOSS = (
@@ -149,7 +150,7 @@ STYLES = [
     Style(script="resume.py"),
     Style(script="frozen.py"),
     Style(script="gradient_penalty.py", refusals=split_refused(CREATE_GRAPH)),
-    Style(script="own_update.py"),
+    Style(script="own_update.py", refusals=split_refused(OWN_UPDATE)),
     Style(script="no_optimizer.py"),
     Style(
         script="no_blocks.py",

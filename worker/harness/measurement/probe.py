@@ -84,12 +84,27 @@ class Rest:
     device: int = 0
 
     @classmethod
-    def between(cls, measured: Measurement, probed: Measurement) -> Rest:
-        """Return what real steps needed beyond what a probe of the same plan computed."""
+    def between(cls, measured: Measurement, probed: Measurement, chunks: int = 1) -> Rest:
+        """Return what real steps needed beyond what a probe of the same plan computed.
+
+        ``chunks``: of a call. Most of the time that a split step takes beyond its probe is what
+        each of its chunks costs in a real step, so one chunk's share of it is taken.
+        """
         return cls(
-            seconds=max(0.0, measured.seconds - probed.seconds),
+            seconds=max(0.0, measured.seconds - probed.seconds) / chunks,
             allocated=max(0, measured.peak_allocated - probed.peak_allocated),
             device=max(0, measured.peak_device - probed.peak_device),
+        )
+
+
+    def added(self, probed: Measurement) -> Measurement:
+        """Return a probe to which this was not added yet, with it."""
+        return replace(
+            probed,
+            step_seconds=(probed.seconds + self.seconds,),
+            peak_allocated=probed.peak_allocated + self.allocated,
+            peak_reserved=probed.peak_reserved + self.device,
+            peak_device=probed.peak_device + self.device,
         )
 
 

@@ -271,17 +271,27 @@ class Stages:
             self._rest, self._observed = suspension.rest_of(self._observed), None
 
     def _observe_under_plan(self) -> Schedule:
-        """Observe a step under the best numbers so far: the script does not fit as it is.
+        """Observe a step under the best numbers that run: the script does not fit as it is.
 
-        It tells the calls of a step and what else a probe does not see.
+        It tells the calls of a step and what else a probe does not see. Before a split runs it is
+        verified, which may need more memory than the plan. Such numbers stay, and leaner ones run.
         """
+        unseen: list[tuple[Plan, Measurement]] = []
         while self.results:
             plan, probed = self.results.pop()
+            known, self.shortage = self.shortage, None
             measurement = yield from self._steps(plan.whole(self._trial.facts), 1)
+            short, self.shortage = self.shortage, known
             if measurement is not None:
-                self._stepped, self._rest = True, Rest.between(measurement, probed)
+                chunks = -(-plan.samples(self._trial.facts.batch or 1) // probed.micro_batch)
+                self._stepped, self._rest = True, Rest.between(measurement, probed, chunks)
                 self.results[-1] = plan, replace(measurement, probed=True)
-                return
+                break
+            if short is not None and short.phase == CHECK:
+                unseen.append((plan, probed))
+            elif short is not None:
+                self.shortage = leaner_shortage(known, short)
+        self.results += [(plan, self._rest.added(probed)) for plan, probed in reversed(unseen)]
 
     def _alike(self, plan: Plan) -> Sequence[Measurement]:
         """Return the measurements of the first solved plan that leaves the same numbers open."""

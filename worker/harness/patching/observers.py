@@ -87,7 +87,7 @@ class Seams:
         self.loader = True
         """Whether the loader's ``next`` is patched, too."""
         self.knows_optimizers = True
-        """Attached before the script has made an optimizer."""
+        """Attached before the script has made an optimizer; it differentiates with none made."""
         self.inside = 0
         """Above zero while a root's own forward or backward runs. It counts for all threads,
         because CUDA runs backward in a thread of its own."""
@@ -261,8 +261,9 @@ class Seams:
         """Return whether an optimizer of the script steps parameters of ``module``.
 
         A model that no optimizer has is no root: a teacher, or a model that is only tried. Where
-        the optimizers were made before ``attach``, or a transform of ``torch.func`` has replaced
-        the parameters, any module with trainable parameters counts.
+        the optimizers were made before ``attach``, where the script trains without one, or where a
+        transform of ``torch.func`` has replaced the parameters, any module with trainable
+        parameters counts.
         """
         trainable = (p for p in module.parameters() if p.requires_grad)
         if not self.knows_optimizers or transformed():
@@ -283,6 +284,7 @@ class Seams:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self.inside:
                 return plain(tensors, *args, **kwargs)
+            self.knows_optimizers &= bool(self._optimizers)
             if kwargs.get("inputs") is not None:
                 self.handler.backward_to(kwargs["inputs"])
             self.keeps_graph = _is_partial(args, kwargs)
@@ -294,6 +296,7 @@ class Seams:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
+            self.knows_optimizers &= bool(self._optimizers)
             self.handler.grad(inputs)
             self.enter()  # a block that checkpointing recomputes now is no root
             try:
