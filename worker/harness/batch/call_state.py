@@ -30,6 +30,13 @@ class ActiveCall(Protocol):
         """Free the graph and the gradients that only save a recomputation."""
 
 
+class AddingCall(Protocol):
+    """A call that has added to ``.grad`` before its backward (``early_gradients``)."""
+
+    def take_back(self) -> None:
+        """Subtract what was added."""
+
+
 class CallState:
     """The state that all calls of one chunked root share.
 
@@ -42,6 +49,13 @@ class CallState:
         """Calls may be delayed until the script calls its loss function (``lazy_output``)."""
         self.one_at_a_time = one_at_a_time
         """So far, every backward came before the next call."""
+        self.may_add = can_delay
+        """So far, the script has left gradients alone between a forward and its backward."""
+        self.factor: torch.Tensor | None = None
+        """What the loss of the last call was multiplied by that found gradients in ``.grad``."""
+        self._differed = False
+        """A call that has added was multiplied by another factor."""
+        self._adding: AddingCall | None = None
         self.draws_elsewhere: bool | None = None
         """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
         self.rows = Rows.NOWHERE
@@ -54,9 +68,35 @@ class CallState:
 
     def begin_forward(self, call: ActiveCall) -> None:
         """Make ``call`` active; calls that still wait for their backward free their graphs."""
+        self.take_back()
         for other in list(self._active):
             other.release()
         self._active.add(call)
+
+    def adds(self, call: AddingCall) -> None:
+        """Note that ``call`` has added to ``.grad``; its backward comes."""
+        self._adding = call
+
+    def added(self) -> None:
+        """Note that the backward of the call that has added has come."""
+        self._adding = None
+
+    def take_back(self) -> None:
+        """Let the call that has added to ``.grad`` take that back, and let no call add again."""
+        call, self._adding = self._adding, None
+        if call is not None:
+            self.stop_adding()
+            call.take_back()
+
+    def another_factor(self, *, lost: bool) -> None:
+        """Learn the factor again; the second time, or if gradients were lost, let no call add."""
+        if lost or self._differed:
+            self.stop_adding()
+        self.factor, self._differed = None, True
+
+    def stop_adding(self) -> None:
+        """Let no call add to ``.grad`` before its backward."""
+        self.may_add, self.factor = False, None
 
     def end_forward(self, *, even: bool, draws_elsewhere: bool | None) -> None:
         """Record a finished forward; ``draws_elsewhere`` is ``None`` if it was not looked at."""

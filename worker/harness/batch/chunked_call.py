@@ -16,11 +16,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState, Rows
+from autofit.worker.harness.batch.early_gradients import EarlyGradients, Marks, marks
 from autofit.worker.harness.batch.late_output import CHANGED as CHANGED_BEFORE_USE
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.late_rows import LateRows, is_large, outline, stand_in
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
-from autofit.worker.harness.batch.loss_scale import equal_factors
+from autofit.worker.harness.batch.loss_scale import equal_factors, equal_kind
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.torch_state.host_saved import copy_on_host, saved_on_host
@@ -143,6 +144,14 @@ class ChunkedCall:
         """The parameters' gradients from eager backward."""
         self._factor: torch.Tensor | None = None
         """The loss scale that ``_gradients`` already contain."""
+        self._adds = False
+        """The chunks add to ``.grad``, which holds gradients already (``early_gradients``)."""
+        self._added: list[Cut] = []
+        """The chunks that have."""
+        self._early: EarlyGradients | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+        self._found: Marks = []
+        """The gradients that were there, if the next such call may add to them."""
         self._released = False
         """A later call has freed ``_gradients``."""
         self._late: dict[int, torch.device] = {}
@@ -203,10 +212,15 @@ class ChunkedCall:
         """Run the chunks, smaller ones if memory runs out; return the outputs with a gradient."""
         self.owner.state.begin_forward(self)
         start = self._random_state()
-        eager = self._can_be_eager()
+        self._adds = self._can_add()
+        eager = self._adds or self._can_be_eager()
         while (error := self._attempt(eager)) is not None:
             size = max(stop - start for start, stop in self._cuts)
-            if eager:
+            if self._adds:
+                self._drop_attempt(error)
+                self._subtract_attempt()
+                eager = False
+            elif eager:
                 self._empty_gradients()
             if isinstance(error, _UnknownScale):
                 eager, again = False, True
@@ -231,6 +245,10 @@ class ChunkedCall:
         elsewhere = start.elsewhere != end.elsewhere if looked else None
         self._state_version = self.owner.state_version()
         self.owner.state.end_forward(even=eager, draws_elsewhere=elsewhere)
+        if self._adds:
+            self._wait_with_early_gradients()
+        elif not eager and self._could_add():
+            self._found = marks(self.parameters)
         self._outlines = {index: self._outputs[index] for index in self._late}
         for index, like in self._outlines.items():
             self._outputs[index] = stand_in(like, self._late[index])
@@ -246,10 +264,11 @@ class ChunkedCall:
         self._cuts = self.owner.cut(self._size, eager)
         self._states = []
         self._late, self._hosted = {}, {}
+        self._added = []
         try:
             with inside(self.owner.seams):
                 parts = [self._parts.collect(cut, self._chunk(cut, eager)) for cut in self._cuts]
-                if eager:
+                if eager and not self._adds:
                     self._gradients = [p.grad for p in self.parameters]
                     self._empty_gradients()
                 self._outputs = self._parts.join(self.batch, self._cuts, parts)
@@ -259,6 +278,7 @@ class ChunkedCall:
 
     def _chunk(self, cut: Cut, eager: bool) -> list[Any]:
         self._states.append(self._random_state())
+        self.owner.state.begin_chunk()
         graph = eager or cut == self._cuts[-1]
         with torch.set_grad_enabled(graph):
             leaves, outputs = self._forward(cut)
@@ -273,6 +293,7 @@ class ChunkedCall:
             loss = outputs[index]
             outputs.clear()  # backward does not need the others
             self._differentiate(index, loss, cut)
+            self._added.append(cut)
         return kept
 
     def _without_late(self, outputs: list[Any], cut: Cut) -> list[Any]:
@@ -314,7 +335,9 @@ class ChunkedCall:
         half = scale.matters(ambient)
         if half is None and (half := scale.learn(ambient, loss)):
             raise _UnknownScale
-        self._factor = scale.factor if half else None
+        self._factor = self.owner.state.factor if self._adds else scale.factor if half else None
+        if self._adds and (half or not equal_kind(self._factor, loss)):
+            raise _UnknownScale
         if weight := self._parts.weight(self.batch, index, cut):
             cotangent = torch.full_like(loss, weight)
             with ambient.off().again():
@@ -383,6 +406,83 @@ class ChunkedCall:
             and (scale.settled or not scale.matters(self._ambient))
         )
 
+    def _could_add(self) -> bool:
+        """Return whether a call like this may add to ``.grad`` once the script's factor is known.
+
+        Not in float16, where the difference of two factors may underflow.
+        """
+        return (
+            self.owner.state.may_add
+            and self.owner.live_module().training
+            and len(self._loss_outputs()) == 1
+            and not self.inputs
+            and self.owner.state.one_at_a_time
+            and not self.owner.seams.stepping
+            and self.owner.state.loss_scale.matters(self._ambient) is not True
+            and any(mark is not None for mark in marks(self.parameters))
+        )
+
+    def _can_add(self) -> bool:
+        return self.owner.state.factor is not None and self._could_add()
+
+    # --- early gradients -------------------------------------------------------------------
+
+    def _wait_with_early_gradients(self) -> None:
+        """Keep what is needed to take the gradients back, until the script's backward."""
+        assert self._factor is not None, "the chunks were differentiated"
+        arguments = [without_graph(each) for each in self.batch.leaves]
+        self._early = EarlyGradients(self.parameters, self._factor, arguments)
+        self.owner.state.adds(self)
+        self.owner.seams.delayed_calls.add(self)
+        self._stop_listening = self.owner.seams.gradient_reads.listen(self._read)
+
+    def _read(self, parameter: torch.Tensor) -> None:
+        if self._early is not None and self._early.concerns(parameter):
+            self.owner.state.take_back()
+
+    def run_before_change(self) -> None:
+        """Take early gradients back: the model is about to change."""
+        if self._early is not None:
+            self.owner.state.take_back()
+
+    def _early_gradients(self) -> EarlyGradients | None:
+        early, self._early = self._early, None
+        if early is not None:
+            self.owner.seams.delayed_calls.discard(self)
+            self._stop_listening()
+        return early
+
+    def take_back(self) -> None:
+        """Subtract what was added; the script's backward, if it comes, adds everything."""
+        if (early := self._early_gradients()) is None:
+            return
+        kept, _ = early.kept_and_lost()
+        (loss,) = self._loss_outputs()
+        present, self.batch = self.batch, Batch(early.arguments, self.batch.spec)
+        try:
+            self._run_again({loss: -early.factor}, kept)
+        finally:
+            self.batch = present
+
+    def _subtract_attempt(self) -> None:
+        """Subtract what the chunks of a failed attempt have added, and add no more."""
+        self._adds = False
+        factor, state = self.owner.state.factor, self.owner.state
+        state.stop_adding()
+        (loss,) = self._loss_outputs()
+        assert factor is not None, "the chunks have added with a factor"
+        self._state_version, self._drew = self.owner.state_version(), self.layout.draws
+        before = self._random_state()
+        pairs = list(zip(self._cuts, self._states, strict=False))
+        some = [p for p in self.parameters if id(p) in state.accumulated]
+        with inside(self.owner.seams), torch.enable_grad():
+            for cut, drawn in pairs:
+                receivers = None if cut in self._added else some
+                if receivers != []:
+                    self._accumulate(cut, {loss: -factor}, receivers, drawn if self._drew else None)
+        if self._drew:
+            before.restore()
+
     def release(self) -> None:
         """Free the graph and the gradients: the root is called again before this backward."""
         self._graph = None
@@ -406,6 +506,9 @@ class ChunkedCall:
         self.owner.state.begin_backward(self, released=self._released)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         present = [index for index, cotangent in incoming.items() if cotangent is not None]
+        self._learn_factor(incoming, present)
+        if self._settle(incoming, present, saved):
+            return []
         if present == self._loss_outputs() and self._hand_over_if_scaled(incoming[present[0]]):
             return []
         if self._gradients is not None:  # the script uses more than the loss
@@ -420,6 +523,47 @@ class ChunkedCall:
             self._graph = None
             self._drop_arguments()
 
+    def _learn_factor(
+        self, incoming: dict[int, torch.Tensor | None], present: Sequence[int]
+    ) -> None:
+        """Note the factor on a call that found gradients, if the script left these alone since."""
+        if not self._found:
+            return
+        if present == self._loss_outputs() and marks(self.parameters) == self._found:
+            factor = incoming[present[0]]
+            assert factor is not None
+            self.owner.state.factor = factor.detach().clone()
+        else:
+            self.owner.state.stop_adding()
+
+    def _settle(
+        self,
+        incoming: dict[int, torch.Tensor | None],
+        present: Sequence[int],
+        saved: Callable[[], Sequence[torch.Tensor]],
+    ) -> bool:
+        """Make early gradients what this backward asks for; return whether there were any."""
+        if (early := self._early_gradients()) is None:
+            return False
+        state, (loss,) = self.owner.state, self._loss_outputs()
+        state.added()
+        kept, lost = early.kept_and_lost()
+        came = incoming.get(loss)
+        right = present == [loss] and came is not None and equal_factors(early.factor, came)
+        if right and not lost:
+            return True
+        missing = -early.factor if came is None else came - early.factor
+        state.another_factor(lost=bool(lost))
+        self._restore_arguments(saved)
+        try:
+            if lost:
+                self._run_again(incoming, lost)
+            if kept and not right:
+                self._run_again({**incoming, loss: missing}, kept)
+        finally:
+            self._drop_arguments()
+        return True
+
     def _hand_over_if_scaled(self, factor: torch.Tensor | None) -> bool:
         """Move eager gradients into ``.grad`` if they exist and have the right loss scale."""
         assert factor is not None
@@ -433,9 +577,13 @@ class ChunkedCall:
         self._hand_over(factor if self._factor is None else None)
         return True
 
-    def _run_again(self, incoming: dict[int, torch.Tensor | None]) -> list[tuple[Cut, Gradients]]:
+    def _run_again(
+        self,
+        incoming: dict[int, torch.Tensor | None],
+        parameters: list[nn.Parameter] | None = None,
+    ) -> list[tuple[Cut, Gradients]]:
         found: list[tuple[Cut, Gradients]] = []
-        parameters = self._receivers()
+        parameters = self._receivers() if parameters is None else parameters
         before = self._random_state()
         with inside(self.owner.seams), torch.enable_grad():
             for cut, state in self._chunks_backwards():

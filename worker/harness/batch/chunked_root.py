@@ -1,7 +1,7 @@
 """Runs a root's calls in chunks; the script's training loop stays as it is.
 
 ``chunked_call.ChunkedCall`` runs the root chunk by chunk, and only one chunk's graph exists at a
-time. A step therefore needs no more memory than a hand-written accumulation loop. There are two
+time. A step therefore needs no more memory than a hand-written accumulation loop. There are three
 modes:
 
 * *recompute*: every chunk but the last runs without a graph, and runs again in backward. Backward
@@ -10,6 +10,8 @@ modes:
   must return the loss, or the call is delayed until the script calls a loss function of torch
   (``lazy_output``). The gradients are stored and multiplied by the incoming gradient in backward.
   This mode requires an empty ``.grad`` without hooks; otherwise the gradients would exist twice.
+* *early*: the same where ``.grad`` holds gradients of an earlier call: the chunks add to them
+  (``early_gradients``).
 
 When memory runs out, smaller chunks run from the stored inputs, and the step has the same
 gradients. A forward simply starts again. In backward, some parameters have received the failed

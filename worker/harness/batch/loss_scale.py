@@ -45,9 +45,12 @@ class LossScale:
 
 def equal_factors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
     """Return whether two factors are equal; NaN equals nothing."""
-    if one is None or (one.dtype, one.device) != (other.dtype, other.device):
-        return False
-    return torch.equal(one, other)
+    return equal_kind(one, other) and one is not None and torch.equal(one, other)
+
+
+def equal_kind(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Return whether two factors have one data type and device."""
+    return one is not None and (one.dtype, one.device) == (other.dtype, other.device)
 
 
 def _flows_in_half(loss: torch.Tensor) -> bool:

@@ -96,7 +96,6 @@ class Rest:
             device=max(0, measured.peak_device - probed.peak_device),
         )
 
-
     def added(self, probed: Measurement) -> Measurement:
         """Return a probe to which this was not added yet, with it."""
         return replace(
