@@ -109,7 +109,8 @@ class Proposer:
         """Return what ``launch`` does once no plan is left to probe, and with which trials.
 
         The two fastest plans are compared by real steps, then the winner is verified. No trials:
-        the launch ends. A plan that another launch measured is verified when it is confirmed.
+        the launch ends. A plan that another launch measured is verified when it is confirmed, and
+        one that shards the weights before it trains.
         """
         history = self._history
         ranked = history.ranked_sound()
@@ -119,7 +120,7 @@ class Proposer:
         if rivals := _rivals(here):
             return Stage.STEPS, rivals
         plan = best_plan(ranked[0])
-        known = history.is_verified(plan)
+        known = history.is_verified(plan) or plan["sharding"] != AS_IS
         if ranked[0] not in here or known or plan.fidelity(history.study.facts) is Fidelity.RECIPE:
             return Stage.PROBE, []
         return Stage.CHECK, ranked[:1]

@@ -169,21 +169,30 @@ class Stages:
         self._stepped = self._observed is not None
 
     def _again(self, plan: Plan) -> Schedule:
-        """Measure a plan of an earlier search, and verify it if no process has."""
+        """Measure a plan of an earlier search, and verify it if no process has.
+
+        Sharded weights are never whole again, so what shards them is verified before.
+        """
+        verify = not (plan.neutral or self._trial.is_known(plan))
+        if verify and plan["sharding"] != AS_IS:
+            yield from self._check(plan)
         measurement = yield from self._steps(plan, self._request.steps)
-        if measurement is not None and not (plan.neutral or self._trial.is_known(plan)):
+        if verify and measurement is not None and plan["sharding"] == AS_IS:
             yield from self._checked(plan)
 
     def _checked(self, plan: Plan) -> Schedule:
         """Verify a plan that was measured, and run a step under it."""
-        before, self.results = self.results, []
-        measurement = yield from self._steps(plan, 1, check=True)
+        measurement = yield from self._check(plan)
         known = self._by_steps.get(plan, measurement)
-        if known is None:
-            return
-        self.results = before or [(plan, known)]
-        if self.shortage is not None:  # the plan has trained, so this is what the check needs
+        if known is not None and not self.results:
+            self._note(plan, known)
+
+    def _check(self, plan: Plan) -> Measuring:
+        """Run a step in which a plan that fits is verified; memory that runs out is the check's."""
+        measurement = yield from self._steps(plan, 1, check=True)
+        if self.shortage is not None:
             self.shortage = replace(self.shortage, phase=CHECK)
+        return measurement
 
     def _in_turn(self, indices: range) -> Schedule:
         """Measure plans by real steps: A, B, A, B. Report all of them at the end."""
@@ -239,7 +248,7 @@ class Stages:
             return None
         if not check:
             self._by_steps[plan] = measurement
-        self._note(plan, measurement)
+            self._note(plan, measurement)
         return measurement
 
     def _note(self, plan: Plan, measurement: Measurement) -> None:
