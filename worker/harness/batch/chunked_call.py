@@ -456,7 +456,7 @@ class ChunkedCall:
         """Subtract what was added; the script's backward, if it comes, adds everything."""
         if (early := self._early_gradients()) is None:
             return
-        kept, _ = early.kept_and_lost()
+        kept, _ = early.unchanged_and_replaced()
         (loss,) = self._loss_outputs()
         present, self.batch = self.batch, Batch(early.arguments, self.batch.spec)
         try:
@@ -547,7 +547,7 @@ class ChunkedCall:
             return False
         state, (loss,) = self.owner.state, self._loss_outputs()
         state.added()
-        kept, lost = early.kept_and_lost()
+        kept, lost = early.unchanged_and_replaced()
         came = incoming.get(loss)
         right = present == [loss] and came is not None and equal_factors(early.factor, came)
         if right and not lost:

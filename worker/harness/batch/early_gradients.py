@@ -53,7 +53,7 @@ class EarlyGradients:
         """Return whether the call has added to ``parameter``."""
         return id(parameter) in self._own
 
-    def kept_and_lost(self) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    def unchanged_and_replaced(self) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
         """Return the parameters that still have what was added, and those that do not.
 
         Raises ``Refused`` if the script has changed a gradient in place: its share is unknown.
