@@ -149,6 +149,7 @@ class ChunkedCall:
         self._added: list[Cut] = []
         """The chunks that have."""
         self._early: EarlyGradients | None = None
+        """What they have added, until the script's backward."""
         self._stop_listening: Callable[[], None] = lambda: None
         self._found: Marks = []
         """The gradients that were there, if the next such call may add to them."""
@@ -457,6 +458,8 @@ class ChunkedCall:
         if (early := self._early_gradients()) is None:
             return
         kept, _ = early.unchanged_and_replaced()
+        if not kept:
+            return
         (loss,) = self._loss_outputs()
         present, self.batch = self.batch, Batch(early.arguments, self.batch.spec)
         try:
