@@ -34,7 +34,7 @@ def test_another_point_of_the_study(
     searched_folder: Path, leanest: Point, command: Command, tmp_path: Path
 ) -> None:
     peak = leanest.measurement.peak_device
-    line = ["best", "train.py", "--memory", str(peak)]
+    line = ["best", "train.py", "--memory", f"{peak}B"]
     shown = command(*line, "--format", "json", cwd=searched_folder)
     told = json.loads(shown.stdout)
     assert told["budget_bytes"] == told["peak_bytes"] == peak

@@ -392,7 +392,7 @@ class TestASearch:
         assert main(["search", "styles.py", "--trials", "1"]) == 0
         neutral = trials(styles)[0]
         assert neutral.measurement is not None
-        half = str(neutral.measurement.peak_device // 2)
+        half = f"{neutral.measurement.peak_device // 2}B"
         capsys.readouterr()
         assert main(["search", "styles.py", "--memory", half, "--trials", "6"]) == 0
         found = trials(styles)
