@@ -109,8 +109,8 @@ class Proposer:
         """Return what ``launch`` does once no plan is left to probe, and with which trials.
 
         The two fastest plans are compared by real steps, then the winner is verified. No trials:
-        the launch ends. A plan that another launch measured is verified when it is confirmed, and
-        one that shards the weights before it trains.
+        the launch ends. Two kinds of plans are verified when they are confirmed: those that another
+        launch measured, and those that shard the weights.
         """
         history = self._history
         ranked = history.ranked_sound()

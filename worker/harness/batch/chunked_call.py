@@ -399,12 +399,18 @@ class ChunkedCall:
         """
         scale = self.owner.state.loss_scale
         return (
+            self._backward_may_follow()
+            and all(parameter.grad is None for parameter in self.parameters)
+            and (scale.settled or not scale.matters(self._ambient))
+        )
+
+    def _backward_may_follow(self) -> bool:
+        """Return whether a chunk's loss gives all gradients, whatever ``.grad`` holds."""
+        return (
             len(self._loss_outputs()) == 1
             and not self.inputs
             and self.owner.state.one_at_a_time
             and not self.owner.seams.stepping
-            and all(parameter.grad is None for parameter in self.parameters)
-            and (scale.settled or not scale.matters(self._ambient))
         )
 
     def _could_add(self) -> bool:
@@ -415,10 +421,7 @@ class ChunkedCall:
         return (
             self.owner.state.may_add
             and self.owner.live_module().training
-            and len(self._loss_outputs()) == 1
-            and not self.inputs
-            and self.owner.state.one_at_a_time
-            and not self.owner.seams.stepping
+            and self._backward_may_follow()
             and self.owner.state.loss_scale.matters(self._ambient) is not True
             and any(mark is not None for mark in marks(self.parameters))
         )

@@ -87,8 +87,8 @@ class Rest:
     def between(cls, measured: Measurement, probed: Measurement, chunks: int = 1) -> Rest:
         """Return what real steps needed beyond what a probe of the same plan computed.
 
-        ``chunks``: of a call. Most of the time that a split step takes beyond its probe is what
-        each of its chunks costs in a real step, so one chunk's share of it is taken.
+        ``chunks``: of a call. In a real step each chunk costs some time that its probe does not
+        show. So the time beyond the probe is divided by the number of chunks.
         """
         return cls(
             seconds=max(0.0, measured.seconds - probed.seconds) / chunks,

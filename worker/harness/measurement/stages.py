@@ -174,10 +174,11 @@ class Stages:
         Sharded weights are never whole again, so what shards them is verified before.
         """
         verify = not (plan.neutral or self._trial.is_known(plan))
-        if verify and plan["sharding"] != AS_IS:
+        before = plan["sharding"] != AS_IS
+        if verify and before:
             yield from self._check(plan)
         measurement = yield from self._steps(plan, self._request.steps)
-        if verify and measurement is not None and plan["sharding"] == AS_IS:
+        if verify and not before and measurement is not None:
             yield from self._checked(plan)
 
     def _checked(self, plan: Plan) -> Schedule:

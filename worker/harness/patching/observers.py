@@ -87,7 +87,8 @@ class Seams:
         self.loader = True
         """Whether the loader's ``next`` is patched, too."""
         self.knows_optimizers = True
-        """Attached before the script has made an optimizer; it differentiates with none made."""
+        """The optimizers tell what trains: the script has made each after ``attach``, and one of
+        them before its first backward."""
         self.inside = 0
         """Above zero while a root's own forward or backward runs. It counts for all threads,
         because CUDA runs backward in a thread of its own."""
