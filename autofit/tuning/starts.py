@@ -73,13 +73,16 @@ class FixedStarts:
         """Return the plan that is expected to be fastest, of those that need no own process.
 
         It leaves open how many blocks are checkpointed, and how the batch is split. A plan that is
-        made for one batch size comes later.
+        made for one batch size comes later. Of refining levels it has at most one that saves much.
         """
         state = self._state
         plans = [
             plan
             for plan in state.situation().candidates
-            if plan.fixed.neutral and plan.unsized == plan and not plan.alone
+            if plan.fixed.neutral
+            and plan.unsized == plan
+            and not plan.alone
+            and not any(s.level(level).refines for s, level in plan)
         ]
         ran = (t for t in state.finished if t.verdict is not Verdict.REFUSED)
         if state.facts is None or not plans or any(not trial.plan.neutral for trial in ran):

@@ -386,7 +386,7 @@ def test_no_corner_of_the_plane_is_clearly_faster(case: tuple[Device, float]) ->
 # --- a plan that needs less than another ------------------------------------------------------
 
 
-def more(device: Device, share: float, ask: Ask, budget: float) -> tuple[Ask | None, Device]:
+def more(device: Device, share: float, ask: Ask, budget: float) -> tuple[list[Ask], Device]:
     """Return what is asked after a plan that keeps a share of the activations ran at ``ask``."""
     _, asked = solved(device, budget)
     known = [(each, found) for each, found in asked if found is not None]
@@ -399,39 +399,37 @@ def more(device: Device, share: float, ask: Ask, budget: float) -> tuple[Ask | N
         blocks=device.blocks or 0,
         splits=device.splits,
     )
-    return found, leaner
+    return [*found], leaner
 
 
 def test_room_is_used_for_larger_chunks() -> None:
     budget = room(PLAIN.peak(16))
-    for share, expected in ((0.5, Ask(32)), (0.2, Ask(BATCH)), (0.9, None)):
+    for share, expected in ((0.5, [Ask(32)]), (0.2, [Ask(BATCH)]), (0.9, [])):
         assert more(PLAIN, share, Ask(16), budget)[0] == expected
 
 
 def test_room_is_used_for_fewer_blocks() -> None:
     device = Device(launch=0.7)
     budget = room(device.peak(BATCH, 12))
-    for share, expected in ((0.5, Ask(BATCH, 0)), (0.8, Ask(BATCH, 9)), (1.0, None)):
+    for share, expected in ((0.5, [Ask(BATCH, 0)]), (0.8, [Ask(BATCH, 9)]), (1.0, [])):
         found, leaner = more(device, share, Ask(BATCH, 12), budget)
         assert found == expected
-        if found is not None:
-            assert leaner.peak(BATCH, found.blocks or 0) <= budget
+        for ask in found:
+            assert leaner.peak(BATCH, ask.blocks or 0) <= budget
 
 
 def test_a_split_batch_is_whole_again_with_some_blocks() -> None:
     device = Device()
     budget = room(device.peak(32))
     found, leaner = more(device, 0.7, Ask(32, 0), budget)
-    assert found is not None
-    assert found.micro_batch == BATCH
-    assert found.blocks == fewest(leaner, budget)
+    assert found == [Ask(BATCH, fewest(leaner, budget)), Ask(BATCH, BLOCKS)]
 
 
 def test_nothing_is_asked_of_a_plan_that_needs_no_less() -> None:
-    assert more(PLAIN, 1.3, Ask(16), room(PLAIN.peak(16)))[0] is None
-    assert more(PLAIN, 0.5, Ask(BATCH), room(PLAIN.peak(BATCH)))[0] is None
+    assert more(PLAIN, 1.3, Ask(16), room(PLAIN.peak(16)))[0] == []
+    assert more(PLAIN, 0.5, Ask(BATCH), room(PLAIN.peak(BATCH)))[0] == []
     device = Device()
-    assert more(device, 0.5, Ask(BATCH, 0), room(device.peak(BATCH)))[0] is None
+    assert more(device, 0.5, Ask(BATCH, 0), room(device.peak(BATCH)))[0] == []
 
 
 @given(devices(splits=True), st.floats(0.2, 1.0))
@@ -441,12 +439,11 @@ def test_what_is_asked_fits_and_is_faster(case: tuple[Device, float], share: flo
     if winner is None or len([found for _, found in asked if found is not None]) < 2:
         return
     found, leaner = more(device, share, winner, budget)
-    if found is None:
-        return
-    assert leaner.peak(found.micro_batch, found.blocks or 0) <= budget
-    assert found != winner
-    chunks = [math.ceil(device.batch / each.micro_batch) for each in (found, winner)]
-    assert chunks[0] < chunks[1] or (found.blocks or 0) < (winner.blocks or 0)
+    for ask in found:
+        assert leaner.peak(ask.micro_batch, ask.blocks or 0) <= budget
+        assert ask != winner
+        chunks = [math.ceil(device.batch / each.micro_batch) for each in (ask, winner)]
+        assert chunks[0] < chunks[1] or (ask.blocks or 0) < (winner.blocks or 0)
 
 
 def test_a_plan_that_was_measured_with_all_blocks_only() -> None:
@@ -457,5 +454,5 @@ def test_a_plan_that_was_measured_with_all_blocks_only() -> None:
     winner, _ = solved(device, budget)
     assert winner == Ask(32, BLOCKS)
     found, leaner = more(device, 0.5, winner, budget)
-    assert found == Ask(BATCH, BLOCKS)
+    assert found == [Ask(BATCH, BLOCKS)]
     assert leaner.peak(BATCH, BLOCKS) <= budget

@@ -209,8 +209,10 @@ def roomier(
     *,
     blocks: int,
     splits: bool,
-) -> Ask | None:
+) -> tuple[Ask, ...]:
     """Return faster numbers that should fit, for a plan that needs less memory than expected.
+
+    They are to be measured in turn until one fits.
 
     A compiled plan is measured at the numbers of the same plan without compilation, and often
     leaves room. Its activations are taken to be the same share of the other plan's at any numbers.
@@ -223,7 +225,7 @@ def roomier(
     """
     asked, measured = now
     if len({ask.micro_batch for ask, _ in known}) < 2:
-        return None
+        return ()
     alike = len({ask.blocks or 0 for ask, _ in known}) < 2
     if alike:  # what a block needs is unknown
         known = [(Ask(ask.micro_batch), each) for ask, each in known]
@@ -231,18 +233,19 @@ def roomier(
     rest, sample, block = _plane(known)
     held = asked.micro_batch * (sample - (asked.blocks or 0) * block)
     if held <= 0 or measured.peak_device <= rest:
-        return None
+        return ()
     share = (measured.peak_device - rest) / held
     room = ((1 - MARGIN) * budget - rest) / share
     if alike:
         size = even(batch, math.floor(room / sample)) if splits and room >= sample else 0
-        return Ask(size, now[0].blocks) if size > asked.micro_batch else None
+        return (Ask(size, now[0].blocks),) if size > asked.micro_batch else ()
     whole = batch * sample - room
     number = 0 if whole <= 0 else math.ceil(whole / (batch * block)) if block > 0 else blocks + 1
     if number <= blocks and (asked.micro_batch < batch or number < (asked.blocks or 0)):
-        return Ask(batch, number if blocks else None)
+        tried = (number, blocks) if asked.micro_batch < batch else (number,)
+        return tuple(Ask(batch, each if blocks else None) for each in dict.fromkeys(tried))
     size = even(batch, math.floor(room / sample)) if splits and room >= sample else 0
-    return Ask(size, asked.blocks and 0) if size > asked.micro_batch else None
+    return (Ask(size, asked.blocks and 0),) if size > asked.micro_batch else ()
 
 
 def _plane(known: Sequence[tuple[Ask, Measurement]]) -> tuple[float, float, float]:

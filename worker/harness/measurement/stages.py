@@ -321,8 +321,8 @@ class Stages:
     ) -> Schedule:
         """Measure ``plan`` at the best numbers of another plan, of which ``known`` was measured.
 
-        If that leaves room, measure it once more at numbers that should be faster. If it does not
-        fit, and with ``or_leaner``, measure it at leaner numbers.
+        If that leaves room, measure it at numbers that should be faster, until some fit. If it
+        does not fit, and with ``or_leaner``, measure it at leaner numbers.
         """
         if not known:
             return
@@ -337,16 +337,18 @@ class Stages:
                 size //= 2
             else:
                 return
-        ask = sizes.roomier(
+        if self._cannot_win(measured):
+            return
+        for ask in sizes.roomier(
             [(self._ask_of(each), each) for each in known],
             (self._ask_of(measured), measured),
             self._samples(plan),
             self._request.budget,
             blocks=self._blocks if plan["checkpointing"] == AUTO else 0,
             splits=plan["micro_batch"] == AUTO,
-        )
-        if ask is not None and not self._cannot_win(measured):
-            yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))
+        ):
+            if (yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))):
+                return
 
     def _solve(self, plan: Plan) -> Schedule:
         """Search the fastest numbers of ``plan`` that fit."""
