@@ -3,8 +3,8 @@
     python benchmarks/best_of_six.py --memory 24GiB [--eager] SCRIPT [-- ARGS]
 
 bf16 and fused with: the whole batch, a half of it at a time, all blocks checkpointed; and each of
-these with regional compile, unless ``--eager`` is given. A script with autocast of its own gets them
-without bf16. Nothing is verified. Each line of output is JSON.
+these with regional compile, unless ``--eager`` is given. A script with autocast of its own gets
+them without bf16. Nothing is verified. Each line of output is JSON.
 """
 
 from __future__ import annotations

@@ -571,13 +571,14 @@ def _block_diagonal(one: Array, other: Array) -> Array:
 def _compile_seconds(finished: Sequence[TrialRecord], facts: Facts) -> Array:
     """Return the seconds to compile under each level.
 
-    This is the last measurement of a plan with one such level, or else what its strategy expects.
+    These are the most that the last plan with one such level took, or else what its strategy
+    expects. Later measurements of a plan find compiled code in a cache.
     """
     seconds = {(s.name, level.name): s.expected_setup(level.name, facts) for s, level in EFFECTS}
     for trial in finished:
         slow = [change for change in trial.plan.changes if seconds.get(change)]
-        if trial.measurement is not None and len(slow) == 1:
-            seconds[slow[0]] = trial.measurement.compile_seconds
+        if trial.report is not None and trial.measurement is not None and len(slow) == 1:
+            seconds[slow[0]] = max(each.compile_seconds for each in trial.report.measurements)
     return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
 
 

@@ -468,3 +468,11 @@ def test_the_peak_is_within_six_percent_of_real_steps(tmp_path: Path, step: str)
         assert probed.micro_batch == steps.micro_batch
         assert probed.checkpointing == steps.checkpointing
         assert probed.effective_batch == steps.effective_batch == 256
+
+
+@pytest.mark.full
+def test_what_a_probe_has_compiled_is_told(tmp_path: Path) -> None:
+    """torch's counter of these seconds restarts when the plan is undone."""
+    plans = [Plan.of({"compile": "regional"}), PLAIN, Plan.of({"compile": "full"})]
+    probed = [each for each, _ in measured(tmp_path, STEPS["loss outside"], *plans)]
+    assert [each.compile_seconds > 0 for each in probed] == [True, False, True]

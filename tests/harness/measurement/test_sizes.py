@@ -40,11 +40,15 @@ class Device:
     """What a step takes longer if all blocks run again, as a share."""
     floor: float = 0.0
     """Peak of the optimizer step."""
+    gradients: int = 0
+    """Bytes of the gradients, which a chunk finds and a whole batch does not."""
     noise: float = 0.0
 
     def peak(self, size: int, blocks: int = 0) -> int:
         wave = 1 + self.noise * ((size * 7 + blocks * 13) % 5 - 2) / 2
-        return int(max(self.floor, self.rest + size * (self.sample - self.block * blocks)) * wave)
+        held = self.gradients if size < self.batch else 0
+        work = held + size * (self.sample - self.block * blocks)
+        return int(max(self.floor, self.rest + work) * wave)
 
     def seconds(self, size: int, blocks: int = 0) -> float:
         chunks = math.ceil(self.batch / size)
@@ -77,7 +81,13 @@ class Device:
 
 def solved(device: Device, budget: float) -> tuple[Ask | None, Asked]:
     """Answer every question of a search as the device would; return the winner's numbers."""
-    search = solve(device.batch, int(budget), blocks=device.blocks, splits=device.splits)
+    search = solve(
+        device.batch,
+        int(budget),
+        blocks=device.blocks,
+        splits=device.splits,
+        gradients=device.gradients,
+    )
     asked: Asked = []
     answer = None
     while len(asked) < 30:
@@ -398,6 +408,7 @@ def more(device: Device, share: float, ask: Ask, budget: float) -> tuple[list[As
         int(budget),
         blocks=device.blocks or 0,
         splits=device.splits,
+        gradients=device.gradients,
     )
     return [*found], leaner
 
@@ -416,6 +427,19 @@ def test_room_is_used_for_fewer_blocks() -> None:
         assert found == expected
         for ask in found:
             assert leaner.peak(BATCH, ask.blocks or 0) <= budget
+
+
+def test_a_whole_batch_finds_no_gradients() -> None:
+    """Chunks of a third of the batch may need more than the whole batch does."""
+    plain = Device(blocks=None, gradients=8000)
+    winner, _ = solved(plain, room(plain.peak(BATCH)))
+    assert winner == Ask(BATCH)
+    device = Device(gradients=1500, launch=0.7)
+    budget = room(device.peak(BATCH, 20))
+    winner, asked = solved(device, budget)
+    assert winner == Ask(BATCH, 20), numbers(asked)
+    found, _ = more(device, 0.8, winner, budget)
+    assert found == [Ask(BATCH, fewest(replace(device, sample=192, block=7.2), budget))]
 
 
 def test_a_split_batch_is_whole_again_with_some_blocks() -> None:

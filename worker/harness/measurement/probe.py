@@ -140,6 +140,16 @@ class Prober:
         self._held = has_gradients(self._parameters)
         """The script's gradients of the step before exist while its model runs."""
 
+    @property
+    def gradients_of_chunks(self) -> int:
+        """Bytes of the gradients that exist while a chunk runs, but not while the whole call does.
+
+        0 where they exist in both: the script accumulates, or does not free them before its model.
+        """
+        if self._facts.calls_per_step > 1 or self._held:
+            return 0
+        return sum(each.nbytes for each in self._parameters)
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Drop the script's gradients, and let optimizers change no parameter."""
@@ -170,7 +180,8 @@ class Prober:
         calls = self._facts.calls_per_step
         several = chunks * calls > 1
         frees = self._frees and not several
-        passes, step = self._passes(cut, held=several or self._held, frees=frees)
+        compiles = any(strategy.level(level).setup_seconds for strategy, level in plan)
+        passes, step = self._passes(cut, held=several or self._held, frees=frees, compiles=compiles)
         again = 0 if passes.once else chunks - 1
         seconds = calls * (chunks * passes.both + again * passes.forward) + step.seconds
         allocated = max(passes.peak.allocated + rest.allocated, step.peak.allocated)
@@ -195,12 +206,15 @@ class Prober:
 
     # --- a chunk ---------------------------------------------------------------------------
 
-    def _passes(self, cut: tuple[int, int], *, held: bool, frees: bool) -> tuple[Passes, StepCost]:
+    def _passes(
+        self, cut: tuple[int, int], *, held: bool, frees: bool, compiles: bool
+    ) -> tuple[Passes, StepCost]:
         """Run a chunk and the optimizer twice; the second time counts.
 
         The first time may compile, choose kernels, and make the optimizer's state. ``held``:
         gradients exist while the chunk runs, of chunks before it or of the step before. ``frees``:
-        they are freed after its forward.
+        they are freed after its forward. ``compiles``: the chunk runs once more, because a second
+        time may compile too, and the faster counts.
         """
         with self._shortages("forward"):
             self._run_chunk(cut)
@@ -213,6 +227,10 @@ class Prober:
                 with self._seams.part_of_backward(more=True):
                     self._run_chunk(cut)
             passes = self._run_chunk(cut, frees=frees)
+            if compiles:
+                if not held:
+                    self._drop_gradients()
+                passes = min(passes, self._run_chunk(cut, frees=frees), key=lambda each: each.both)
             if passes.peak.reserved > LOOSE * passes.peak.allocated:
                 # The allocator still holds what the first time needed, a compilation for example.
                 self._meter.release()

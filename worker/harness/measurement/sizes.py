@@ -49,7 +49,14 @@ def even(batch: int, largest: int) -> int:
     return math.ceil(batch / chunks)
 
 
-def solve(batch: int, budget: int, *, blocks: int | None = None, splits: bool = True) -> Solver:
+def solve(
+    batch: int,
+    budget: int,
+    *,
+    blocks: int | None = None,
+    splits: bool = True,
+    gradients: int = 0,
+) -> Solver:
     """Search the numbers under which a step is fastest within ``budget`` bytes.
 
     The whole batch comes first if a line through two small chunks says that it fits. Otherwise the
@@ -62,8 +69,10 @@ def solve(batch: int, budget: int, *, blocks: int | None = None, splits: bool = 
         budget: Bytes that the process may occupy on the device.
         blocks: Blocks that may be checkpointed; ``None`` if the plan has a number of its own.
         splits: Whether the batch may be cut into chunks.
+        gradients: Bytes of the gradients that exist while a chunk runs, but not while the whole
+            batch does: chunks add to those of the chunks before.
     """
-    search = _Search(batch, budget, blocks, splits)
+    search = _Search(batch, budget, blocks, splits, gradients)
     yield from search.run()
     return search.winner()
 
@@ -71,8 +80,10 @@ def solve(batch: int, budget: int, *, blocks: int | None = None, splits: bool = 
 class _Search:
     """One search, with everything that was measured so far."""
 
-    def __init__(self, batch: int, budget: int, blocks: int | None, splits: bool) -> None:
-        self._batch, self._room = batch, (1 - MARGIN) * budget
+    def __init__(
+        self, batch: int, budget: int, blocks: int | None, splits: bool, gradients: int
+    ) -> None:
+        self._batch, self._room, self._gradients = batch, (1 - MARGIN) * budget, gradients
         self._blocks, self._splits = blocks, splits
         self._found: dict[tuple[int, int], Measurement | None] = {}
         """By the samples of a chunk and the number of checkpointed blocks."""
@@ -145,7 +156,8 @@ class _Search:
             slope, rest = line
             short = [size for (size, at), each in self._found.items() if at == blocks and not each]
             most = min([self._batch, *(size - 1 for size in short)])
-            if slope:
+            whole = most == self._batch and rest - self._gradients + slope * most <= self._room
+            if slope and not whole:
                 most = min(most, math.floor((self._room - rest) / slope))
             largest = max(self._sizes(blocks))
             if most < 1 or (size := even(self._batch, most)) <= largest:
@@ -192,7 +204,7 @@ class _Search:
         if checkpointed is None:
             return self._blocks + 1
         slope, rest = checkpointed
-        left = self._room - rest - slope * self._batch
+        left = self._room - rest + self._gradients - slope * self._batch
         if left < 0:
             return self._blocks + 1
         if plain is None:
@@ -209,6 +221,7 @@ def roomier(
     *,
     blocks: int,
     splits: bool,
+    gradients: int = 0,
 ) -> tuple[Ask, ...]:
     """Return faster numbers that should fit, for a plan that needs less memory than expected.
 
@@ -220,7 +233,7 @@ def roomier(
     Args:
         known: The measurements of the plan without compilation.
         now: The measurement of the compiled plan.
-        batch, budget, splits: As for ``solve``.
+        batch, budget, splits, gradients: As for ``solve``.
         blocks: Blocks that may be checkpointed; 0 if none may.
     """
     asked, measured = now
@@ -230,16 +243,22 @@ def roomier(
     if alike:  # what a block needs is unknown
         known = [(Ask(ask.micro_batch), each) for ask, each in known]
         asked = Ask(asked.micro_batch)
-    rest, sample, block = _plane(known)
+
+    def with_gradients(ask: Ask, found: Measurement) -> float:
+        return float(found.peak_device + (gradients if ask.micro_batch == batch else 0))
+
+    peaks = [with_gradients(*each) for each in known]
+    rest, sample, block = _plane([ask for ask, _ in known], peaks)
     held = asked.micro_batch * (sample - (asked.blocks or 0) * block)
-    if held <= 0 or measured.peak_device <= rest:
+    peak = with_gradients(asked, measured)
+    if held <= 0 or peak <= rest:
         return ()
-    share = (measured.peak_device - rest) / held
+    share = (peak - rest) / held
     room = ((1 - MARGIN) * budget - rest) / share
     if alike:
         size = even(batch, math.floor(room / sample)) if splits and room >= sample else 0
         return (Ask(size, now[0].blocks),) if size > asked.micro_batch else ()
-    whole = batch * sample - room
+    whole = batch * sample - room - gradients / share
     number = 0 if whole <= 0 else math.ceil(whole / (batch * block)) if block > 0 else blocks + 1
     if number <= blocks and (asked.micro_batch < batch or number < (asked.blocks or 0)):
         tried = (number, blocks) if asked.micro_batch < batch else (number,)
@@ -248,9 +267,8 @@ def roomier(
     return (Ask(size, asked.blocks and 0),) if size > asked.micro_batch else ()
 
 
-def _plane(known: Sequence[tuple[Ask, Measurement]]) -> tuple[float, float, float]:
+def _plane(asked: Sequence[Ask], peaks: Sequence[float]) -> tuple[float, float, float]:
     """Return the bytes of everything else, of a sample, and of a sample in a block."""
-    rows = [[1.0, ask.micro_batch, -ask.micro_batch * (ask.blocks or 0)] for ask, _ in known]
-    peaks = [float(each.peak_device) for _, each in known]
+    rows = [[1.0, ask.micro_batch, -ask.micro_batch * (ask.blocks or 0)] for ask in asked]
     rest, sample, block = np.linalg.lstsq(np.array(rows), np.array(peaks), rcond=None)[0]
     return float(rest), float(sample), float(block)

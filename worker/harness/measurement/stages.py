@@ -13,7 +13,7 @@ from typing import Protocol
 from autofit.exceptions import Refused
 from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS
+from autofit.strategies.base import AS_IS, Memory
 from autofit.strategies.checkpointing import Checkpointing, count, level_of, most_blocks
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker.harness.measurement import sizes
@@ -304,9 +304,18 @@ class Stages:
         self.results += [(plan, self._rest.added(probed)) for plan, probed in reversed(unseen)]
 
     def _alike(self, plan: Plan) -> Sequence[Measurement]:
-        """Return the measurements of the first solved plan that leaves the same numbers open."""
+        """Return the measurements of the first solved plan whose numbers may serve for ``plan``.
+
+        It leaves the same numbers open, and has the same weights, gradients and state in memory.
+        """
         numbers = ("micro_batch", "checkpointing")
-        alike = (p for p in self._solved if all(p[n] == plan[n] for n in numbers) and p != plan)
+        alike = (
+            each
+            for each in self._solved
+            if each != plan
+            and all(each[name] == plan[name] for name in numbers)
+            and _beside_activations(each) == _beside_activations(plan)
+        )
         return next((self._solved[each] for each in alike), ())
 
     def _numbers_of(self, plan: Plan) -> Generator[Window | None, None, Sequence[Measurement]]:
@@ -346,6 +355,7 @@ class Stages:
             self._request.budget,
             blocks=self._blocks if plan["checkpointing"] == AUTO else 0,
             splits=plan["micro_batch"] == AUTO,
+            gradients=self._gradients_of_chunks,
         ):
             if (yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))):
                 return
@@ -373,12 +383,23 @@ class Stages:
                 raise Refused(reason, Checkpointing.name)
             blocks = self._blocks
         splits = plan["micro_batch"] == AUTO
-        return sizes.solve(self._samples(plan), self._request.budget, blocks=blocks, splits=splits)
+        return sizes.solve(
+            self._samples(plan),
+            self._request.budget,
+            blocks=blocks,
+            splits=splits,
+            gradients=self._gradients_of_chunks,
+        )
 
     def _samples(self, plan: Plan) -> int:
         """Return the most samples in a chunk under ``plan``."""
         size = plan["micro_batch"]
         return plan.samples(self._trial.facts.batch or 1) if size in (AS_IS, AUTO) else int(size)
+
+    @property
+    def _gradients_of_chunks(self) -> int:
+        """Bytes of the gradients that exist in a chunk, but not in a probe of the whole batch."""
+        return self._trial.suspension.gradients_of_chunks if self._trial.suspension else 0
 
     @property
     def _blocks(self) -> int:
@@ -421,3 +442,8 @@ class Stages:
         self.shortage = leaner_shortage(self.shortage, short)
         self._trial.short(short)
         return None
+
+
+def _beside_activations(plan: Plan) -> set[tuple[str, str]]:
+    """Return the levels of a plan that lower other memory than that of activations."""
+    return {(s.name, level) for s, level in plan if s.lowered(level) - {Memory.ACTIVATIONS}}

@@ -61,6 +61,14 @@ class Suspension:
         self._stack.callback(RandomState.now().restore)
         self._stack.enter_context(self._prober.suspended())
 
+    @property
+    def gradients_of_chunks(self) -> int:
+        """Bytes of the gradients that exist while a chunk runs, but not while the whole call does.
+
+        0 where they exist in both.
+        """
+        return self._prober.gradients_of_chunks
+
     def close(self) -> None:
         """Let the script go on."""
         self._stack.close()
@@ -84,9 +92,13 @@ class Suspension:
         samples = plan.samples(self._prober.samples)
         try:
             with self._session.phases.within(PROBE):
-                self._apply(plan)
-                chunk = samples if size == AS_IS else min(samples, int(size))
-                measured = self._prober.measure(plan, chunk, rest)
+                try:
+                    self._apply(plan)
+                    chunk = samples if size == AS_IS else min(samples, int(size))
+                    measured = self._prober.measure(plan, chunk, rest)
+                finally:  # torch's counter restarts with the end of the plan
+                    taken = self._clock.seconds() - compiled
+                    self._session.phases.compiled(compiled + taken)
         except Shortage as shortage:
             found, room = shortage.found, self._session.meter.available()
             number = None if size == AS_IS else int(size)
@@ -103,7 +115,7 @@ class Suspension:
             self._prober.free()  # before the plan is undone, which may need memory
             self._root.take_back()
             self._session.phases.compiled(self._clock.seconds())
-        return replace(measured, compile_seconds=self._clock.seconds() - compiled)
+        return replace(measured, compile_seconds=taken)
 
     def _apply(self, plan: Plan) -> None:
         """Apply a plan without its split: a probe cuts the batch itself."""
