@@ -438,9 +438,9 @@ class Replay:
         found.append(measured)
         asked = [(Ask(each.micro_batch), each) for each in (*known, measured)]
         batch = self.grid.work.batch
-        more = roomier(asked[:-1], asked[-1], batch, self.budget, blocks=0, splits=True)
-        roomy = window(plan, more.micro_batch) if more is not None else None
-        found.extend([roomy] if roomy else [])
+        for more in roomier(asked[:-1], asked[-1], batch, self.budget, blocks=0, splits=True):
+            roomy = window(plan, more.micro_batch)
+            found.extend([roomy] if roomy else [])
         return min(found, key=lambda each: each.seconds)
 
     def _longest(self, plan: Plan) -> float:
