@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.verification.call_signature import Signatures
 
 ROUNDS = 10
@@ -43,13 +44,18 @@ def main() -> None:
     cuda = options.device == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     parameters = list(model.parameters())
-    signatures, shapes = Signatures(lambda: model), Shapes()
+    watch, shapes = ModuleWatch(lambda: model), Shapes()
+    signatures = Signatures(lambda: model, watch)
     taken: dict[str, list[float]] = {"asked": [], "plain": [], "signature": [], "shape": []}
 
     def timed(name: str, run: Callable[[], object]) -> None:
         started = time.perf_counter()
         run()
         taken[name].append(time.perf_counter() - started)
+
+    def kind_of(batch: Batch) -> object:
+        watch.look()
+        return signatures.of(batch, gradients=True)
 
     def step(asks: bool) -> None:
         for part in words.chunk(options.parts):
@@ -60,7 +66,7 @@ def main() -> None:
             output.loss.backward()
         if asks:
             batch = Batch.of((), {"input_ids": words, "labels": words, "use_cache": False})
-            timed("signature", lambda: signatures.of(batch, gradients=True))
+            timed("signature", lambda: kind_of(batch))
         optimizer.step()
         optimizer.zero_grad()
         wait()

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from autofit.plan import Plan
 from autofit.worker import meter
+from autofit.worker.harness.batch.chunked_call import ChunkedCall
 from autofit.worker.harness.session.real_run import RealRun
 from autofit.worker.records.trials import LaunchRequest, OutOfMemory, Script
 
@@ -39,6 +40,9 @@ class Silent:
         """Drop it."""
 
 
+EMPTY = ChunkedCall._empty_gradients
+
+
 class Run(RealRun):
     """Notes each shortage: where, with how many samples, how many gradients had arrived."""
 
@@ -48,11 +52,20 @@ class Run(RealRun):
         asked = LaunchRequest(script=script, plans=(plan,), device="cpu", budget=0, timeout=60.0)
         super().__init__(asked, Silent(), gauge)  # type: ignore[arg-type]
         self.met: list[tuple[str, int | None, int]] = []
+        self.emptied = 0
+        """Gradients of this step that were dropped, because chunks start over."""
+
+    def drop(self, call: ChunkedCall) -> None:
+        """Drop the gradients of the chunks, and count them."""
+        self.emptied += sum(each.grad is not None for each in call.parameters)
+        EMPTY(call)
 
     def shortage(self, found: OutOfMemory) -> None:
         """Note it."""
         (root,) = self.roots
-        arrived = len(root.chunked.state.accumulated) if root.chunked is not None else 0
+        chunked = root.chunked
+        arrived = len(chunked.state.arrived(chunked.parameters)) if chunked is not None else 0
+        arrived, self.emptied = arrived + self.emptied, 0
         self.met.append((found.phase, found.micro_batch, arrived))
 
 
@@ -114,6 +127,8 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     ``loss_is``: ``inside`` the model, ``outside`` of it, or ``waiting`` outside, with the call.
     """
     run.met.clear()
+    run.emptied = 0
+    ChunkedCall._empty_gradients = lambda call: run.drop(call)  # type: ignore[method-assign,assignment]
     for root in run.roots:
         if root.chunked is not None:
             root.chunked.resize(micro_batch)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.verification.call_signature import Signatures
 
 pytestmark = pytest.mark.quick
@@ -49,22 +50,34 @@ CHANGES: list[Callable[[Switched], None]] = [
 ]
 
 
+def kinds(model: nn.Module) -> Callable[[], object]:
+    """Return a function that looks at the model and returns the kind of a call."""
+    watch, batch = ModuleWatch(lambda: model), Batch.of((torch.zeros(3, 2),), {})
+    signatures = Signatures(lambda: model, watch)
+
+    def kind() -> object:
+        watch.look()
+        return signatures.of(batch, gradients=True)
+
+    return kind
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_is_changed_between_two_calls_is_noticed(change: Callable[[Switched], None]) -> None:
     model = Switched()
     if change is Switched.without_a_bias:
         model.frozen()
-    signatures, batch = Signatures(lambda: model), Batch.of((torch.zeros(3, 2),), {})
-    before = signatures.of(batch, gradients=True)
-    assert signatures.of(batch, gradients=True) == before
+    kind = kinds(model)
+    before = kind()
+    assert kind() == before
     change(model)
-    assert signatures.of(batch, gradients=True) != before
+    assert kind() != before
 
 
 def test_a_number_that_keeps_its_sign_makes_no_other_kind() -> None:
     model = Switched()
-    signatures, batch = Signatures(lambda: model), Batch.of((torch.zeros(3, 2),), {})
+    kind = kinds(model)
     model.first = 3
-    before = signatures.of(batch, gradients=True)
+    before = kind()
     model.first = 4
-    assert signatures.of(batch, gradients=True) == before
+    assert kind() == before

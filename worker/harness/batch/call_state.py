@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Protocol
 from weakref import WeakSet
 
 import torch
 
+from autofit.worker.harness.batch.early_gradients import marks
 from autofit.worker.harness.batch.loss_scale import LossScale
 
 
@@ -62,8 +63,8 @@ class CallState:
         self._rows_were_read = False
         self.even = False
         """The last call ran in even chunks, because no chunk had to run again."""
-        self.accumulated: set[int] = set()
-        """The ``id`` of each parameter whose ``.grad`` has the running chunk's gradient."""
+        self._before: dict[int, tuple[int, int] | None] = {}
+        """The marks of the gradients before the running chunk, by the parameter's ``id``."""
         self._active: WeakSet[ActiveCall] = WeakSet()
 
     def begin_forward(self, call: ActiveCall) -> None:
@@ -110,17 +111,22 @@ class CallState:
         if released:
             self.one_at_a_time = False
 
-    def begin_chunk(self) -> None:
-        """Forget which parameters have received the gradient of the chunk before."""
-        self.accumulated.clear()
+    def begin_chunk(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Note the gradients of ``parameters``: a chunk begins that may add to some.
 
-    def received(self, parameter: torch.Tensor) -> None:
-        """Record that a parameter has received the running chunk's gradient."""
-        self.accumulated.add(id(parameter))
+        Parameters that are not given have no gradient.
+        """
+        self._before = dict(zip(map(id, parameters), marks(parameters), strict=True))
 
-    def missing(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    def arrived(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Return those of ``parameters`` that have the running chunk's gradient."""
+        now = zip(parameters, marks(parameters), strict=True)
+        return [p for p, mark in now if mark != self._before.get(id(p))]
+
+    def missing(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Return the trainable ones of ``parameters`` without the running chunk's gradient."""
-        return [p for p in parameters if p.requires_grad and id(p) not in self.accumulated]
+        there = set(map(id, self.arrived(parameters)))
+        return [p for p in parameters if p.requires_grad and id(p) not in there]
 
     def rows_held(self) -> None:
         """Keep large outputs from the next call on: the script has one that it might read."""

@@ -56,8 +56,15 @@ class Owner(Protocol):
     def backward_done(self) -> None:
         """Notice that the backward of a call has ended."""
 
-    def unknown_graph(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
-        """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
+    @property
+    def attributes(self) -> Attributes:
+        """The plain attributes of the root's module at the start of its call."""
+
+    def unknown_graph(self, layout: Layout, outputs: Sequence[Any], nodes: int) -> str | None:
+        """Return the shape of a chunk's autograd graph; ``None`` if it was verified.
+
+        ``nodes``: how many nodes the chunk has made.
+        """
 
     def live_module(self) -> nn.Module:
         """Return the root's module, which must still exist."""
@@ -127,7 +134,7 @@ class ChunkedCall:
         """Positions of the arguments that require gradients, such as another root's output."""
         self._ambient = Ambient.now()
         self._root = owner.live_module()
-        self._attributes = Attributes(self._root)
+        self._attributes = owner.attributes
         """The plain attributes at the start of forward; recomputation in backward restores them."""
         self._state_version: object = None
         """The owner's ``state_version`` after forward."""
@@ -279,13 +286,15 @@ class ChunkedCall:
 
     def _chunk(self, cut: Cut, eager: bool) -> list[Any]:
         self._states.append(self._random_state())
-        self.owner.state.begin_chunk()
+        # Without gradients of earlier calls there is nothing to note.
+        self.owner.state.begin_chunk(self.parameters if self._adds else ())
         graph = eager or cut == self._cuts[-1]
+        made = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         with torch.set_grad_enabled(graph):
             leaves, outputs = self._forward(cut)
         if graph:
             self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
-            self._recognize(outputs)
+            self._recognize(outputs, torch.autograd._get_sequence_nr() - made)  # type: ignore[attr-defined]
             if not eager:
                 self._graph = ChunkGraph(cut, leaves, list(outputs))
         kept = self._without_late([without_graph(out) for out in outputs], cut)
@@ -315,13 +324,12 @@ class ChunkedCall:
             outputs[index] = outline(outputs[index])
         return outputs
 
-    def _recognize(self, outputs: list[Any]) -> None:
+    def _recognize(self, outputs: list[Any], nodes: int) -> None:
         """Raise ``UnknownGraph`` if the call's first graph has a shape that was not verified."""
         if self._recognized:
             return
-        if (
-            shape := self.owner.unknown_graph(self.layout, outputs[self._first_output :])
-        ) is not None:
+        shape = self.owner.unknown_graph(self.layout, outputs[self._first_output :], nodes)
+        if shape is not None:
             raise UnknownGraph(shape)
         self._recognized = True
 
@@ -480,7 +488,7 @@ class ChunkedCall:
         self._state_version, self._drew = self.owner.state_version(), self.layout.draws
         before = self._random_state()
         pairs = list(zip(self._cuts, self._states, strict=False))
-        some = [p for p in self.parameters if id(p) in state.accumulated]
+        some = state.arrived(self.parameters)
         with inside(self.owner.seams), torch.enable_grad():
             for cut, drawn in pairs:
                 receivers = None if cut in self._added else some
@@ -665,7 +673,7 @@ class ChunkedCall:
         Samples that drew random numbers run once more in one piece, with the same draws and with
         autograd's saved tensors in host memory.
         """
-        self.owner.state.begin_chunk()
+        self.owner.state.begin_chunk(self.parameters)
         size = cut[1] - cut[0]
         versions = _versions(self.parameters)
         on_host = self._drew and size > self.owner.micro_batch and not self._has_graph(cut)

@@ -52,7 +52,8 @@ from autofit.worker.harness.batch.layout import (
 from autofit.worker.harness.batch.lazy_output import DelayedCall, LazyOutput, Loss, saved_by_hooks
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.module_state import update_at_first_call
+from autofit.worker.harness.torch_state.module_state import Attributes, update_at_first_call
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.torch_state.modules import foreign, hooks_of_script
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
@@ -73,9 +74,12 @@ class VerifiedLayouts(Protocol):
         """
 
     def unknown_graph(
-        self, kind: Any, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
+        self, kind: Any, outputs: Sequence[Any], parameters: Sequence[torch.Tensor], nodes: int
     ) -> str | None:
-        """Return the shape of the graph behind ``outputs``; ``None`` if it was verified."""
+        """Return the shape of the graph behind ``outputs``; ``None`` if it was verified.
+
+        ``nodes``: how many nodes the call has made.
+        """
 
     def forget(self) -> None:
         """Drop all layouts: a call has contradicted one."""
@@ -96,12 +100,15 @@ class ChunkedRoot:
         *,
         find_layout: FindValues,
         layouts: VerifiedLayouts,
+        watch: ModuleWatch,
         on_shortage: OnShortage,
         reduction: DdpReduction | None = None,
         whole_at_worst: bool = True,
         one_size: bool = False,
     ) -> None:
-        """``whole_at_worst``: a later batch that cannot be split runs in one piece.
+        """``find_layout`` relies on the last look of ``watch`` at the module.
+
+        ``whole_at_worst``: a later batch that cannot be split runs in one piece.
 
         ``reduction``: coordinates the reduction if the root is a ``DistributedDataParallel``.
         """
@@ -121,14 +128,19 @@ class ChunkedRoot:
         self._module = weakref.ref(module)
         self._find_layout = find_layout
         self._layouts = layouts
+        self._watch = watch
+        self._structure = -1
+        """That of the module when its parameters and hooks were read."""
         self._has_split = False
         """A call has run in chunks without an error."""
         self._on_shortage = on_shortage
         self._evaluation = Evaluation(find_layout, on_shortage)
         self._reduction = reduction
         self._whole_at_worst = whole_at_worst
+        self._all_buffers: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
-        self._layer_hooks: list[Mapping[int, Any]] = []
+        self._listens = False
+        """The script has a hook on a gradient of the root."""
         self._hooks: list[RemovableHandle] = []
         self._update_parameters()
 
@@ -151,33 +163,37 @@ class ChunkedRoot:
             self._hooks.pop().remove()
 
     def _update_parameters(self) -> None:
-        """Find the parameters that require gradients; register a hook on each."""
-        module = self._module()
-        modules = list(module.modules()) if module is not None else []
+        """Find the parameters that require gradients, and hooks on them, if the module changed."""
+        self._watch.look()
+        if self._watch.structure == self._structure:
+            return
+        self._structure = self._watch.structure
+        modules = self._watch.modules
         self.own = _distinct(each._parameters for each in modules)
-        self._buffers = _distinct(each._buffers for each in modules)
-        self._layer_hooks = [
-            hooks
-            for each in modules
-            for hooks in (each._backward_hooks, each._backward_pre_hooks)
-            if hooks
-        ]
+        self._all_buffers = _distinct(each._buffers for each in modules)
         found = [parameter for parameter in self.own if parameter.requires_grad]
         if [id(p) for p in found] != [id(p) for p in self.parameters]:
             self.remove()
             self.parameters = found
-            self._hooks = [p.register_post_accumulate_grad_hook(self._received) for p in found]
+            if (reduction := self._reduction) is not None:
+                self._hooks = [
+                    p.register_post_accumulate_grad_hook(reduction.received) for p in found
+                ]
+        of_layers = (
+            hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)
+        )
+        self._listens = any(map(hooks_of_script, self.parameters)) or any(map(foreign, of_layers))
 
-    def _received(self, parameter: torch.Tensor) -> None:
-        self.state.received(parameter)
-        if self._reduction is not None:
-            self._reduction.received(parameter)
+    @property
+    def attributes(self) -> Attributes:
+        """The plain attributes of the module, as of the last look."""
+        return self._watch.attributes
 
     def __call__(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call in chunks, with the outputs and gradients of the whole batch."""
+        self._update_parameters()
         if not torch.is_grad_enabled():
             return self._around(lambda: self._evaluation(forward, args, kwargs))
-        self._update_parameters()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
         if not (self.parameters or _requires_gradients(batch)):  # all are frozen
@@ -235,11 +251,11 @@ class ChunkedRoot:
                 return output
         raise AssertionError("the second attempt returns or raises")
 
-    def unknown_graph(self, layout: Layout, outputs: Sequence[Any]) -> str | None:
+    def unknown_graph(self, layout: Layout, outputs: Sequence[Any], nodes: int) -> str | None:
         """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
         if layout.kind is None:
             return None
-        return self._layouts.unknown_graph(layout.kind, outputs, self.own)
+        return self._layouts.unknown_graph(layout.kind, outputs, self.own, nodes)
 
     def delay(
         self,
@@ -263,7 +279,7 @@ class ChunkedRoot:
         if not self.parameters:
             return None
         known = self._outlines.get(self._kind(batch))
-        if known is None or self._has_gradient_hooks() or _requires_gradients(batch):
+        if known is None or self._listens or _requires_gradients(batch):
             return None
         layout = self._layout(batch)
         if len(self.cut(layout.size(batch), eager=True)) < 2:
@@ -288,6 +304,7 @@ class ChunkedRoot:
             return loss(output, target), output
 
         batch = Batch.of((loss.target, *args), kwargs)
+        self._watch.look()
 
         def run(layout: Layout) -> Any:
             both = replace(
@@ -327,7 +344,7 @@ class ChunkedRoot:
 
     def _ignore_updated_buffers(self, layout: Layout) -> None:
         moving = {id(place.tensor()) for place in layout.updates}
-        self._buffers = [each for each in self._buffers if id(each) not in moving]
+        self._buffers = [each for each in self._all_buffers if id(each) not in moving]
 
     def _whole(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a batch in one piece because it cannot be split, with a warning.
@@ -364,7 +381,7 @@ class ChunkedRoot:
 
     def refuse_listeners(self) -> None:
         """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""
-        if self._has_gradient_hooks():
+        if self._listens:
             reason = "a hook of the script on the gradients would see those of each part"
             raise Refused(reason, "micro_batch")
 
@@ -409,11 +426,6 @@ class ChunkedRoot:
         module = self._module()
         versions = sum(tensor._version for tensor in (*self.parameters, *self._buffers))
         return (module.training if module is not None else False), versions
-
-    def _has_gradient_hooks(self) -> bool:
-        """Return whether the script has a hook on a gradient of the root."""
-        on_parameters = (hooks_of_script(parameter) for parameter in self.parameters)
-        return any(on_parameters) or any(map(foreign, self._layer_hooks))
 
 
 def _is_of_other_strategy(refusal: Refused) -> bool:

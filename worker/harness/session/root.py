@@ -43,6 +43,7 @@ from autofit.worker.harness.session.script_facts import batch_dimension_uncertai
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.torch_state.modules import is_paged, unwrapped
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
@@ -95,10 +96,12 @@ class HarnessRoot:
         """The dimension of the arguments that is the batch."""
         self.proof = ProofRecord(evidence)
         """What the checks of this root have found."""
+        self._watch = ModuleWatch(self._outer)
         self._layouts = Layouts(
             lambda: self.module,
             self._find_layout,
             self.proof.evidence,
+            self._watch,
             None if self._policy.checks_on_copies else self._rehearse,
         )
         self._shared: SharedRoot | None = None
@@ -300,6 +303,7 @@ class HarnessRoot:
             self._chunked.remove()
         self._chunked = self._evaluation = None
         self._undos.clear()
+        self._watch.forget()
         self._composed.clear()
         self.proof.drop_plain_results()
 
@@ -340,8 +344,9 @@ class HarnessRoot:
             outer,
             self._seams,
             micro_batch,
-            find_layout=self.layout,
+            find_layout=self._layout,
             layouts=self._layouts,
+            watch=self._watch,
             on_shortage=self._shortage_in_chunk,
             reduction=ddp.DdpReduction(outer)
             if isinstance(outer, DistributedDataParallel)
@@ -467,6 +472,11 @@ class HarnessRoot:
         verified on the plain root, in its own precision where that fits. The plan's precision has
         a check of its own, with the tolerance of rounding.
         """
+        self._watch.look()
+        return self._layout(batch, gradients=gradients)
+
+    def _layout(self, batch: Batch, *, gradients: bool = True) -> Layout:
+        """Return the layout of a call for which the watch has looked at the module."""
         try:
             layout = self._layouts.of(batch, gradients=gradients)
         except Refused as refusal:

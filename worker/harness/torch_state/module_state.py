@@ -25,7 +25,7 @@ from autofit.worker.harness.torch_state.reachable_state import (
 )
 from autofit.worker.harness.torch_state.state_kinds import PLAIN, TENSOR, Large
 
-_PLAIN = frozenset(PLAIN)
+PLAIN_TYPES = frozenset(PLAIN)
 """A frozenset for fast lookup, because a model has thousands of attributes."""
 
 
@@ -249,14 +249,14 @@ def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 
 class Attributes:
-    """The plain attributes of a module and its children, at the time of construction."""
+    """The plain attributes of some modules, at the time of construction."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._held = [
             (held, name, value)
-            for held in map(vars, module.modules())
+            for held in map(vars, modules)
             for name, value in held.items()
-            if type(value) in _PLAIN
+            if type(value) in PLAIN_TYPES
         ]
 
     def restore(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 
 Key = tuple[Any, ...]
 Place = tuple[int, str]
@@ -28,15 +29,16 @@ _NUMBERS = frozenset(NUMBERS)
 class Signatures:
     """Computes the kinds of one root's calls."""
 
-    def __init__(self, module: Callable[[], nn.Module]) -> None:
-        self._module = module
+    def __init__(self, module: Callable[[], nn.Module], watch: ModuleWatch) -> None:
+        """``watch`` tells, as of its last look, whether the module has changed."""
+        self._module, self._watch = module, watch
         self._own: list[weakref.ref[nn.Module]] = []
         """The script's modules, in their order before a plan changed any."""
         self._scripts: dict[Place, tuple[Any, Any]] = {}
         """The script's value and the plan's value of each number or flag that a plan has
         changed."""
-        self._held: tuple[object, Key] | None = None
-        """The last results of ``_state`` and ``_signs``. Equal states have equal signs."""
+        self._held: tuple[int, Key] | None = None
+        """The version of the module for which ``_signs`` was called last, and what it returned."""
 
     def around(self, change: Callable[[], None]) -> None:
         """Let a plan change the model; its changes do not count as another kind of call."""
@@ -54,9 +56,9 @@ class Signatures:
 
     def of(self, batch: Batch, *, gradients: bool) -> Key:
         """Return the kind of a call. Its ``repr`` is the same in every process."""
-        state = self._state()
-        if self._held is None or self._held[0] != state:
-            self._held = state, self._signs()
+        version = self._watch.version
+        if self._held is None or self._held[0] != version:
+            self._held = version, self._signs()
         return gradients, batch.spec, tuple(map(_kind, batch.leaves)), self._held[1]
 
     def _signs(self) -> Key:
@@ -67,24 +69,6 @@ class Signatures:
                 values[place] = script
         held = ((*place, _sign(value)) for place, value in values.items() if value is not None)
         return tuple(sorted(held))
-
-    def _state(self) -> tuple[list[Any], ...]:
-        """Return all values that ``_values`` reads, in a form that is fast to make and to compare.
-
-        True, 1 and 1.0 are equal, so the list has the numbers' types too.
-        """
-        held = [module.__dict__ for module in self._modules()]
-        numbers = [[pair for pair in own.items() if type(pair[1]) in _NUMBERS] for own in held]
-        return (
-            numbers,
-            [type(value) for own in numbers for _, value in own],
-            [
-                (name, None if each is None else each.requires_grad)
-                for own in held
-                for name, each in own["_parameters"].items()
-            ],
-            [len(own[hooks]) for own in held for hooks in ("_forward_hooks", "_forward_pre_hooks")],
-        )
 
     def _values(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}

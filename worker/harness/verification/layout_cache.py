@@ -4,6 +4,7 @@
 first batch did not: padding, samples that do not count, another class. The *traits* of a batch
 detect this, and the split is verified on that batch too. The autograd graph detects other changes:
 a loss term that the script switches on adds nodes. A graph with a new shape is verified as well.
+autograd counts the nodes that it makes, so a call costs no walk over its graph.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch, Join, Labels, Layout, Rule
 from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
 from autofit.worker.harness.verification.call_signature import Key, Signatures
 from autofit.worker.harness.verification.proof_cache import Known
@@ -57,6 +59,10 @@ class CallKind:
     """The reason of a refusal, by the new traits or the new graph shape."""
     shapes: dict[object, set[str]] = field(default_factory=dict)
     """The verified graph shapes, by the part of the plan that changes a call."""
+    sizes: dict[object, set[int]] = field(default_factory=dict)
+    """The numbers of nodes of calls whose graphs had such a shape, likewise."""
+    calls: int = 0
+    """Calls whose graph was made."""
     fresh: bool = False
     """The layout was verified on the call that runs next, so its graph shape is verified too."""
 
@@ -69,9 +75,13 @@ class Layouts:
         module: Callable[[], nn.Module],
         find: Find,
         known: Known,
+        watch: ModuleWatch,
         rehearse: Rehearse | None = None,
     ) -> None:
-        """``rehearse`` is ``None`` in a real run, where the model must not run extra calls."""
+        """``watch`` has looked at the module before each call of ``of``.
+
+        ``rehearse`` is ``None`` in a real run, where the model must not run extra calls.
+        """
         self._module = module
         self._find = find
         self._known = known
@@ -79,7 +89,7 @@ class Layouts:
         self._doubted = False
         """A stored layout was wrong; only layouts verified in this process are used now."""
         self._kinds: dict[Key, CallKind] = {}
-        self._signatures = Signatures(module)
+        self._signatures = Signatures(module, watch)
         self._shapes = Shapes()
         self._plan: object = ()
         """The part of the applied plan that changes a call."""
@@ -108,13 +118,22 @@ class Layouts:
         return replace(layout, kind=kind)
 
     def unknown_graph(
-        self, kind: CallKind, outputs: Sequence[Any], parameters: Sequence[torch.Tensor]
+        self,
+        kind: CallKind,
+        outputs: Sequence[Any],
+        parameters: Sequence[torch.Tensor],
+        nodes: int,
     ) -> str | None:
         """Return the shape of a call's autograd graph; ``None`` if it was verified.
 
         ``outputs`` are the root's. The first graph after a verification counts as verified: it
-        belongs to the same call.
+        belongs to the same call. ``nodes``: how many the call has made. A graph is walked if their
+        number is new, and in the 1st, 2nd, 4th, 8th, ... call.
         """
+        kind.calls += 1
+        sizes = kind.sizes.setdefault(self._plan, set())
+        if nodes in sizes and kind.calls & (kind.calls - 1) and not kind.fresh:
+            return None
         shape = self._shapes.of(outputs, parameters)
         shapes = kind.shapes.setdefault(self._plan, self._recall_shapes(kind.key, self._plan))
         if shape not in shapes:
@@ -122,6 +141,7 @@ class Layouts:
                 return shape
             self._add_shape(kind, self._plan, shape)
         kind.fresh = False
+        sizes.add(nodes)
         return None
 
     def verify_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
